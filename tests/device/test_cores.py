@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ttrain.core import cores, processor
+from ttrain.core.errors import UserError
 from ttrain.tasks import doctor
 
 
@@ -89,11 +90,61 @@ def test_the_doctor_tells_cores_memory_and_vector_units(
     if text is not None:
         (tmp_path / "cpuinfo").write_text(text)
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
     monkeypatch.setattr(doctor, "core_limits", lambda: {"physical": 1, "affinity": 3, "quota": 2})
     cores, memory, vectors = doctor._machine()
     assert cores.text.endswith(": 1 physical core, 3 that this process may use, a container's quota of 2")
     assert "GiB" in memory.text and memory.text.endswith(" free") and vectors.state == state
     assert vectors.text.startswith(told)
+
+
+V3 = "sse4_1 sse4_2 ssse3 popcnt cx16 lahf_lm avx avx2 fma bmi1 bmi2 f16c abm movbe"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "given", "expected"),
+    [
+        ("x86_64", f"{V4} avx512_bf16 amx_bf16", None, ["avx2", "avx512f", "avx512_bf16", "amx_bf16"]),
+        ("x86_64", f"{V4} avx512_bf16 amx_bf16", "native", ["avx2", "avx512f", "avx512_bf16", "amx_bf16"]),
+        ("x86_64", f"{V4} avx512_bf16 amx_bf16", "x86-64-v4", ["avx2", "avx512f"]),
+        ("x86_64", f"{V4} avx512_bf16 amx_bf16", " x86-64-v3 ", ["avx2"]),
+        ("AMD64", V3, "x86-64-v3", ["avx2"]),
+        ("x86_64", V3, "x86-64", []),
+        ("aarch64", "fp asimd sve bf16", None, ["asimd", "sve", "bf16"]),
+        ("aarch64", "fp asimd sve bf16", "armv8-a", ["asimd"]),
+        (
+            "x86_64",
+            V3,
+            "x86-64-v4",
+            r"this processor \(A\) does not have avx512bw, avx512cd, .*Give a lower kind of x86",
+        ),
+        ("x86_64", V3, "znver3", "TTRAIN_MARCH=znver3 is not known on x86_64. .*: native .*, x86-64, .*x86-64-v4[.]"),
+        ("aarch64", "asimd", "x86-64-v3", "TTRAIN_MARCH=x86-64-v3 is not known on aarch64. .*armv8-a[.]"),
+    ],
+)
+def test_kernels_use_what_the_processor_and_the_kind_asked_for_both_have(
+    machine: str,
+    flags: str,
+    given: str | None,
+    expected: list[str] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list of extensions, or the words of a refusal."""
+    (tmp_path / "cpuinfo").write_text(f"model name : A\nflags : {flags}\n\nmodel name : of another core\nflags : sse\n")
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(processor.VARIABLE, given)
+    if isinstance(expected, list):
+        assert processor.vector_extensions() == expected
+        return
+    with pytest.raises(UserError, match=expected) as caught:
+        processor.vector_extensions()
+    (vectors,) = (finding for finding in doctor._machine() if finding.subject == "vector units")
+    assert (vectors.state, vectors.text) == ("broken", str(caught.value))
 
 
 def test_work_of_others_is_what_the_cores_did_without_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

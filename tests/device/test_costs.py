@@ -52,6 +52,15 @@ def test_a_clear_winner_is_taken_and_remembered() -> None:
     assert slower_now.made == 0
 
 
+def test_libraries_that_are_held_to_older_instructions_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert Ways(usual=0.004, other=0.001).choose() == "other"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert Ways(usual=0.001, other=0.004).choose() == "usual"
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    assert Ways(usual=0.001, other=0.004).choose() == "other"
+
+
 def test_what_another_process_has_measured_meanwhile_counts() -> None:
     def measured() -> dict[str, float]:
         costs._write("something", {"usual": 2.0, "other": 1.0})

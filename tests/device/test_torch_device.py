@@ -205,6 +205,8 @@ assert not torch.cuda.is_initialized()
 
 def test_bf16_products_use_the_matrix_units(capfd: pytest.CaptureFixture[str]) -> None:
     """oneDNN says which implementation it chose; a machine without bf16 instructions has nothing to show."""
+    if {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"} & os.environ.keys():
+        pytest.skip("oneDNN is held to older instructions")
     device = TorchDevice("cpu", threads=1)
     features = set(device.describe()["cpu_features"])
     units = [

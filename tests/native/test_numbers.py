@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import torch
 
 from tests.native.conftest import SMALL, NativeDevice, open_device
+from ttrain.core import processor
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
-from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.native import Sizing
 from ttrain.graph.graph import Graph, Node, op
 from ttrain.optim.adamw import AdamW
@@ -196,15 +195,15 @@ def test_the_number_of_threads_changes_no_bit(folder: Path) -> None:
             assert torch.equal(one, two), name
 
 
-@pytest.mark.parametrize("flag", ["", "-march=x86-64-v3", "-march=x86-64"])
+@pytest.mark.parametrize("kind", ["", "x86-64-v3", "x86-64"])
 def test_large_shapes_agree_with_the_reference(
-    device: NativeDevice, folder: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+    device: NativeDevice, folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the widest vectors of this machine, and with those of lesser ones."""
-    if flag:
-        if platform.machine() not in ("x86_64", "AMD64") or not toolchain.has_feature("avx2"):
+    if kind:
+        if not processor.is_x86() or "avx2" not in processor.vector_extensions():
             pytest.skip("no x86 processor with AVX2")
-        monkeypatch.setattr(toolchain, "_machine_flag", lambda: flag)
+        monkeypatch.setenv(processor.VARIABLE, kind)
         device = open_device(SMALL, folder)
     runs = [run for run in large_runs() if run[0] != "attention_grad"]  # whose statistics can't be random
     for (name, inputs, attributes), outputs in zip(runs, run_all(device, runs), strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.native.conftest import require_compiler
+from ttrain.core import processor
 from ttrain.core.errors import UserError
 from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import function_name, library_sources
@@ -28,10 +29,10 @@ def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
-def answer(library: ctypes.CDLL) -> float:
+def answer(library: ctypes.CDLL, body: str = BODY) -> float:
     number = ctypes.c_float(0)
     block = (ctypes.c_void_p * 1)(ctypes.addressof(number))
-    function = getattr(library, function_name(BODY))
+    function = getattr(library, function_name(body))
     function.argtypes, function.restype = [ctypes.c_void_p], None
     function(ctypes.addressof(block))
     return number.value
@@ -68,8 +69,9 @@ def test_a_damaged_entry_is_built_again(cache: Path, damage: str) -> None:
     assert Toolchain(cache)._cached(entry.name.split(".")[0]) == entry
 
 
-@pytest.mark.parametrize("change", ["source", "flags", "headers", "processor"])
+@pytest.mark.parametrize("change", ["source", "flags", "headers", "processor", "march"])
 def test_what_the_code_depends_on_is_part_of_the_key(cache: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processor.VARIABLE, raising=False)
     Toolchain(cache).load(SOURCES)
     sources = SOURCES
     if change == "source":
@@ -78,11 +80,30 @@ def test_what_the_code_depends_on_is_part_of_the_key(cache: Path, change: str, m
         monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-O2"))
     elif change == "headers":
         monkeypatch.setattr(toolchain, "_headers", lambda: b"others")
+    elif change == "march":
+        monkeypatch.setenv(processor.VARIABLE, "x86-64" if processor.is_x86() else "armv8-a")
     else:
         monkeypatch.setattr(toolchain, "processor_features", lambda: "another machine")
     again = Toolchain(cache)
     assert answer(again.load(sources)) == 42
     assert again.compilations == 1
+
+
+def test_code_for_a_kind_of_processor_is_that_of_every_machine(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder serves machines that have different processors, and none runs what its processor does not have."""
+    kind, width = ("x86-64", 4) if processor.is_x86() else ("armv8-a", 4)
+    monkeypatch.setenv(processor.VARIABLE, kind)
+    body = "*out<float>(a, 0) = W;"
+    code, version = library_sources([body], 1), toolchain.code_version()
+    assert answer(Toolchain(cache).load(code), body) == width
+    monkeypatch.setattr(toolchain, "processor_features", lambda: "another machine")
+    again = Toolchain(cache)
+    assert answer(again.load(code), body) == width and again.compilations == 0
+    monkeypatch.delenv(processor.VARIABLE)
+    assert toolchain.code_version() != version
+    monkeypatch.setenv(processor.VARIABLE, "i486")
+    with pytest.raises(UserError, match="TTRAIN_MARCH=i486 is not known on"):
+        Toolchain(cache).load(code)
 
 
 def test_two_processes_may_build_the_same_library_at_once(cache: Path) -> None:

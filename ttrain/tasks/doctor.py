@@ -46,7 +46,11 @@ def _machine() -> Iterator[Finding]:
     if (memory := device_memory("cpu")) is not None:
         free = psutil.virtual_memory().available
         yield Finding("memory", "ok", f"{format_bytes(memory[0])}, {memory[1]}; {format_bytes(free)} free")
-    found = vector_extensions()
+    try:
+        found = vector_extensions()
+    except UserError as error:
+        yield Finding("vector units", "broken", str(error))
+        return
     known = ARM if set(found) & set(ARM) else X86
     absent = f" (not {', '.join(each for each in known if each not in found)})" if set(known) - set(found) else ""
     fix = "kernels run without them, more slowly"

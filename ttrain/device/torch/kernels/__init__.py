@@ -7,7 +7,8 @@ function or a `Chain` of a few. A launch allocates nothing, except where aten ha
 - log_sum_exp, which no planned step launches: `logsumexp` keeps parts of its own;
 - attention and its gradient where flash attention is chosen: the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
-- bf16 matrix products on the CPU, and large fp32 ones where oneDNN is the faster (product.py): scratch memory;
+- bf16 matrix products on a CPU for which oneDNN has them, as it has with AVX-512: scratch memory;
+- large fp32 products where oneDNN is the faster (product.py): the same;
 - arithmetic on operands of different dtypes: aten casts one of them first.
 
 `tests/ops/test_allocations.py` holds the list exactly.

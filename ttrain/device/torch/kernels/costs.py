@@ -6,6 +6,7 @@ Measured once per machine and kept on disk, so that every process chooses alike 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
@@ -17,9 +18,11 @@ from pathlib import Path
 import torch
 
 from ttrain.core.folders import cache_folder
+from ttrain.core.processor import processor_features, processor_name
 from ttrain.device.base import Launch
 
 CLEAR_WIN, TIE = 1.25, 1.03  # how many times faster than the first way another has to be
+_HOLDING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
 _MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
@@ -114,12 +117,11 @@ def table_path() -> Path:
     return cache_folder() / "costs.json"
 
 
-@lru_cache(maxsize=1)
 def _machine() -> str:
-    from ttrain.device.torch.native.toolchain import processor_features
-
-    features = processor_features()
-    return f"torch {torch.__version__}, {features[:400]}"
+    """The key of this machine's entries. It covers what keeps libraries from instructions that the processor has."""
+    held = [f"{name}={os.environ[name]}" for name in _HOLDING if name in os.environ]
+    whole = hashlib.sha256("\n".join([processor_features(), *held]).encode()).hexdigest()[:16]
+    return ", ".join([f"torch {torch.__version__}", processor_name(), *held, whole])
 
 
 def _read() -> dict[str, dict[str, dict[str, float]]]:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from ttrain.core.errors import PlanError
+from ttrain.core.processor import vector_extensions
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch
 from ttrain.device.torch.native import attention, pool, products, rules, updates
@@ -22,7 +23,7 @@ from ttrain.device.torch.native.codegen import function_name, library_sources
 from ttrain.device.torch.native.launch import joined
 from ttrain.device.torch.native.native import Native, Sizing
 from ttrain.device.torch.native.request import NodeLike, Request
-from ttrain.device.torch.native.toolchain import Toolchain, has_feature
+from ttrain.device.torch.native.toolchain import Toolchain
 
 RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "update")
@@ -50,7 +51,7 @@ class NativeKernels:
         self._toolchain = Toolchain() if toolchain is None else toolchain
         if not isinstance(sizing, Sizing):
             # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
-            usual = _BOTH[:1] if has_feature("amx_bf16") else _BOTH
+            usual = _BOTH[:1] if "amx_bf16" in vector_extensions() else _BOTH
             sizing = Sizing(sizing, products={"auto": usual, "own": _BOTH}.get(products, ()))
         self.sizing = sizing
         self.ways: Ways = {}  # of products that were compared; others go the way of their dtype

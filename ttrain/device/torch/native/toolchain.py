@@ -1,9 +1,9 @@
 """C++ source -> loaded library: finds the machine's compiler, compiles once, and keeps the result on disk.
 
 A cache entry is one file, `<key>.<digest>.so`. The key covers everything that the machine code depends on: the source
-with its headers, the flags, the compiler, and the processor's features. The digest is that of the file itself, so an
-entry that was cut off or changed is noticed before it is loaded, and rebuilt. Entries appear by a rename within the
-folder: processes that build the same one at once do not disturb each other.
+with its headers, the flags, the compiler, and the processor, be it this one or the kind that TTRAIN_MARCH names. The
+digest is that of the file itself, so an entry that was cut off or changed is noticed before it is loaded, and rebuilt.
+Entries appear by a rename within the folder: processes that build the same one at once do not disturb each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import errno
 import hashlib
 import os
 import platform
-import re
 import shlex
 import shutil
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from ttrain.core.cores import usable_cores
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.folders import cache_folder
+from ttrain.core.processor import NATIVE, is_x86, march, processor_features
 
 HEADERS = Path(__file__).parent / "kernels"
 CANDIDATES = ("g++", "c++", "clang++")
@@ -85,23 +85,6 @@ def library_folder() -> Path:
 
 
 @lru_cache(maxsize=1)
-def processor_features() -> str:
-    """What -march=native depends on: architecture, model and feature flags."""
-    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
-    try:
-        first = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0]
-        facts = [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
-    except OSError:
-        facts = [platform.processor()]
-    return "\n".join([platform.machine(), *facts])
-
-
-def has_feature(flag: str) -> bool:
-    """Whether the processor names a feature among its flags."""
-    return re.search(rf"\b{flag}\b", processor_features()) is not None
-
-
-@lru_cache(maxsize=1)
 def _headers() -> bytes:
     return b"".join(path.name.encode() + path.read_bytes() for path in sorted(HEADERS.glob("*.h")))
 
@@ -127,7 +110,7 @@ class Toolchain:
         """
         compiler = find_compiler()
         command = [*compiler.command, *FLAGS, _machine_flag()]
-        facts = "\n".join([*sources, *command, compiler.identity, processor_features()])
+        facts = "\n".join([*sources, *command, compiler.identity, _target()])
         key = _digest(facts.encode() + _headers())
         path = self._cached(key) or self._build(command, key, sources)
         try:
@@ -222,7 +205,15 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _machine_flag() -> str:
-    return "-march=native" if platform.machine().lower() in ("x86_64", "amd64", "i686") else "-mcpu=native"
+    """Return the compiler's flag for the processor that kernels are for. Raises UserError for a wrong TTRAIN_MARCH."""
+    if (kind := march()) != NATIVE:
+        return f"-march={kind}"
+    return "-march=native" if is_x86() else "-mcpu=native"
+
+
+def _target() -> str:
+    """Return what the machine code depends on beside the flags: nothing of this processor where a kind is named."""
+    return processor_features() if march() == NATIVE else platform.machine()
 
 
 def _digest(content: bytes) -> str:
