@@ -196,7 +196,7 @@ def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[s
 def _sha256(ids: Ids) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(ids), _SCAN_TOKENS):
-        digest.update(ids[start : start + _SCAN_TOKENS])
+        digest.update(ids[start : start + _SCAN_TOKENS].data)
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,7 +129,11 @@ class Board:
         if isinstance(error, TtrainError):
             error.shared = True
         else:
-            error.add_note(f"This was rank {self._rank} of {self._count}.")
+            note = f"This was rank {self._rank} of {self._count}."
+            if sys.version_info >= (3, 11):  # the traceback ends with it
+                error.add_note(note)
+            else:
+                print(note, file=sys.__stderr__, flush=True)  # sys.stderr is the leading rank's alone
         return error
 
     def _linger(self, cause: int) -> None:

@@ -234,7 +234,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[
         with open(beside, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for weight in weights.values():
-                file.write(memoryview(as_fp32(weight)).cast("B") if np.prod(weight.shape) else b"")
+                file.write(as_fp32(weight).data.cast("B") if np.prod(weight.shape) else b"")
 
     write_file(path, write)
 
