@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import run_offsets
+from ttrain.parallel.board import Board
 from ttrain.parallel.communication import CommunicationThread
 from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
@@ -58,6 +61,60 @@ def test_a_thread_for_communication_keeps_the_order_and_ends() -> None:
     with pytest.raises(ZeroDivisionError):
         thread.finish()
     assert done == [1, 2] and thread.close() and "exchange" not in {each.name for each in threading.enumerate()}
+
+
+class Posted(dict[str, str]):
+    """A store of one process."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+
+@contextmanager
+def beside(wait: AbstractContextManager[None]) -> Iterator[threading.Thread]:
+    """A thread that is in a wait."""
+    entered, ended = threading.Event(), threading.Event()
+
+    def body() -> None:
+        with wait:
+            entered.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    entered.wait(60)
+    yield thread
+    ended.set()
+    thread.join()
+
+
+def test_a_rank_waits_when_its_own_thread_does_be_it_through_threads_that_it_joins() -> None:
+    """One that saves waits for other ranks as well, and a rank that hangs meanwhile is the one that hangs."""
+    store = Posted()
+    board = Board(store, 0, 2, 60.0)  # type: ignore[arg-type]
+
+    def told() -> str:
+        board._beat()
+        return store["rank/0"].split()[1]
+
+    assert told() == "works"
+    with beside(board.waiting()) as saving:
+        assert told() == "works"
+        with board.waiting():
+            assert told() == "waits"
+            with board.waiting():
+                pass
+            assert told() == "waits"
+        with board.joining(saving):
+            assert told() == "waits"
+        assert told() == "works"
+        with beside(board.joining(saving)) as next_save, board.joining(next_save):
+            assert told() == "waits"
+    with board.waiting():
+        with beside(board.waiting()):
+            pass
+        assert told() == "waits"
+    assert told() == "works"
 
 
 def test_where_a_process_stands() -> None:

@@ -1,4 +1,4 @@
-"""What ranks tell one another besides numbers, through torch's store: that they live, why the run ends, texts by key.
+"""Messages of ranks besides numbers, through torch's store: that they live, why the run ends, texts by key.
 
 The first failure that is posted ends all ranks. A rank that waits for others notices it at once, one that computes or
 hangs is ended by the thread that watches.
@@ -50,14 +50,19 @@ class Failure:
 
 
 class Board:
-    """What one rank posts and reads. Any thread may use it."""
+    """The messages that one rank posts and reads. Any thread may use it; the one that makes it is the rank's own.
+
+    A beat tells whether that thread waits for other ranks. Others don't count, unless it waits for them: see `joining`.
+    """
 
     def __init__(self, store: Store, rank: int, count: int, timeout: float, led: bool = False) -> None:
         """`led` tells that the store is the leading rank's, and goes with it."""
         self._store, self._rank, self._count, self._timeout, self._led = store, rank, count, timeout, led
         self._failure: Failure | None = None
         self._ends, self._left = threading.Event(), threading.Event()
-        self._waiting = False  # whether the rank waits for others
+        self._own = threading.get_ident()
+        self._waits: dict[int, int] = {}  # thread -> how many waits for other ranks it is in
+        self._joined: dict[int, threading.Thread] = {}  # thread -> the thread of this rank that it waits for
         self._beats = 0
 
     def watch(self) -> None:
@@ -104,13 +109,32 @@ class Board:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around every wait for other ranks: what torch raises becomes an error that names the rank."""
-        self._waiting = True
+        thread = threading.get_ident()
+        self._waits[thread] = self._waits.get(thread, 0) + 1
         try:
             yield
         except RuntimeError as error:
             raise self._reason(error) from error
         finally:
-            self._waiting = False
+            self._waits[thread] -= 1
+
+    @contextmanager
+    def joining(self, thread: threading.Thread) -> Iterator[None]:
+        """Around a wait for another thread of this rank: while that one waits for other ranks, so does this one."""
+        own = threading.get_ident()
+        self._joined[own] = thread
+        try:
+            yield
+        finally:
+            del self._joined[own]
+
+    def _is_waiting(self) -> bool:
+        """True if the rank's own thread waits for other ranks, be it through threads that it waits for."""
+        thread: int | None = self._own
+        while thread is not None and not self._waits.get(thread):
+            joined = self._joined.get(thread)
+            thread = None if joined is None else joined.ident
+        return thread is not None
 
     def ended(self, error: E) -> E | TtrainError:
         """What this rank ends with, an error of its own being told to all others; the first error stands."""
@@ -212,7 +236,7 @@ class Board:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"rank/{self._rank}", f"{self._beats} {'waits' if self._waiting else 'works'}")
+        self._store.set(f"rank/{self._rank}", f"{self._beats} {'waits' if self._is_waiting() else 'works'}")
 
     def _watch(self) -> None:
         while not self._left.wait(_BEAT_SECONDS):

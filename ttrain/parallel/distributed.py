@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from socket import socket
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,9 @@ class DistributedWorld(World):
 
     def receive(self, key: str, rank: int) -> str:
         return self._board.wait(f"{key}/{rank}", rank)
+
+    def joining(self, thread: Thread) -> AbstractContextManager[None]:
+        return self._board.joining(thread)
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
         names = list(records[0])

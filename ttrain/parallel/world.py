@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
 from typing import Any, TypeVar
 
 from ttrain.device.base import Group
@@ -73,6 +74,10 @@ class World:
     def receive(self, key: str, rank: int) -> str:
         """Waits for the text that a rank sends."""
         return self._texts.pop(key)
+
+    def joining(self, thread: Thread) -> AbstractContextManager[None]:
+        """Around a wait for another thread of this process, which may itself wait for other ranks."""
+        return nullcontext()
 
     def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
         """The sums over all slices of numbers that this rank has for its own, added in one order."""

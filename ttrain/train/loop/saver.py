@@ -133,14 +133,18 @@ class Saver:
     def join(self) -> None:
         """Waits for the save that is under way, whatever becomes of it."""
         if self._thread is not None:
-            self._thread.join()
+            self._join(self._thread)
             self._thread = None
+
+    def _join(self, thread: threading.Thread) -> None:
+        with self._world.joining(thread):
+            thread.join()
 
     def _write_beside(self, work: _Work, before: threading.Thread | None) -> None:
         """The body of the thread: it takes what time steps leave, so as not to hold up threads that wait together."""
         yield_processor()
         if before is not None:
-            before.join()
+            self._join(before)
             if self._error is not None:
                 return  # there is nothing to add to; that failure is reported
         self._write(work)
