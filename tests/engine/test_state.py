@@ -98,3 +98,28 @@ def test_rows_are_written_where_they_belong_or_refused() -> None:
     for start, shape in ((5, (3, 3)), (-1, (2, 3)), (0, (2, 4))):
         with pytest.raises(GraphError, match=r"up.weight: got rows .* expected rows of fp32\[7, 3\]"):
             state.write_rows("up.weight", start, np.ones(shape, np.float32))
+
+
+ROWS, PARTS = (500, 90), ((64, 30_000), (30_016, 45_000))
+
+
+@pytest.mark.parametrize("most", [44_999, 1000, 3])
+@pytest.mark.parametrize("kept", ["whole", "bf16", "padded", "remainders", "parts", "nowhere"])
+def test_a_sample_is_some_elements_spread_evenly(kept: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = {"bf16": DType.BF16, "remainders": DType.INT16}.get(kept, DType.FP32)
+    padding, here = 7 * (kept == "padded"), kept not in ("parts", "nowhere")
+    parts = PARTS if kept == "parts" else ()
+    made = [StateTensor("w", TensorSpec(ROWS, dtype), Kind.PARAMETER, "run", padding, None, parts, here)]
+    if kept == "remainders":
+        made.append(StateTensor("w/compute", TensorSpec(ROWS, DType.BF16), Kind.COPY, "run"))
+    device = TorchDevice("cpu")
+    state = State(device, made)
+    rows = ROWS[0] - padding
+    state.write("w", np.random.default_rng(1).standard_normal((rows, *ROWS[1:]), np.float32))
+    whole, taken, download = state.read("w").reshape(-1), list[int](), device.download
+    monkeypatch.setattr(device, "download", lambda buffer: taken.append(buffer.numel()) or download(buffer))
+    found = state.sample("w", most)
+    stride = next(stride for stride in range(1, 45_000, 2) if stride * most >= whole.size)
+    np.testing.assert_array_equal(found, whole[::stride])
+    assert len(found) <= most and sum(taken) <= 2 * (most + 1)
+    assert bool(found.any()) == (kept != "nowhere")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.faults.conftest import losses, tensors
 from ttrain.cli import main
@@ -16,6 +17,8 @@ from ttrain.core.errors import TtrainError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.regression import RegressionDataset
 from ttrain.data.settings import RegressionConfig
+from ttrain.device.torch.device import TorchDevice
+from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticStep
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.retention import list_checkpoints
@@ -209,7 +212,7 @@ class Tensors:
     def tensor(self, name: str) -> Any:
         return SimpleNamespace(placed=not self.freed)
 
-    def read(self, name: str) -> np.ndarray:
+    def sample(self, name: str, most: int) -> np.ndarray:
         return self.arrays[name].copy()
 
 
@@ -253,6 +256,32 @@ def test_learning_check() -> None:
     problems, (doubt,) = asked(Tensors(DType.BF16), 1e-3, 0)
     assert not problems and "100 % of its elements did not move" in doubt
     assert asked(Tensors(DType.BF16), 0.5, 0)[0] == ["w has a gradient but did not move"]
+
+
+def test_the_check_reads_a_bounded_part_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 Mi elements those of every 50th row move."""
+    spec = TensorSpec((2**12, 2**10), DType.BF16)
+    state = State(
+        TorchDevice("cpu"),
+        [StateTensor("w", spec, Kind.PARAMETER, "run"), StateTensor("w/gradient", spec, Kind.GRADIENT, "run")],
+    )
+    values, taken, download = np.ones(spec.shape, np.float32), list[int](), TorchDevice.download
+
+    def counted(device: TorchDevice, buffer: torch.Tensor) -> np.ndarray:
+        taken.append(buffer.numel())
+        return download(device, buffer)
+
+    state.write("w", values)
+    state.write("w/gradient", values)
+    monkeypatch.setattr(TorchDevice, "download", counted)
+    check = LearningCheck(state)
+    values[::50] += 0.5
+    state.write("w", values)
+    assert check.after(1, 0.5, 1.0) == (
+        "Step 1: w is bf16 without a master copy, and 98 % of its elements did not move; such updates may be lost in "
+        "rounding. optimizer.stochastic_rounding=true keeps them on average."
+    )
+    assert sum(taken) <= 3 * 2**16
 
 
 def test_bf16_weights_too_large_for_the_learning_rate_are_warned_of(train: Train, capsys: Any) -> None:

@@ -229,6 +229,10 @@ class Device(ABC):
     def download(self, buffer: Buffer) -> np.ndarray:
         """A copy of a buffer's values on the host, bf16 as fp32. Waits for pending work."""
 
+    def sample(self, buffer: Buffer, first: int, stride: int) -> np.ndarray:
+        """A copy on the host of every `stride`-th value of a buffer from number `first` on, in a row; bf16 as fp32."""
+        return np.ascontiguousarray(self.download(buffer).reshape(-1)[first::stride])
+
     def upload_inputs(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
         """Upload the inputs of one step, by name."""
         for name, array in arrays.items():

@@ -167,41 +167,49 @@ class State:
 
     def read(self, name: str) -> np.ndarray:
         """A host copy; bf16 comes as fp32."""
-        tensor = self.tensor(name)
-        if tensor.everywhere:
-            values = self._values(tensor, name)
-        else:
-            values = np.zeros(tensor.spec.size, np.float32)
-            for piece, _, (start, stop) in tensor.placed:
-                values[start:stop] = self._values(tensor, piece).reshape(-1)
-            if self.device.group is not None:
-                self.device.group.join(values)
-            values = values.reshape(tensor.spec.shape)
-        return values[: len(values) - tensor.padding] if tensor.padding else values
+        return self._every(name, 1).reshape(self.spec(name).shape)
 
-    def _values(self, tensor: StateTensor, name: str) -> np.ndarray:
-        """Return the values of a tensor, or of its part of that name."""
+    def sample(self, name: str, most: int) -> np.ndarray:
+        """Return up to `most` values in a row, spread evenly over a tensor; at every call of the same elements.
+
+        A copy as from `read`, and like there all ranks have to call it. The device brings no others to the host, where
+        it can.
+        """
+        return self._every(name, -(-self.spec(name).size // most) | 1)  # odd, lest it goes down one column
+
+    def _every(self, name: str, stride: int) -> np.ndarray:
+        """Return every so many values of a tensor, in a row."""
+        tensor, size = self.tensor(name), self.spec(name).size
+        if tensor.everywhere:
+            return self._values(tensor, name, 0, stride)[: -(-size // stride)]
+        values = np.zeros(-(-size // stride), np.float32)
+        for piece, _, (start, stop) in tensor.placed:
+            first, end = -(-start // stride), -(-min(stop, size) // stride)
+            values[first:end] = self._values(tensor, piece, first * stride - start, stride)[: max(end - first, 0)]
+        if self.device.group is not None:
+            self.device.group.join(values)
+        return values
+
+    def _values(self, tensor: StateTensor, name: str, first: int = 0, stride: int = 1) -> np.ndarray:
+        """Return values of a tensor, or of its part of that name: every so many from the first on, in a row."""
         side = self.device.side(self.on_host(tensor.name))
-        values = side.download(self._placed[name][2])
+        values = side.sample(self._placed[name][2], first, stride)
         if not tensor.remainders:
             return values
         arena, byte, _ = self._placed[f"{tensor.name}/compute{name.removeprefix(tensor.name)}"]
-        bits = side.download(side.place(arena, byte, self._declared[name][0])).astype(np.int32)
+        bits = side.sample(side.place(arena, byte, self._declared[name][0]), first, stride).astype(np.int32)
         bits <<= 16
-        bits += values
-        return bits.view(np.float32)
+        return np.add(bits, values, out=bits).view(np.float32)
 
     def own_parts(self, name: str) -> list[Part] | None:
         """The parts of a tensor's values that this rank alone has; None where all ranks have them all."""
-        tensor = self.tensor(name)
-        size = tensor.host_spec.size
+        tensor, size = self.tensor(name), self.spec(name).size
         return None if tensor.everywhere else [(start, min(stop, size)) for start, stop in tensor.parts if start < size]
 
     def read_part(self, name: str, part: Part) -> np.ndarray:
         """The values of one of `own_parts`, in a row; asks no other rank."""
         held = next(own for own in self.tensor(name).parts if own[0] == part[0])
-        values = self._values(self.tensor(name), part_name(name, held))
-        return values.reshape(-1)[: part[1] - part[0]]
+        return self._values(self.tensor(name), part_name(name, held))[: part[1] - part[0]]
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""

@@ -128,6 +128,9 @@ class TorchDevice(Device):
         host = torch.empty(buffer.shape, dtype=torch.float32 if buffer.dtype is torch.bfloat16 else buffer.dtype)
         return host.copy_(buffer).numpy()
 
+    def sample(self, buffer: torch.Tensor, first: int, stride: int) -> np.ndarray:
+        return self.download(buffer.view(-1)[first::stride])
+
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)
 
