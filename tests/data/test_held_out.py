@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,8 @@ from ttrain.data.regression import RegressionDataset, open_regression
 from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TextConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokenizer import visible_bytes
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.world import Numbers, World
 from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
@@ -90,6 +97,51 @@ def test_every_sample_counts_once(kind: Any, available: int, rows: int, samples:
     assert found is not None and set(step.rows) == {rows}
     assert found.loss == pytest.approx((counted**2).mean(), rel=1e-9)
     assert found.metrics == {"a/b": pytest.approx(np.abs(counted).mean(), rel=1e-9)}
+
+
+class Together(World):
+    """One of several ranks, which are threads."""
+
+    def __init__(self, rank: int, count: int, barrier: threading.Barrier, given: dict[int, Sequence[Numbers]]) -> None:
+        super().__init__(Ranks(rank, count, count))
+        self._barrier, self._given = barrier, given
+
+    def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
+        self._given[self.ranks.rank] = records
+        self._barrier.wait(60)
+        found = [{**record} for rank in range(self.ranks.count) for record in self._given[rank]]
+        self._barrier.wait(60)
+        return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("available", [1, 7, 24])
+def test_ranks_read_held_out_data_in_turn_and_find_the_same(count: int, available: int) -> None:
+    data, rows = ids(available), 3
+    alone = Evaluation(Squares(), data, rows, None, count_bytes=len)
+    expected = alone()
+    read: dict[int, int] = Counter()
+
+    def evaluated(rank: int, barrier: threading.Barrier, given: dict[int, Sequence[Numbers]]) -> Any:
+        def batch(*place: Any) -> Any:
+            read[rank] += 1
+            return data.batch(*place)
+
+        own = SimpleNamespace(batch=batch, val_samples=data.val_samples)
+        world = Together(rank, count, barrier, given)
+        evaluation = Evaluation(Squares(), own, rows, None, count_bytes=len, world=world)  # type: ignore[arg-type]
+        return evaluation(), evaluation.tokens, evaluation.bytes
+
+    barrier, given = threading.Barrier(count), dict[int, Sequence[Numbers]]()
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(lambda rank: evaluated(rank, barrier, given), range(count)))
+    for result, tokens, size in found:
+        assert (
+            result.loss == pytest.approx(expected.loss, rel=1e-12) and result.metrics.keys() == expected.metrics.keys()
+        )
+        assert (tokens, size) == (alone.tokens, alone.bytes)
+    turns = -(-available // (rows * count))
+    assert set(read.values()) == {2 * turns}, "once to count, once to evaluate"
 
 
 def evaluated(run: str, *overrides: str) -> dict[str, float]:

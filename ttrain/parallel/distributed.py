@@ -136,14 +136,24 @@ class DistributedWorld(World):
             raise getattr(errors, outcome["error"], TtrainError)(outcome["message"])
         return outcome["value"]
 
+    def from_leader(self, work: Callable[[], str]) -> str:
+        key = self._turn()
+        if self.leads:
+            self.send(key, work())
+        return self.receive(key, 0)
+
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        self._turns += 1
+        key = self._turn()
         if not self.leads:
-            self.receive(f"first/{self._turns}", 0)
+            self.receive(key, 0)
         yield
         if self.leads:
-            self.send(f"first/{self._turns}", "")
+            self.send(key, "")
+
+    def _turn(self) -> str:
+        self._turns += 1
+        return f"first/{self._turns}"
 
     def barrier(self) -> None:
         with self._board.waiting():

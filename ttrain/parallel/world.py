@@ -22,7 +22,7 @@ class World:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self._turns = 0  # of `leader_first`
+        self._turns = 0  # of `leader_first` and `from_leader`
         self._texts: dict[str, str] = {}
 
     @property
@@ -40,6 +40,10 @@ class World:
 
     def once(self, work: Callable[[], str]) -> str:
         """What the work of the leading rank returns. Where that fails, all fail likewise."""
+        return work()
+
+    def from_leader(self, work: Callable[[], str]) -> str:
+        """The text that the leading rank's work returns, however long it works at it; others do none."""
         return work()
 
     @contextmanager

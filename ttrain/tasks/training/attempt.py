@@ -140,7 +140,7 @@ def _loop(
     folder.keep()
     meter = _meter(run, session, steps, progress.step, say, stack)
     evaluation = _evaluation(run, steps, say)
-    held_out = held_out_hash(run.dataset, evaluation.samples)
+    held_out = run.world.from_leader(partial(held_out_hash, run.dataset, evaluation.samples))
     command = config.source.going_on() + run.ranks
     context = Context(config.train, session.state, folder, loggers, progress, run.world, held_out, command)
     context.check_held_out()

@@ -17,6 +17,7 @@ from ttrain.parallel.world import World
 from ttrain.train.protocols import Dataset, Inputs, Outputs
 
 BITS_PER_BYTE = "bits_per_byte"
+_BYTES = "bytes"  # among counts
 
 
 @dataclass(frozen=True)
@@ -109,16 +110,23 @@ class Evaluation:
         return self._world.largest({"stopped": float(stopped())})["stopped"] > 0
 
     def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:
-        """What each weight averages over all batches, which stays the same; None if `stopped` became true."""
-        total: Counter[str] = Counter()
-        counted = 0
-        for index in range(self._batch_count):
+        """The targets that each weight averages over, in all batches of all ranks; None if `stopped` became true.
+
+        Each rank counts its own batches.
+        """
+        own: Counter[str] = Counter()
+        ranks = self._world.ranks
+        for first in range(0, self._batch_count, ranks.count):
             if self._stopped(stopped):
                 return None
-            batch = self._batch(index)
-            total.update(self._prepare(batch)[1])
-            counted += 0 if self._count_bytes is None else self._count_bytes(batch)
-        self.tokens, self.bytes = total[LOSS_WEIGHT], counted
+            index = first + ranks.rank
+            batch = self._batch(min(index, self._batch_count - 1))
+            counts = {**self._prepare(batch)[1], _BYTES: 0 if self._count_bytes is None else self._count_bytes(batch)}
+            own.update({name: count * (index < self._batch_count) for name, count in counts.items()})
+        total: Counter[str] = Counter()
+        for found in self._world.gather([own]):
+            total.update({name: int(count) for name, count in found.items()})
+        self.tokens, self.bytes = total[LOSS_WEIGHT], total.pop(_BYTES)
         return total
 
     def _sums(self, batch: Batch, weights: Mapping[str, float]) -> dict[str, float]:
