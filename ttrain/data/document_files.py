@@ -74,6 +74,11 @@ def fill_documents(
     with bars.open(total if config.tokenizer == "bpe" else 0, "learning the tokenizer") as shown:
         made, file = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
     tokenizer, end = with_end_token(made, config.end_token, file)
+    if config.template == "tokenizer" and file is not None:
+        tokenizer.config = {"eos_token": end.text, **chat_settings(file)}
+    else:  # a template beside the tokenizer is not the one that the texts are made with
+        tokenizer.config = {**made.config, "eos_token": end.text}
+        tokenizer.config.pop("chat_template", None)
     encoder = _Encoder(made, tokenizer, end, config.loss_on == "replies")
     with named_place(lambda wanted: _place(config, sources, wanted)):
         tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
@@ -93,8 +98,7 @@ def fill_documents(
     if scan.skipped.first_bad is not None:
         described["first_bad_row"] = scan.skipped.first_bad
     described = with_notices(described, [*tokenizer.notices, *scan.skipped.notices(), *notices])
-    settings = chat_settings(file) if file is not None and config.template == "tokenizer" else {}
-    return write_header(folder, tokenizer, splits, described, end_token=vars(end), chat=settings)
+    return write_header(folder, tokenizer, splits, described, end_token=vars(end))
 
 
 def content_hash(text: str) -> int:
@@ -198,10 +202,16 @@ class _Encoder:
     replies: bool  # whether what the assistant wrote is all that is learnt of a conversation
 
     def encode(self, documents: Iterable[Document]) -> Iterator[_Encoded]:
-        """Ids of each document, and where `replies` count which are targets."""
+        """Ids of each document, and where `replies` count which are targets.
+
+        What the tokenizer puts before a text stands before one; a conversation begins as its template says.
+        """
         documents, again = tee(documents)
-        ending = np.array([self.end.id], self.whole.dtype)
+        start, ending = (np.array(added, self.whole.dtype) for added in (self.whole.start, [self.end.id]))
         for document, (ids, marks) in zip(documents, self._marked(again), strict=True):
+            if len(ids) and document.replies is None and not np.array_equal(ids[: len(start)], start):
+                ids = np.concatenate([start, ids])
+                marks = None if marks is None else np.append(np.ones(len(start), np.bool_), marks)
             if len(ids) and ids[-1] != self.end.id and not document.closed:
                 ids = np.concatenate([ids, ending])
                 marks = None if marks is None else np.append(marks, True)

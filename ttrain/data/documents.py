@@ -27,7 +27,7 @@ from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 from ttrain.data.tokens import HEADER_FILE, Bars, clear_partial, find_token_files, open_split, write_folder
 
-_LAYOUT = 3  # of a cached folder; a new number makes all be written again
+_LAYOUT = 4  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
 _ADVICE = (
     "The tokenized documents are kept there for the next run. Make room, or name a folder that can be written: "
@@ -169,7 +169,6 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
             ends[split] = _ends(folder, split, files.header)
     except (DataError, KeyError) as error:
         raise DataError(f"{error} These are tokenized documents that can be made again: remove {folder}.") from None
-    files.tokenizer.config = {"eos_token": files.header["end_token"]["text"], **files.header.get("chat", {})}
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
     described = with_notices(described, (told for source in sources for told in source.notices))

@@ -21,6 +21,8 @@ _SEPARATORS = ("[SEP]",)
 CONFIG_FILE = "tokenizer_config.json"
 # What a model's folder says of its tokenizer beside it: a number, or of the end several, each of which ends a text.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MODEL_TYPE = "model_type"
+OF_MODEL = (*TOKEN_IDS, MODEL_TYPE)  # what is known beside a tokenizer's config, and stands in that of a model
 _WITH_IDS = (CONFIG_FILE, "config.json", "generation_config.json")  # the later counts
 
 
@@ -114,10 +116,13 @@ def read_tokenizer_config(file: Path) -> dict[str, Any]:
     return described if isinstance(described, dict) else {}
 
 
-def read_token_ids(folder: Path) -> dict[str, Any]:
-    """Ids of special tokens by the config.json and generation_config.json of a folder, where they are ids."""
+def read_folder_facts(folder: Path) -> dict[str, Any]:
+    """`model_type` and ids of special tokens by the config.json and generation_config.json of a model's folder."""
     said = [read_json(folder / name) for name in _WITH_IDS]
-    return {name: value for each in said for name in TOKEN_IDS if _is_ids(value := each.get(name))}
+    kind = next((kind for each in said if isinstance(kind := each.get(MODEL_TYPE), str)), None)
+    return ({} if kind is None else {MODEL_TYPE: kind}) | {
+        name: value for each in said for name in TOKEN_IDS if _is_ids(value := each.get(name))
+    }
 
 
 def end_ids(tokenizer_config: Mapping[str, Any]) -> list[int]:

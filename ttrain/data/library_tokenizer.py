@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from string import ascii_letters
 from typing import Any, cast
@@ -107,6 +107,11 @@ class LibraryTokenizer(Tokenizer):
                 marks.append(inside)
                 before += len(piece)
             yield np.concatenate([np.zeros(0, self.dtype), *found]), np.concatenate([np.zeros(0, np.bool_), *marks])
+
+    @property
+    def start(self) -> list[int]:
+        """See Tokenizer. As in Transformers 5, the post-processor counts; a config of ours may switch it off."""
+        return [] if self.config.get("add_bos_token") is False else _start(self._described.get("post_processor"))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None where there is no such token."""
@@ -298,18 +303,32 @@ def _may_drop(described: dict[str, Any]) -> bool:
 
 
 def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer, pre-tokenizer or decoder of a description and, of a sequence, all that it consists of."""
+    """A normalizer, pre-tokenizer, decoder or post-processor of a description, and all parts of a sequence."""
     if not step:
         return []
     return [
         step,
         *(
             part
-            for key in ("normalizers", "pretokenizers", "decoders")
+            for key in ("normalizers", "pretokenizers", "decoders", "processors")
             for child in step.get(key, ())
             for part in _parts(child)
         ),
     ]
+
+
+def _start(post_processor: dict[str, Any] | None) -> list[int]:
+    """Ids that a post-processor of a description puts before a text."""
+    for part in _parts(post_processor):
+        if "cls" in part:
+            return [part["cls"][1]]
+        if "single" in part:
+            names = [
+                piece["SpecialToken"]["id"]
+                for piece in takewhile(lambda piece: "Sequence" not in piece, part["single"])
+            ]
+            return [number for name in names for number in part["special_tokens"][name]["ids"]]
+    return []
 
 
 def _without(step: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:

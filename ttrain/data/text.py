@@ -117,21 +117,21 @@ def with_notices(described: dict[str, Any], notices: Iterable[str]) -> dict[str,
 def byte_counter(tokenizer: Tokenizer, end: int | None) -> Callable[[Mapping[str, Any]], int]:
     """What counts the UTF-8 bytes of the text that the targets of a batch stand for.
 
-    Targets below zero, ids that the tokenizer lacks, and the token of the id `end`, which ends a document and is none
-    of its text, stand for no byte.
+    Targets below zero, ids that the tokenizer lacks, and tokens that are none of a text stand for no byte: `end`, which
+    ends a document, and those that the tokenizer puts before one.
     """
+    around = [*tokenizer.start, *([] if end is None else [end])]
 
     @cache  # at the first call: a large vocabulary takes a second
     def tables() -> NDArray[np.int64]:
         found = np.pad(np.stack(tokenizer.byte_counts()), ((0, 0), (0, 1)))
-        if end is not None:
-            found[:, end] = 0
+        found[:, around] = 0
         return found
 
     def count(batch: Mapping[str, Any]) -> int:
         tokens, targets = batch["tokens"], batch["targets"]
         valid = targets >= 0
-        starts = (tokens[valid] == end).astype(np.intp)
+        starts = np.isin(tokens[valid], around).astype(np.intp)
         return int(tables()[starts, np.minimum(targets[valid], tokenizer.vocabulary)].sum())
 
     return count

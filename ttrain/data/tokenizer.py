@@ -41,6 +41,15 @@ class Tokenizer(ABC):
         return np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     @property
+    def start(self) -> list[int]:
+        """Ids that its files put before every text, such as that of a bos_token; mostly none."""
+        return []
+
+    def with_start(self, ids: Sequence[int]) -> list[int]:
+        """Ids of a text behind `start`, unless the text itself begins so."""
+        return [*ids] if [*ids[: len(self.start)]] == self.start else [*self.start, *ids]
+
+    @property
     def hash(self) -> str:
         """SHA-256 of the JSON, in hexadecimal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

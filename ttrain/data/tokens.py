@@ -25,7 +25,7 @@ from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
 from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
-from ttrain.data.text import require_context, with_notices
+from ttrain.data.text import named_tokenizer, require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 
 TRAIN_FILE, VAL_FILE, HEADER_FILE, TOKENIZER_FILE = "train.bin", "val.bin", "tokens.json", "tokenizer.json"
@@ -137,6 +137,7 @@ def _prepared(folder: Path, config: TokensConfig) -> TokenFiles:
     tokenizer = read_tokenizer(folder / TOKENIZER_FILE, "data.path")
     if tokenizer.hash != header["tokenizer"]["sha256"]:
         raise DataError(f"{folder / TOKENIZER_FILE} is not the one that the tokens were made with. Prepare them again.")
+    tokenizer.config = header.get("tokenizer_config", {})
     dtype = np.dtype(header["dtype"]).newbyteorder("<")
     return TokenFiles(folder / TRAIN_FILE, folder / VAL_FILE, dtype, header["vocabulary"], tokenizer, header)
 
@@ -147,7 +148,7 @@ def _raw(train: Path, val: Path | None, config: TokensConfig) -> TokenFiles:
             f"data.path={config.path} holds raw token ids, which don't tell their type or their vocabulary. "
             f"Give data.dtype={'|'.join(TOKEN_DTYPES)} and data.vocabulary=<number of ids>."
         )
-    tokenizer = None if config.tokenizer is None else read_tokenizer(config.tokenizer)
+    tokenizer = None if config.tokenizer is None else named_tokenizer(config.tokenizer)
     if tokenizer is not None and tokenizer.vocabulary > config.vocabulary:
         raise DataError(
             f"data.tokenizer={config.tokenizer} has {tokenizer.vocabulary} ids, more than "
@@ -259,6 +260,7 @@ def write_header(
         "splits": splits,
         "tokenizer": described.pop("tokenizer"),
         "corpus": described,
+        "tokenizer_config": tokenizer.config,
         **more,
     }
     write_file(folder / HEADER_FILE, [json.dumps(header, indent=2).encode()])

@@ -147,7 +147,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_to_transformers(config: GPTConfig) -> dict[str, Any]:
+def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[str, Any]:
     """The config.json of GPT-2 for a config with its sizes. Raises ConfigError for what GPT-2 does not compute."""
     refuse_switches(config, "export.form=huggingface")
     return {

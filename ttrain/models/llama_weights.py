@@ -161,12 +161,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def config_to_transformers(config: LlamaConfig) -> dict[str, Any]:
+def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict[str, Any]:
     """The config.json with which Transformers builds the same function; `config` is that of a built model.
+
+    `form` is the model_type of the folder that the model comes from: mistral and llama can be the same function.
 
     Raises ConfigError naming every key with a value that none of Transformers' models has.
     """
-    plain = "mistral" if config.window is not None else "llama"
+    as_mistral = form == "mistral" and not (config.qkv_bias or config.feed_forward_bias)
+    plain = "mistral" if as_mistral or config.window is not None else "llama"
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
     scaling = None
     if config.rotary_scaling != "none":

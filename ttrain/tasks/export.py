@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ def run(config: Config) -> None:
 
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config)
+    if given.tokenizer_config.get("add_bos_token") is False and given.tokenizer_json is not None:
+        given.tokenizer_json = json.dumps({**json.loads(given.tokenizer_json), "post_processor": None})
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
     if file is not None and given.config.lora.rank:
         raise ConfigError("export.merge=false: a file of weights has no adapters. Give export.dir.")
@@ -99,12 +103,19 @@ def _from_file(config: Config) -> OpenedModel:
 
 def _from_run(config: Config) -> OpenedModel:
     from ttrain.train.checkpoint.adapters import merged
+    from ttrain.train.runs.warm_start import unrounded
 
     given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
     given.origin = f"step {given.step} of {given.origin}"
+    if config.export.form != "peft":
+        folder = getattr(given.config.model, "from_", None)
+        source = folder or given.config.train.init_from
+        given.values, told = unrounded(given.values, given.model, source, folder is not None)
+        if told is not None:
+            print(f"WARNING: {told}", file=sys.stderr)
     if given.config.lora.rank and config.export.merge and config.export.form != "peft":
-        given.values = merged(given.values, given.config.lora.scale)
-        given.config = dataclasses.replace(given.config, lora=LoraConfig())
+        alone = dataclasses.replace(given.config, lora=LoraConfig())
+        given = dataclasses.replace(given, values=merged(given.values, given.config.lora.scale), config=alone)
     return given
 
 
@@ -157,7 +168,9 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 
     stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
-    what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, _tokenizer_config(given))
+    origin = getattr(given.config.model, "from_", None) or given.config.train.init_from or given.step is None
+    told, form = _tokenizer_config(given), given.tokenizer_config.get("model_type") if origin else None
+    what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, told, form)
     write_folder(folder, what, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")

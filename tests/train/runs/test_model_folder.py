@@ -26,6 +26,7 @@ from ttrain.config.compose import load
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
+from ttrain.data.text import named_tokenizer
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
@@ -33,15 +34,19 @@ from ttrain.models.settings import GPTConfig, LlamaConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
+from ttrain.tasks.evaluating.choices import encoded_pair
+from ttrain.tasks.evaluating.scorer import opened
+from ttrain.tasks.evaluating.texts import measure_texts
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.checkpoint.weights_file import read_file
 from ttrain.train.runs.export_gguf import _vocabulary
 from ttrain.train.runs.warm_start import open_warm_start
+from ttrain.train.sampling.draw import encode_prompt
 
 VOCABULARY, CONTEXT = 300, 16
 TEXT = "some words of a book that nobody wrote\n" * 60
-ODD = "tabs\tand é 漢字 かな 😀👩‍👩‍👧 \x07\x1b[0m def f(x):\n    return x  # y\r\n<|endoftext|> end"
+ODD = "river 1234 stone tabs\tand é 漢字 かな 😀👩‍👩‍👧 \x07\x1b[0m def f(x):\n    return x  # y\r\n<|endoftext|> end"
 QUIET = ["data=text", "data.path=book.txt", "train.steps=1", "train.batch_size=2", "train.eval_sequences=2"]
 QUIET += ["optimizer.lr=0", "sample.tokens=2", "train.peak_tflops=1", "logger=jsonl", "device=cpu", "device.threads=1"]
 
@@ -158,7 +163,7 @@ def tokens_of(context: int = CONTEXT) -> np.ndarray:
 
 
 def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokens = tokens_of()
     assert main([*QUIET, f"model.from={folder}", "run.dir=run"]) == 0
@@ -171,8 +176,8 @@ def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     # the tokenizer of the folder is that of the data, and what comes out is the same one
     (kept,) = Path("run/checkpoints").glob("*/tokenizer.json")
     own = parse_tokenizer(kept.read_text("utf-8"))
-    for place in (folder, Path("out")):
-        theirs = AutoTokenizer.from_pretrained(place)
+    for place, reader in ((folder, PreTrainedTokenizerFast), (Path("out"), AutoTokenizer)):
+        theirs = reader.from_pretrained(place)
         ids = theirs(ODD).input_ids
         assert ids == own.encode(ODD) and theirs.decode(ids) == own.decode(ids) == ODD
         assert theirs.eos_token == "<|endoftext|>"
@@ -181,7 +186,9 @@ def test_in_and_out_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     # version 4 of Transformers reads rope_theta and rope_scaling, version 5 rope_parameters
     expected, written = read_architecture(Path("out")), json.loads(Path("out/config.json").read_text())
     Path("config.json").write_text(json.dumps({key: written[key] for key in written if key != "rope_parameters"}))
-    assert read_architecture(Path()) == expected == read_architecture(folder)
+    as_llama = {"projection_bias": True} if folder.name == "qwen2" else {}  # with another tokenizer than Qwen2's
+    assert written["model_type"] == ("llama" if as_llama else folder.name)
+    assert read_architecture(Path()) == expected == read_architecture(folder) | as_llama
     card = Path("out/README.md").read_text()
     assert "| data | book.txt |" in card and "| val loss | " in card and f"| first values | {folder} |" in card
 
@@ -233,23 +240,56 @@ def test_resume_and_export_need_the_folder_no_more(gpt2: Path, capsys: pytest.Ca
     assert "model.from=hub: is no folder with a config.json" in capsys.readouterr().err
 
 
+FORMS = {  # model_type that goes out -> what makes such a model
+    "gpt2": ["model=nano-gpt"],  # without biases: GPT-2 has all of them, so they are zero there
+    "llama": ["model=llama", "model.kv_heads=1"],
+    "mistral": ["model=llama", "model.window=8"],
+    "qwen2": ["model=llama", "model.qkv_bias=true"],
+    "qwen3": ["model=llama", "model.qk_norm=true"],
+}
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-def test_tokenizers_and_models_of_ours_go_out(tokenizer: str) -> None:
-    """A model without biases: GPT-2 has all of them, so they are zero there."""
+@pytest.mark.parametrize("form", FORMS)
+def test_tokenizers_and_models_of_ours_go_out(form: str, tokenizer: str) -> None:
     from transformers import AutoTokenizer
 
     own = {"char": CharTokenizer(ODD), "byte": ByteTokenizer(), "bpe": train_bpe([TEXT], 270)}[tokenizer]
     Path("own.json").write_text(own.to_json(), "utf-8")
     sizes = ["model.layers=1", "model.width=16", "model.heads=2", f"model.context={CONTEXT}", "model.vocabulary=300"]
-    tied = f"model.tied={str(tokenizer == 'char').lower()}"
+    sizes += [*FORMS[form], f"model.tied={str(tokenizer == 'char').lower()}"]
     Path("book.txt").write_text(ODD * 60, "utf-8")
-    assert main([*QUIET, *sizes, tied, "data.tokenizer=own.json", "run.dir=run"]) == 0
+    assert main([*QUIET, *sizes, "data.tokenizer=own.json", "run.dir=run"]) == 0
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
     ours = our_logits("run", tokens_of())
     assert np.abs(ours - their_logits(Path("out"), tokens_of())).max() < 1e-6
     theirs = AutoTokenizer.from_pretrained("out")
     ids = theirs(ODD).input_ids
     assert ids == own.encode(ODD) and theirs.decode(ids) == ODD
+    made = json.loads(Path("out/config.json").read_text())["model_type"]
+    assert made == ("llama" if form == "qwen2" else form)  # Transformers opens qwen2 with a tokenizer of Qwen2's kind
+    if tokenizer != "char" and form != "mistral":  # GGUF has no words for those
+        assert main(["task=export", "run.dir=run", "export.form=gguf", "export.file=made.gguf"]) == 0
+        text = ODD.replace("<|endoftext|>", "")  # which Transformers adds to such a file's tokens
+        assert AutoTokenizer.from_pretrained(".", gguf_file="made.gguf")(text).input_ids == own.encode(text)
+
+
+def test_a_model_of_qwen2_keeps_its_form_beside_a_tokenizer_of_its_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer, Qwen2Tokenizer
+
+    learnt = json.loads(train_bpe([TEXT + "12 34 1234 " * 9], 290).to_json())["model"]
+    vocabulary = {**learnt["vocab"], "<|endoftext|>": 290}
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=[tuple(merge) for merge in learnt["merges"]])
+    save(FAMILIES["qwen2"](), Path("hub"))
+    theirs.save_pretrained("hub")
+    assert main(["task=export", "model.from=hub", "export.form=huggingface", "export.dir=out"]) == 0
+    assert json.loads(Path("out/config.json").read_text())["model_type"] == "qwen2"
+    assert np.array_equal(their_logits(Path("out"), tokens_of()), their_logits(Path("hub"), tokens_of()))
+    assert AutoTokenizer.from_pretrained("out")(ODD).input_ids == theirs(ODD).input_ids
+    save(_llama("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)(), Path("windowed"))
+    capsys.readouterr()
+    assert main(["task=export", "model.from=windowed", "export.form=huggingface", "export.dir=no"]) == 2
+    assert "Give export.form=ttrain or gguf" in capsys.readouterr().err and not Path("no").exists()
 
 
 def test_what_a_folder_says_beside_its_weights_comes_out_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,6 +313,118 @@ def test_what_a_folder_says_beside_its_weights_comes_out_again(capsys: pytest.Ca
     assert AutoConfig.from_pretrained("out").max_position_embeddings == CONTEXT
     described = json.loads(Path("out/tokenizer_config.json").read_text())
     assert described["model_max_length"] == CONTEXT and not ids.keys() & described.keys()
+
+
+def _template(*names: str) -> dict[str, Any]:
+    """A post-processor that puts special tokens around a text, A."""
+    pieces = [
+        {"Sequence": {"id": "A", "type_id": 0}} if n == "A" else {"SpecialToken": {"id": n, "type_id": 0}}
+        for n in names
+    ]
+    special = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in (("<s>", 280), ("</s>", 281))}
+    second = [{"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": pieces, "pair": pieces + second, "special_tokens": special}
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+STARTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {  # post-processor, config, a BOS?
+    "none": (None, {}, False),
+    "template": (_template("<s>", "A"), {}, True),
+    "sequence": ({"type": "Sequence", "processors": [LEVEL, _template("<s>", "A")]}, {}, True),
+    "both ends": (_template("<s>", "A", "</s>"), {}, True),
+    "roberta": ({"type": "RobertaProcessing", "sep": ["</s>", 281], "cls": ["<s>", 280], "trim_offsets": True,
+                 "add_prefix_space": False}, {}, True),
+    "flag alone": (LEVEL, {"add_bos_token": True}, False),
+    "flag against it": (_template("<s>", "A"), {"add_bos_token": False}, True),
+}  # fmt: skip
+
+
+def start_folder(kind: str) -> Path:
+    """A Llama whose tokenizer has <s> and </s>, and puts the first before a text, or not."""
+    folder = save(_llama("Llama", bos_token_id=280, eos_token_id=281)(), Path("hub"))
+    post, config, _ = STARTS[kind]
+    described, said = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    like = described["added_tokens"][0]
+    described["added_tokens"] += [{**like, "id": 280 + n, "content": text} for n, text in enumerate(("<s>", "</s>"))]
+    (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": post}))
+    said |= {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|endoftext|>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.mark.parametrize("kind", STARTS)
+def test_a_prompt_begins_as_transformers_begins_a_text(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so does every export of the folder, and the text that a model writes is the same."""
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, prompt = start_folder(kind), "some words"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ids = theirs(prompt).input_ids
+    expected = ids if ids[-1] != 281 else ids[:-1]  # an end behind the prompt is left off
+    assert (expected[0] == 280) == STARTS[kind][2]
+    assert encode_prompt(named_tokenizer("hub/tokenizer.json"), prompt) == expected
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    written = model.generate(torch.tensor([expected]), do_sample=False, max_new_tokens=6)[0]
+    capsys.readouterr()
+    words = ["sample.temperature=0", "sample.tokens=6", "device=cpu", "device.threads=1"]
+    assert main(["task=sample", "model.from=hub", f"sample.prompt={prompt}", *words]) == 0
+    assert capsys.readouterr().out.strip() == theirs.decode(written, skip_special_tokens=True).strip()
+    assert main(["task=export", "model.from=hub", "export.form=huggingface", "export.dir=out"]) == 0
+    assert AutoTokenizer.from_pretrained("out")(prompt).input_ids == ids
+    assert main(["task=export", "model.from=hub", "export.form=gguf", "export.file=made.gguf"]) == 0
+    said = {name: field.contents() for name, field in gguf.GGUFReader("made.gguf").fields.items()}
+    names = ("bos_token_id", "eos_token_id", "padding_token_id", "add_bos_token")
+    assert [said.get(f"tokenizer.ggml.{name}") for name in names] == [280, 281, 0, STARTS[kind][2]]
+
+
+def test_what_is_measured_and_learnt_begins_so_too() -> None:
+    """Documents begin with the token, conversations as their template says; what scores a text reads it first."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = start_folder("template")
+    theirs, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    rows = [{"text": "some words"}, {"text": "<s>of a book"}]
+    talk = [{"role": "user", "content": "that"}, {"role": "assistant", "content": "nobody"}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": talk}] * 2))
+    words = ["data=documents", "data.sources=[rows.jsonl]", "data.template=chatml"]
+    assert main(["task=prepare", *words, "data.tokenizer=hub/tokenizer.json", "prepare.dir=ids"]) == 0
+    files = [np.fromfile(f"ids/{split}.bin", np.uint16).tolist() for split in ("train", "val")]
+    documents = {text for ids in files for text in theirs.decode(ids).split("</s>")}
+    chat = "<|im_start|>user\nthat<|im_end|>\n<|im_start|>assistant\nnobody<|im_end|>"
+    assert documents == {"<s>some words", "<s>of a book", chat, ""}
+
+    def expected(text: str, skipped: int = 1) -> float:
+        ids = torch.tensor([theirs(text).input_ids])
+        with torch.no_grad():
+            scores = torch.log_softmax(model(ids).logits[0].double(), -1)
+        return float(scores[:-1].gather(1, ids[0, 1:, None])[skipped - 1 :].sum())
+
+    Path("texts.jsonl").write_text(json.dumps({"text": "some words of"}) + "\n")
+    Path("ask.jsonl").write_text(json.dumps({"ctx": "some", "endings": ["words", "book"], "label": 0}) + "\n")
+    with opened(load(["task=eval", "model.from=hub", "device=cpu", "device.threads=1"])) as scorer:
+        measured = measure_texts(scorer, ["texts.jsonl"], "text", None, None)
+        pair = encoded_pair(scorer.tokenizer, "some", " words")
+        (found,) = scorer.likelihoods([pair])
+    assert measured["loss"] * measured["tokens"] == pytest.approx(-expected("some words of"), rel=1e-5)
+    assert found.total == pytest.approx(expected("some words", len(pair[0])), rel=1e-5)
+
+
+def test_a_new_model_of_one_long_text_begins_as_it_learnt() -> None:
+    """It never sees a BOS, so none stands before a prompt, and exports say so."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    start_folder("template")
+    sizes = ["model=llama", "model.layers=1", "model.width=16", "model.heads=2", "model.kv_heads=1", "model.context=8"]
+    assert main([*QUIET, *sizes, "data.tokenizer=hub/tokenizer.json", "run.dir=run"]) == 0
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    assert 280 not in AutoTokenizer.from_pretrained("out")("some words").input_ids
+    assert main(["task=export", "run.dir=run", "export.form=gguf", "export.file=made.gguf"]) == 0
+    assert gguf.GGUFReader("made.gguf").fields["tokenizer.ggml.add_bos_token"].contents() is False
+    assert main([*QUIET, "model.from=hub", "run.dir=further"]) == 0
+    assert main(["task=export", "run.dir=further", "export.form=huggingface", "export.dir=more"]) == 0
+    assert AutoTokenizer.from_pretrained("more")("some words").input_ids[0] == 280
 
 
 def _changed(**entries: Any) -> Callable[[Path], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +359,8 @@ def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) ->
     overrides = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
 
     class Words:
+        start: Sequence[int] = ()
+
         def decode(self, ids: list[int]) -> str:
             return "".join(overrides[i] for i in ids)
 

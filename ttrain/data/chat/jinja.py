@@ -12,7 +12,7 @@ from ttrain.core.errors import DataError
 from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
 from ttrain.data.chat.messages import Rendered, Span
 from ttrain.data.chat.sandbox import SANDBOX, Exceeded, Job
-from ttrain.data.end_token import CONFIG_FILE, read_token_ids, read_tokenizer_config, token_text
+from ttrain.data.end_token import CONFIG_FILE, read_folder_facts, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -42,7 +42,8 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
     """Return what the files beside a tokenizer.json say, in the form of a tokenizer_config.json.
 
     The keys are `chat_template`, a text, which a file of its own may hold; the special tokens that templates name; and
-    the ids of special tokens in the config.json and generation_config.json of a model. Each is there where it is known.
+    what the config.json and generation_config.json of a model say, see `read_folder_facts`. Each is there where it is
+    known.
     """
     config = read_tokenizer_config(file.with_name(CONFIG_FILE))
     found: Any = config.get("chat_template")
@@ -56,7 +57,7 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")
     special: dict[str, Any] = {name: text for name in SPECIAL if (text := token_text(config.get(name))) is not None}
-    special |= read_token_ids(file.parent)
+    special |= read_folder_facts(file.parent)
     return {"chat_template": found, **special} if isinstance(found, str) else special
 
 

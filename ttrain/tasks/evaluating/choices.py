@@ -60,7 +60,7 @@ def encoded_pair(tokenizer: Any, before: str, after: str) -> tuple[list[int], li
     kept = before.rstrip()
     before, after = kept, before[len(kept) :] + after
     first = tokenizer.encode(before) if before else []
-    return first, tokenizer.encode(before + after)[len(first) :]
+    return tokenizer.with_start(first) if before else [], tokenizer.encode(before + after)[len(first) :]
 
 
 def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, Any]:

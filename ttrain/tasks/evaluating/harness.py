@@ -65,7 +65,8 @@ class TtrainLM(LM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text, every token predicted once from windows of the context."""
         scorer, start = self._scorer, [] if self._scorer.start is None else [self._scorer.start]
-        texts = [np.array([*start, *scorer.tokenizer.encode(*request.args)]) for request in requests]
+        encoded = [scorer.tokenizer.encode(*request.args) for request in requests]
+        texts = [np.array(ids if ids[:1] == start else [*start, *ids]) for ids in encoded]
 
         def total(number: int) -> float:
             predicted = len(texts[number]) - 1
@@ -105,7 +106,7 @@ class TtrainLM(LM):  # type: ignore[misc]
             scorer.source, config=dataclasses.replace(scorer.source.config, tokens=tokens, **cuts)
         )
         stop = Stop.of(scorer.tokenizer, [until] if isinstance(until, str) else until)
-        prompt = scorer.tokenizer.encode(context) or [scorer.start or 0]
+        prompt = scorer.tokenizer.with_start(scorer.tokenizer.encode(context)) or [scorer.start or 0]
         written: list[str] = []
         stream_text(scorer.tokenizer, prompt, source.tokens(prompt, 0), written.append, stop)
         return "".join(written[1:])  # the first is the prompt

@@ -179,13 +179,14 @@ def _from_run(config: Config) -> tuple[OpenedModel, int | None]:
     given = of_run(config, config.eval, ("device", "engine", "logger", "sample"), needs)
     if getattr(given.config.data, "attention", "") == "document":  # a row has one document here
         given.config.data = dataclasses.replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
-        return given, None
-    return given, end_id(given.tokenizer, given.end_token)
+        return given, next(iter(given.tokenizer.start), None)
+    return given, next(iter(given.tokenizer.start), end_id(given.tokenizer, given.end_token))
 
 
 def _from_folder(config: Config) -> tuple[OpenedModel, int | None]:
     given = of_folder(dataclasses.replace(config, data=TextConfig()), "reads no text.")
-    return given, end_id(given.tokenizer, given.tokenizer_config.get("bos_token") or given.end_token)
+    named = given.tokenizer_config.get("bos_token") or given.end_token
+    return given, next(iter(given.tokenizer.start), end_id(given.tokenizer, named))
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:

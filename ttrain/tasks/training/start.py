@@ -16,7 +16,7 @@ from ttrain.config.rates import Rate, rate_jump
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.data.settings import DataConfig
+from ttrain.data.settings import DataConfig, TextConfig
 from ttrain.optim.groups import check_groups
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
@@ -138,7 +138,7 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt, empty = _prompt(config.sample.prompt, config.data, dataset), check_targets(dataset, config)
+    prompt, empty = _prompt(config, dataset), check_targets(dataset, config)
     if point is None:
         sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
         warm = build.build_warm_start(*sections, model, tokens)
@@ -265,10 +265,15 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
-def _prompt(text: str | None, data: DataConfig, dataset: Dataset) -> list[int] | None:
+def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
     """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
     from ttrain.data.end_token import named_end
     from ttrain.train.sampling.draw import encode_prompt
 
-    tokenizer = dataset.tokenizer
-    return None if tokenizer is None else encode_prompt(tokenizer, text, named_end(data, tokenizer.config))
+    tokenizer, known = dataset.tokenizer, getattr(config.model, "from_", None) or config.train.init_from
+    if tokenizer is None:
+        return None
+    if tokenizer.start and known is None and isinstance(config.data, TextConfig):
+        # A new model of one long text never sees what stands before texts.
+        tokenizer.config = {**tokenizer.config, "add_bos_token": False}
+    return encode_prompt(tokenizer, config.sample.prompt, named_end(config.data, tokenizer.config))

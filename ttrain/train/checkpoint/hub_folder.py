@@ -117,10 +117,13 @@ def is_known(name: str) -> bool:
     return any(name == ours for ours, _ in _FAMILIES.values())
 
 
-def written_config(config: Any) -> dict[str, Any]:
-    """The config.json for a model's config with its sizes, without what is said of tokens."""
+def written_config(config: Any, form: str | None = None) -> dict[str, Any]:
+    """The config.json for a model's config with its sizes, without what is said of tokens.
+
+    `form` is the model_type of the folder that the model comes from, where there is one.
+    """
     family = next(family for name, family in _FAMILIES.values() if name == config.name)
-    return dict(family.config_to_transformers(config))
+    return dict(family.config_to_transformers(config, form))
 
 
 def missing_weights(folder: Path) -> str | None:

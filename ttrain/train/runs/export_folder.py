@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import ttrain
+from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
-from ttrain.data.end_token import TOKEN_IDS, end_ids, token_text
+from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, end_ids, token_text
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
 from ttrain.train.checkpoint.tensor_files import in_shards
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
 from ttrain.train.runs.export import whole_folder
 
+_LETTERS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so.
+_SPLITS: dict[str, list[tuple[str, Any]]] = {
+    "gpt-2": [("ByteLevel", True)],
+    "smollm": [("Digits", True), ("ByteLevel", True)],
+    "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
+    "llama-bpe": [("Split", _LETTERS % r"\p{N}{1,3}"), ("ByteLevel", False)],
+}
+_SWITCHES = ("byte_fallback", "ignore_merges", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
 _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 
@@ -30,6 +46,32 @@ class Written:
     end_token: str | None
     card: str
     tokenizer_config: Mapping[str, Any]  # what is known of it
+    form: str | None  # the model_type of the folder that the model comes from
+
+    def config(self) -> dict[str, Any]:
+        """The config.json of the form that opens as what it is. Raises ConfigError where there is none.
+
+        Transformers 5 gives a Qwen2 model a tokenizer of Qwen2's kind, whatever the folder says, and a Llama of the
+        same function the folder's own.
+        """
+        config, form = self.model.config, written_config(self.model.config, self.form)
+        if form["model_type"] != "qwen2" or self.tokenizer is None or _is_qwens(json.loads(self.tokenizer)):
+            return form
+        if config.window is not None:
+            raise ConfigError(
+                "export.form=huggingface: Transformers opens a model of Qwen2's form with Qwen2's tokenizer, and this "
+                "tokenizer is another. No other form has biases and a window. Give export.form=ttrain or gguf."
+            )
+        return written_config(dataclasses.replace(config, projection_bias=True))
+
+    def weights(self) -> dict[str, Array]:
+        """Weights by the names of the form; a bias that the model lacks is zero."""
+        weights, config = self.model.to_transformers(self.values), self.config()
+        if config["model_type"] == "llama" and config["attention_bias"]:
+            for number in range(config["num_hidden_layers"]):
+                name = f"model.layers.{number}.self_attn.o_proj.bias"
+                weights.setdefault(name, np.zeros(config["hidden_size"], np.float32))
+        return weights
 
 
 def folder_problem(config: Any) -> str | None:
@@ -49,7 +91,7 @@ def write_folder(folder: Path, written: Written, shard_bytes: int) -> None:
     with whole_folder(folder) as beside:
         for name, content in _texts(written).items():
             write_synced(beside / name, content.encode())
-        _write_weights(beside, written.model.to_transformers(written.values), shard_bytes)
+        _write_weights(beside, written.weights(), shard_bytes)
 
 
 def _texts(written: Written) -> dict[str, str]:
@@ -62,22 +104,46 @@ def _texts(written: Written) -> dict[str, str]:
         end = known_end(written.tokenizer, written.end_token)
         if end is not None:
             described["eos_token"] = end[0]
-        described |= {key: value for key, value in written.tokenizer_config.items() if key not in TOKEN_IDS}
-        ids = _token_ids(written, None if end is None else end[1])
+        described |= {key: value for key, value in written.tokenizer_config.items() if key not in OF_MODEL}
+        ids = token_ids(written.tokenizer, written.tokenizer_config, None if end is None else end[1])
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
-    files[CONFIG] = to_json({**written_config(config), "dtype": "float32", **ids})
+    files[CONFIG] = to_json({**written.config(), "dtype": "float32", **ids})
     return files | {"generation_config.json": to_json(ids)}
 
 
-def _token_ids(written: Written, end: int | None) -> dict[str, Any]:
-    """Those that the model came with, else those of the tokenizer's tokens; the end of a document ends a text too."""
+def token_ids(tokenizer_json: str, known: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+    """Ids of special tokens: those that the model came with, else those of the tokenizer's tokens. `known` is the
+    tokenizer's config. `end`, which ends a document, ends a text too.
+    """
     from ttrain.data.library_tokenizer import LibraryTokenizer
 
-    known, tokenizer = written.tokenizer_config, LibraryTokenizer(written.tokenizer or "")
+    tokenizer = LibraryTokenizer(tokenizer_json)
     named = {name: token_text(known.get(name.removesuffix("_id"))) for name in TOKEN_IDS}
     ids = {name: known.get(name, text and tokenizer.token_id(text)) for name, text in named.items()}
     ends = list(dict.fromkeys([*end_ids(known), *([] if end is None else [end])]))
     return ids | {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
+
+
+def pre_tokenizer_name(described: Mapping[str, Any]) -> str | None:
+    """GGUF's name of how a tokenizer.json cuts a text into words; None where there is none."""
+    steps = described.get("pre_tokenizer") or {"type": None}
+    parts = [
+        (part["type"], part.get("use_regex", part.get("individual_digits", part.get("pattern", {}).get("Regex"))))
+        for part in steps.get("pretokenizers", [steps])
+    ]
+    if parts == [("ByteLevel", False)] and not described["model"].get("merges"):
+        parts = _SPLITS["gpt-2"]  # of single bytes, whatever the words
+    if any(part.get("add_prefix_space") for part in steps.get("pretokenizers", [steps])):
+        return None
+    return next((name for name, known in _SPLITS.items() if known == parts), None)
+
+
+def _is_qwens(described: Mapping[str, Any]) -> bool:
+    """True for a tokenizer.json that Transformers' Qwen2Tokenizer, which takes its tokens alone, makes no other of."""
+    model, added = described["model"], {token["content"] for token in described.get("added_tokens", ())}
+    plain = model["type"] == "BPE" and not any(model.get(key) for key in _SWITCHES)
+    cuts = pre_tokenizer_name(described) == "qwen2" and (described.get("normalizer") or {}).get("type") == "NFC"
+    return plain and cuts and "<|endoftext|>" in added
 
 
 def known_end(tokenizer: str, named: str | None) -> tuple[str, int] | None:

@@ -10,22 +10,14 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError
+from ttrain.data.end_token import end_ids
+from ttrain.data.tokenizer import visible_bytes
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
-from ttrain.train.runs.export_folder import known_end
+from ttrain.train.runs.export_folder import known_end, pre_tokenizer_name, token_ids
 
 _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
-_LETTERS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so.
-_SPLITS: dict[str, list[tuple[str, Any]]] = {
-    "gpt-2": [("ByteLevel", True)],
-    "smollm": [("Digits", True), ("ByteLevel", True)],
-    "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
-    "llama-bpe": [("Split", _LETTERS % r"\p{N}{1,3}"), ("ByteLevel", False)],
-}
 _ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself."
 
 
@@ -65,9 +57,10 @@ def write_gguf(
     config, described = model.config, written_config(model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
     said = {} if tokenizer is None else _vocabulary(json.loads(tokenizer), config.vocabulary)
+    if tokenizer is not None:
+        end = known_end(tokenizer, end_token)
+        said |= _special(tokenizer, tokenizer_config, None if end is None else end[1])
     said |= _sizes(config, described)
-    if tokenizer is not None and (end := known_end(tokenizer, end_token)) is not None:
-        said["eos_token_id"] = end[1]
     if isinstance(template := tokenizer_config.get("chat_template"), str):
         said["chat_template"] = template
     names = gguf.get_tensor_name_map(architecture, config.layers)
@@ -115,31 +108,40 @@ def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, An
         yield name, np.ascontiguousarray(weight, np.float32)
 
 
+def _special(tokenizer_json: str, known: Mapping[str, Any], end: int | None) -> dict[str, Any]:
+    """Special tokens of a file, by the writer's methods; `end` is the token that ends a document.
+
+    Raises ConfigError for a tokenizer that puts several before a text.
+    """
+    from ttrain.data.library_tokenizer import LibraryTokenizer
+
+    tokenizer, ids = LibraryTokenizer(tokenizer_json), token_ids(tokenizer_json, known, end)
+    tokenizer.config = dict(known)
+    if len(tokenizer.start) > 1:
+        raise ConfigError(
+            f"export.form=gguf: this tokenizer puts {len(tokenizer.start)} tokens before a text. {_ADVICE}"
+        )
+    ends, (start,) = end_ids(ids), tokenizer.start or [ids["bos_token_id"]]
+    said = {"eos_token_id": ends[0] if end is None and ends else end, "bos_token_id": start}
+    said |= {"pad_token_id": ids["pad_token_id"], "add_bos_token": bool(tokenizer.start)}
+    return {name: value for name, value in said.items() if value is not None}
+
+
 def _vocabulary(described: Mapping[str, Any], rows: int) -> dict[str, Any]:
     """What a file says of a tokenizer, by the writer's methods. Raises ConfigError for a kind that it can't express."""
-    model, splits = described["model"], described.get("pre_tokenizer") or {"type": None}
-    steps = splits.get("pretokenizers", [splits])
-    parts = [
-        (part["type"], part.get("use_regex", part.get("individual_digits", part.get("pattern", {}).get("Regex"))))
-        for part in steps
-    ]
-    if parts == [("ByteLevel", False)] and not model.get("merges"):
-        parts = _SPLITS["gpt-2"]  # of single bytes, whatever the words
-    split = next((name for name, known in _SPLITS.items() if known == parts), None)
+    model, split = described["model"], pre_tokenizer_name(described)
     plain = model.get("type") == "BPE" and not model.get("byte_fallback")
-    if (
-        split is None
-        or not plain
-        or any(part.get("add_prefix_space") for part in steps)
-        or (described.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
-    ):
+    if split is None or not plain or (described.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise ConfigError(f"export.form=gguf: no name of GGUF's is known for how this tokenizer splits text. {_ADVICE}")
     added = {token["id"]: token for token in described.get("added_tokens", ())}
     texts = {number: text for text, number in model["vocab"].items()} | {n: added[n]["content"] for n in added}
     kinds = [(3 if added[n]["special"] else 4) if n in added else 1 if n in texts else 5 for n in range(rows)]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if not merges:  # a file has to have some: of bytes that no text has, and their token where a row is free
+        last, free = visible_bytes()[-1], next((number for number in range(rows) if number not in texts), rows)
+        merges, texts[free] = [f"{last} {last}"], last + last
     return {
-        "tokenizer_model": "gpt2", "tokenizer_pre": split, "add_bos_token": False,
+        "tokenizer_model": "gpt2", "tokenizer_pre": split,
         "token_list": [texts.get(number, f"[PAD{number}]") for number in range(rows)],
         "token_types": kinds, "token_merges": merges,
     }  # fmt: skip

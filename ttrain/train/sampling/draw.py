@@ -121,11 +121,11 @@ def token_probabilities(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | None = None) -> list[int]:
-    """Token ids of the prompt, at least one; None stands for a line break.
+    """Token ids of the prompt behind what the tokenizer puts before a text, at least one; None stands for a line break.
 
     Where the tokenizer has none, it is the token between documents, or id 0. An empty prompt becomes the token between
-    documents: `end_token` or the one that tokenizers have for it. Raises UserError for an empty prompt without one, and
-    DataError, which names them, for characters the tokenizer never saw.
+    documents, `end_token` or the one that tokenizers have for it, where nothing stands before a text. Raises UserError
+    for an empty prompt without one, and DataError, which names them, for characters the tokenizer never saw.
     """
     if prompt is None:
         try:
@@ -133,9 +133,9 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
         except DataError:
             ids = []
         if ids and not tokenizer.decode(ids).strip():
-            return ids
+            return tokenizer.with_start(ids)
         return [end_id(tokenizer, end_token) or 0]
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.with_start(tokenizer.encode(prompt))
     if not ids and (end := end_id(tokenizer, end_token)) is not None:
         return [end]
     if not ids:

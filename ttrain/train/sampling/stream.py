@@ -96,10 +96,11 @@ def stream_text(
     """Writes the text as tokens arrive, up to a stop, and returns it whole, where `echo` says so with the prompt.
 
     A character whose bytes are not all there yet is held back. Tokens are decoded together with those before them,
-    because some tokenizers treat the start of a text differently. A prompt that is one token and no text, because it
-    is a stop, special or unknown, is not shown.
+    because some tokenizers treat the start of a text differently. Of a prompt is not shown what the tokenizer puts
+    before a text, nor one token that is no text, because it is a stop, special or unknown.
     """
-    start = tokenizer.decode(prompt)
+    before = len(tokenizer.start) if prompt[: len(tokenizer.start)] == tokenizer.start else 0
+    start = tokenizer.decode(prompt[before:])
     special = {*stop.ids, getattr(tokenizer, "unknown", None)}
     if not echo or (len(prompt) == 1 and (prompt[0] in special or start in special_tokens(tokenizer))):
         start = ""
