@@ -123,6 +123,35 @@ def test_merged_weights_are_weights_and_adapters(capsys: pytest.CaptureFixture[s
     assert len(set(texts)) == 1
 
 
+@pytest.mark.parametrize("source", ["train.init_from=plain", "model.from=plain-hub"])
+def test_weights_are_merged_as_their_source_has_them(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run in bf16 keeps its frozen weights rounded; what it exports is made of those that it started from."""
+    name = source.partition("=")[2]
+    if name == "plain":
+        shutil.copytree("base", name)
+    else:
+        assert export("export.form=huggingface", f"export.dir={name}", run="base") == 0
+    sizes = MODEL if name == "plain" else []
+    words = ["data.path=text.txt", *sizes, *TRAIN, "train.steps=2", "precision=bf16", *ADAPTERS, source]
+    assert main([*words, f"run.dir=half-{name}"]) == 0, capsys.readouterr().err
+    whole, base = read_checkpoint(checkpoint(f"half-{name}", 2)).weights(), tensors("base", 2)
+    for there in (True, False):
+        if not there:
+            Path(name).rename(f"{name}-away")
+        file = f"{name}-{there}.safetensors"
+        capsys.readouterr()
+        assert export("export.form=ttrain", f"export.file={file}", run=f"half-{name}") == 0
+        said = capsys.readouterr().err
+        assert ("frozen weights are exported as the run keeps them, rounded to bf16" in said) == (not there)
+        made, errors = load_file(file), list[float]()
+        for path, value in base.items():
+            layer = path.removesuffix(".weight") + ".lora."
+            if f"{layer}b.weight" in whole:
+                value = value + 16 / 2 * whole[f"{layer}b.weight"].astype(np.float64) @ whole[f"{layer}a.weight"]
+            errors += [float(np.abs(made[path] - value).max())] if path in made else []
+        assert (max(errors) < 1e-6) == there
+
+
 def test_adapters_come_back_from_pefts_files(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(Path("peft/adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["peft_type"]) == (2, 16.0, "LORA")

@@ -76,6 +76,12 @@ class Weights(Mapping[str, Array]):
         return cls(given, lambda name: as_fp32(given[name]))
 
 
+def bf16_bits(weight: Any) -> NDArray[np.uint16]:
+    """The bits of a weight rounded to bf16, to the even neighbour at a tie."""
+    bits = np.ascontiguousarray(weight, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
 def mismatches(
     given: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], spare: str = "not a weight of this model"
 ) -> list[str]:

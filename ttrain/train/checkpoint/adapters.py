@@ -16,7 +16,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.names import listed
 from ttrain.engine.state import State
-from ttrain.models.weight_checks import Weights, mismatches
+from ttrain.models.weight_checks import Weights, bf16_bits, mismatches
 from ttrain.nn.lora import ALL, names
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
@@ -81,9 +81,7 @@ def base_digest(model: Any, read: Callable[[str], Array]) -> str:
     """SHA-256 of the weights that adapters stand beside, in bf16: the same for a model kept in fp32 and one in bf16."""
     digest = hashlib.sha256()
     for path in sorted({path.partition(ADAPTER)[0] + ".weight" for path in model.parameters() if ADAPTER in path}):
-        bits = np.ascontiguousarray(read(path), np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        digest.update(path.encode() + rounded.astype("<u2").tobytes())
+        digest.update(path.encode() + bf16_bits(read(path)).tobytes())
     return digest.hexdigest()
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.names import listed
+from ttrain.core.spec import DType
 from ttrain.core.units import format_count
 from ttrain.engine.state import State
 from ttrain.models.identity import differing
-from ttrain.models.weight_checks import Weight, Weights
+from ttrain.models.weight_checks import Weight, Weights, bf16_bits
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import as_for
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
@@ -125,6 +127,34 @@ def open_warm_start(
             "train.init_anyway=true."
         )
     return start
+
+
+def unrounded(
+    values: Mapping[str, Any], model: Any, source: str | None, whole: bool
+) -> tuple[Mapping[str, Any], str | None]:
+    """Values of a run with frozen weights as in the `source` that it started from, which a run in bf16 keeps rounded.
+
+    A `whole` model is that of model.from. The second is what to tell where the source has them no more.
+    """
+    parameters = model.parameters()
+    narrow = [path for path, each in parameters.items() if not each.trainable and each.master is DType.BF16]
+    if not narrow or source is None:
+        return values, None
+    given, exact = values, set[str]()
+    with suppress(UserError):  # of a source that is gone or damaged
+        given, _ = _open(find_folder(source, weights=True) if whole else Path(source), model)
+        exact = {path for path in narrow if path in given and _rounds_to(given[path], values[path])}
+    found = Weights(dict.fromkeys(values), lambda path: (given if path in exact else values)[path])
+    lost = len(narrow) - len(exact)
+    told = (
+        f"{lost} of {len(narrow)} frozen weights are exported as the run keeps them, rounded to bf16, because {source} "
+        "is gone or has others. Bring it back to have them as they were."
+    )
+    return found, told if lost else None
+
+
+def _rounds_to(weight: Any, kept: Any) -> bool:
+    return weight.shape == kept.shape and np.array_equal(bf16_bits(weight), bf16_bits(kept))
 
 
 def _compared(
