@@ -215,3 +215,8 @@ def test_a_weight_under_two_names_is_refused() -> None:
     assert model.from_original(weights).keys() == model._specs().keys()
     with pytest.raises(CheckpointError, match="model.norm.weight: there twice"):
         model.from_original(weights | {"norm.weight": np.ones(2, np.float32)})
+
+
+def test_a_preset_is_found_whatever_its_letters_are() -> None:
+    config = LlamaConfig(preset="smollm2-135m")
+    assert (config.preset, config.layers, config.width) == ("SmolLM2-135M", 30, 576)

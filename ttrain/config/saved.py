@@ -95,8 +95,8 @@ def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -
     row = registry.find("model", sizes["name"])
     assert row is not None
     rules = {key_of(declared): declared.metadata["changes"] for declared in dataclasses.fields(row.config)}
-    presets: Any = row.config.presets
-    preset = presets.get(own["preset"], {}) if isinstance(own.get("preset"), str) else {}
+    config: Any = row.config
+    preset = config.presets.get(config.preset_called(own.get("preset")), {})
     if any(sizes.get(key, value) != value for key, value in preset.items() if key != "context"):
         yield f"model.preset={own['preset']}: {given} has other sizes. Leave it out, and model=<option> with it."
     for key, value in own.items():

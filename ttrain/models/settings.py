@@ -86,7 +86,13 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         self.filled: set[str] = set()
+        self.preset = self.preset_called(self.preset)
         self._fill({**self.defaults, **self.presets.get(self.preset or "", {})})  # checks tell an unknown preset
+
+    @classmethod
+    def preset_called(cls, given: str | None) -> str | None:
+        """Return the name of a preset as it is written here; capital and small letters are alike in what is given."""
+        return next((name for name in cls.presets if name.lower() == str(given).lower()), given)
 
     def _fill(self, values: Preset) -> None:
         for name in (name for name in values if getattr(self, name) is None):

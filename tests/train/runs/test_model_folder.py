@@ -520,6 +520,23 @@ def test_one_line_before_any_step(
     assert not Path("run").exists()
 
 
+def test_a_folder_without_an_end_token_gets_the_advice_that_mends_it(
+    gpt2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(gpt2, "hub")
+    tokenizer = train_bpe([" ".join(f"{n}abc{n * 7}" for n in range(400))], VOCABULARY)
+    assert tokenizer.vocabulary == VOCABULARY
+    Path("hub/tokenizer.json").write_text(tokenizer.to_json())
+    Path("hub/tokenizer_config.json").write_text("{}")
+    Path("docs").mkdir()
+    for number in range(9):
+        Path(f"docs/{number}.txt").write_text(f"{number} " * 20)
+    words = [word for word in QUIET if not word.startswith("data")] + ["data=documents", "data.sources=[docs]"]
+    assert main([*words, "model.from=hub", "run.dir=run"]) == 2
+    assert "Name one of its own: data.end_token=<token>" in capsys.readouterr().err
+    assert main([*words, "model.from=hub", "run.dir=run", "data.end_token=z"]) == 0, capsys.readouterr().err
+
+
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9,
     "max_position_embeddings": 64, "rope_theta": 1e4,

@@ -36,6 +36,15 @@ def data_problems(data: BuiltData, name: str, model: Any, lengths: list[int]) ->
     vocabulary = getattr(model, "vocabulary", None)
     if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
         larger = f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
-        advice = larger if getattr(model, "from_", None) is None else "Give the tokenizer of model.from."
+        added = getattr(data, "description", {}).get("end_token", {})
+        if getattr(model, "from_", None) is None:
+            advice = larger
+        elif added.get("added") and data.vocabulary == vocabulary + 1:
+            advice = (
+                f"One of them, {added['text']}, is added to end a document, because the tokenizer has no token known "
+                "for that. Name one of its own: data.end_token=<token>."
+            )
+        else:
+            advice = "Give the tokenizer of model.from."
         found.append(f"model.vocabulary={vocabulary}: the tokenizer has {data.vocabulary} ids. {advice}")
     return found

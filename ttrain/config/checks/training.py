@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.config.checks.check import check
 from ttrain.config.components import TaskConfig
 from ttrain.config.schema import Source
-from ttrain.core.names import nearest_divisor
+from ttrain.core.names import did_you_mean, nearest_divisor
 from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TokensConfig
 from ttrain.models.settings import MLPConfig, TransformerConfig
 from ttrain.nn.precision import PrecisionConfig
@@ -147,7 +147,7 @@ def _transformer_size(model: Any) -> Iterator[str]:
     if not isinstance(model, TransformerConfig):
         return
     if model.preset is not None and model.preset not in model.presets:
-        yield f"model.preset={model.preset}: no such preset. Valid: {', '.join(model.presets)}."
+        yield f"model.preset={model.preset}: no such preset. {did_you_mean(model.preset, model.presets)}"
         return
     missing = [f"model.{name}" for name in model.size_names() if getattr(model, name) is None]
     if missing:
