@@ -417,6 +417,49 @@ def test_a_changed_length_goes_on_in_tokens() -> None:
     assert data.context == 16 and longer.context == 8
 
 
+def documents_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
+    """What sequences hold of each document, by the positions; tokens without a target in a row fill the rest."""
+    found: list[list[int]] = []
+    for tokens, positions in zip(batch["tokens"].tolist(), batch["positions"].tolist(), strict=True):
+        for token, position in zip(tokens, positions, strict=True):
+            if position == 0:
+                found.append([])
+            found[-1].append(token)
+    return [ids for ids in found if any(ids)]
+
+
+SCHEDULES: dict[str, list[tuple[int, int, int]]] = {  # sequences, length, seed of the attempt
+    "one length": [(200, 16, 1)],
+    "growing": [(3, 8, 1), (5, 16, 1), (60, 24, 1)],
+    "shrinking": [(7, 24, 1), (11, 16, 1), (90, 8, 1)],
+    "at the end of a pass": [(100, 8, 1), (1, 16, 1), (1, 24, 1), (1, 16, 1), (99, 24, 1)],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("order", ["read", "shuffled"])
+@pytest.mark.parametrize("rule", ["cut", "skip"])
+def test_whole_documents_are_read_once_a_pass_whatever_the_lengths(rule: str, order: str, schedule: str) -> None:
+    source = texts("a.jsonl", *(f"{number:03d}" + "x" * (number * 7 % 5) for number in range(64)))  # all fit
+    data = opened(source, context=24, order=order, long_documents=rule, attention="document")
+    given, seen = sorted(map(tuple, stored(data, "train"))), []
+    number, position = 0, 0
+    for sequences, length, seed in SCHEDULES[schedule]:
+        view = data.at(length, number, position)
+        for first in range(number, number + sequences, 2):  # two ranks
+            for rank in range(min(2, number + sequences - first)):
+                seen += documents_of(view.batch("train", seed, first + rank, 1))
+        number += sequences
+        position = view.position(seed, number)
+    passes = [seen[start : start + len(given)] for start in range(0, len(seen), len(given))]
+    assert len(passes) > 2 and all(sorted(map(tuple, each)) == given for each in passes[:-1])
+    assert (passes[0] == passes[1]) == (order == "read")
+    rest = [tuple(ids) for ids in passes[-1]]
+    assert len(set(rest)) == len(rest) and position == (len(passes) - 1) * len(data._splits["train"]) + sum(
+        map(len, rest)
+    )
+
+
 def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
     data = opened(many("a.jsonl", 200), held_out=0.3, context=8)
     sequences = len(data._splits["val"]) // 8

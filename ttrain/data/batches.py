@@ -75,13 +75,20 @@ class Dataset(Protocol):
 
 
 class Resizable(Dataset, Protocol):
-    """A dataset whose sequences can change their length while a run goes on."""
+    """A dataset whose sequences can change their length while a run goes on.
+
+    Its training data is an endless stream of tokens, pass after pass, which sequences are cut from.
+    """
 
     def at(self, context: int, sequences: int, tokens: int) -> Resizable:
-        """The same data in sequences of `context` tokens, from the sequence of number `sequences` on.
+        """Return the same data in sequences of `context` tokens, from the sequence of number `sequences` on.
 
-        `tokens` were read before that one: where data is read in order, it goes on there.
+        Where data is read in order, that one begins at position `tokens` of its endless stream.
         """
+        ...
+
+    def position(self, seed: int, number: int) -> int:
+        """Return the position in the stream that a training sequence of this length begins at."""
         ...
 
 
@@ -130,14 +137,14 @@ class TokenSequences(ABC):
         return Baseline("unigram entropy", unigram_entropy((batch["targets"] for batch in batches), self.vocabulary))
 
     def at(self: _Sequences, context: int, sequences: int, tokens: int) -> _Sequences:
-        """The same data in sequences of `context`, at most as many tokens as before; see Resizable.at.
-
-        Where it is read in order, the sequence of number `sequences` starts at token `tokens`, so that a run that
-        changes its length goes on where it was.
-        """
+        """See Resizable; sequences are at most as long as before."""
         changed = copy(self)
         changed._resize(context, sequences, tokens)
         return changed
+
+    def position(self, seed: int, number: int) -> int:
+        """See Resizable."""
+        return self._offset + (number - self._first) * self.context
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
         self.context, self._first, self._offset = context, sequences, tokens

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home, cache_folder
-from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers, shuffled_passes
+from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
 from ttrain.data.chat.jinja import TEMPLATE_FILE
 from ttrain.data.counter import Words
 from ttrain.data.document_files import ENDS_FILE, MARKS_FILE, fill_documents
@@ -45,8 +45,8 @@ class DocumentDataset(TokenSequences):
     documents, and the end of one pass with the start of the next. The last position of a sequence has no target (-1),
     since the token after it begins the next sequence. Held-out documents lie in the order in which they were read.
 
-    With long_documents=cut or skip sequences hold whole documents instead, neighbours as they were read, and after them
-    tokens that count for nothing; order=shuffled shuffles all these sequences anew for every pass.
+    With long_documents=cut or skip sequences hold whole documents instead, neighbours in the stream, and after them
+    tokens that count for nothing; order=shuffled shuffles all documents anew for every pass.
 
     With attention=document every part of a document in a sequence is apart from the others: `positions` count from 0 in
     it, and its last token has no target.
@@ -75,7 +75,10 @@ class DocumentDataset(TokenSequences):
         self.vocabulary: int | None = vocabulary
         self.tokenizer: Tokenizer | None = tokenizer
         self._splits, self._config = splits, config
-        group = None if config.order == "read" else config.shuffle_buffer or len(ends["train"])
+        self._packs = config.long_documents != "split"
+        group = None if config.order == "read" else len(ends["train"])
+        if group is not None and not self._packs:
+            group = config.shuffle_buffer or group
         self._streams = {"train": DocumentStream(ends["train"], group), "val": DocumentStream(ends["val"], None)}
         self._ends, self._marks = ends, marks
         self._resize(context, 0, 0)
@@ -83,7 +86,7 @@ class DocumentDataset(TokenSequences):
             **with_notices(description, self._long()),
             "tokens": {split: len(ids) for split, ids in splits.items()},
             "vocabulary": vocabulary,
-            **({"sequences": {split: len(whole) for split, whole in self._whole.items()}} if self._whole else {}),
+            **({"sequences": {split: len(self._whole(split)) for split in splits}} if self._packs else {}),
             "order": config.order,
             "shuffle_buffer": config.shuffle_buffer if group is not None else None,
         }
@@ -106,51 +109,70 @@ class DocumentDataset(TokenSequences):
     @property
     def val_samples(self) -> int:
         """See batches.Dataset."""
-        return len(self._whole["val"]) if self._whole else len(self._splits["val"]) // self.context
+        return len(self._whole("val")) if self._packs else len(self._splits["val"]) // self.context
+
+    def position(self, seed: int, number: int) -> int:
+        """See batches.Resizable: a token of the stream, in which long documents are whole."""
+        if not self._packs or self._config.limit is not None:
+            return super().position(seed, number)
+        return self._whole("train", seed).position(number - self._first)
 
     def _long(self) -> Iterator[str]:
-        """What to tell of documents that do not fit into a sequence."""
-        if count := sum(whole.long for whole in self._whole.values()):
+        """Tell of documents that do not fit into a sequence."""
+        if count := sum(int(long.sum()) for long in self._too_long().values()):
             what = "are left out" if self._config.long_documents == "skip" else "lose their end"
             documents = sum(map(len, self._ends.values()))
             yield f"{count} of {documents} documents are longer than model.context={self.context} and {what}."
-        if count := sum(self._silenced.values()):
+        if count := sum(map(self._silenced, self._ends)):
             yield f"{count} of these lose all that the assistant says, so nothing is learnt of them."
+
+    def _too_long(self) -> dict[str, NDArray[np.bool_]]:
+        """Return for each document of a split if it is longer than a sequence and is not split."""
+        ends = self._ends if self._packs else {}
+        return {split: np.diff(each, prepend=0) > self.context for split, each in ends.items()}
+
+    def _silenced(self, split: str) -> int:
+        """Count the documents that lose their end and every target with it."""
+        if self._marks is None or self._config.long_documents != "cut":
+            return 0
+        marks, long = self._marks[split], self._too_long()[split]
+        starts = np.concatenate([np.zeros(1, np.int64), self._ends[split][:-1]])[long]
+        return sum(not marks[start + 1 : start + self.context].any() for start in starts)
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
         super()._resize(context, sequences, tokens)
         if self._config.attention == "document":
             self.fields["positions"] = self.fields["tokens"]
-        self._whole: dict[str, WholeDocuments] = {}
-        if self._config.long_documents != "split":
-            skip = self._config.long_documents == "skip"
-            self._whole = {split: WholeDocuments(ends, context, skip) for split, ends in self._ends.items()}
-        marks = self._marks if self._config.long_documents == "cut" else None
-        self._silenced = {split: self._whole[split].silenced(given) for split, given in (marks or {}).items()}
-        for split, whole in self._whole.items():
-            if not len(whole) or self._silenced.get(split) == len(self._ends[split]):
-                left = "no reply of the assistant" if len(whole) else "none"
+        self._packed: dict[tuple[str, int], WholeDocuments] = {}
+        for split, long in self._too_long().items():
+            none = self._config.long_documents == "skip" and bool(long.all())
+            if none or self._silenced(split) == len(long):
+                left = "none" if none else "no reply of the assistant"
                 raise DataError(
                     f"every one of the {split} documents is longer than model.context={context}, so "
                     f"data.long_documents={self._config.long_documents} leaves {left}. Give a larger model.context, or "
-                    f"data.long_documents={'split' if len(whole) else 'cut'}."
+                    f"data.long_documents={'cut' if none else 'split'}."
                 )
 
+    def _whole(self, split: str, seed: int = 0) -> WholeDocuments:
+        """Return the sequences of whole documents of a split, in the training split from where this part begins."""
+        if (split, seed) not in self._packed:
+            start = self._offset if split == "train" and self._config.limit is None else 0
+            skip = self._config.long_documents == "skip"
+            self._packed[split, seed] = WholeDocuments(self._streams[split], self.context, skip, seed, start)
+        return self._packed[split, seed]
+
     def _rows(self, split: str, seed: int, numbers: Words) -> list[Places]:
-        """Where the tokens of sequences lie in their split."""
+        """Return where the tokens of sequences lie in their split."""
+        first, offset = self._first, self._offset
         if split == "val":
-            numbers, first, offset = held_out(numbers, self.val_samples), 0, 0
+            numbers, seed, first, offset = held_out(numbers, self.val_samples), 0, 0, 0
         elif self._config.limit is not None:
             numbers, first, offset = numbers % np.uint64(self._config.limit), 0, 0
-        else:
-            first, offset = self._first, self._offset
-        if not self._whole:
-            starts = (offset + (int(number) - first) * self.context for number in numbers)
-            return [self._streams[split].read(seed, start, self.context) for start in starts]
-        whole, numbers = self._whole[split], numbers - np.uint64(first) + np.uint64(offset // self.context)
-        if split == "train" and self._config.order == "shuffled":
-            _, numbers = shuffled_passes(seed, numbers, len(whole))
-        return [whole.read(int(number) % len(whole)) for number in numbers]
+        if self._packs:
+            return [self._whole(split, seed).read(int(number) - first) for number in numbers]
+        starts = (offset + (int(number) - first) * self.context for number in numbers)
+        return [self._streams[split].read(seed, start, self.context) for start in starts]
 
 
 def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:

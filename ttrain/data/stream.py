@@ -1,7 +1,8 @@
-"""The endless stream of tokens that documents make, pass after pass, as a function of a position in it."""
+"""The endless stream of tokens that documents make, pass after pass, and sequences that are cut from it."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ Places = NDArray[np.int64]  # indices of tokens in their split
 
 _DOCUMENTS = 4  # tells this stream of random numbers from the others of a seed
 _HELD_GROUPS = 4  # orders that are kept, of the groups read last
+_HELD_PASSES = 2  # of whole documents: a batch may hold sequences of two
 
 
 class _Order(NamedTuple):
@@ -21,44 +23,6 @@ class _Order(NamedTuple):
 
     documents: NDArray[np.int64]
     ends: NDArray[np.int64]
-
-
-def starts_of(ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each document starts that ends there."""
-    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-
-
-class WholeDocuments:
-    """Sequences of neighbouring documents, as many as fit whole, with nothing (-1) after them.
-
-    A document of more than `context` tokens loses its end, or with `skip` is left out; `long` counts those.
-    """
-
-    def __init__(self, ends: NDArray[np.int64], context: int, skip: bool) -> None:
-        starts = starts_of(ends)
-        self._long, self._context = starts[ends - starts > context], context
-        self.long = len(self._long)
-        kept = ends - starts <= context if skip else np.ones(len(ends), np.bool_)
-        self._starts, lengths = starts[kept], np.minimum(ends - starts, context)[kept]
-        self._filled, firsts = np.cumsum(lengths), [0]
-        while firsts[-1] < len(lengths):  # the first document that fits no more begins the next sequence
-            before = self._filled[firsts[-1] - 1] if firsts[-1] else 0
-            firsts.append(int(np.searchsorted(self._filled, before + context, "right")))
-        self._lengths, self._firsts = lengths, firsts
-
-    def __len__(self) -> int:
-        return len(self._firsts) - 1
-
-    def silenced(self, marks: NDArray[np.uint8]) -> int:
-        """How many of those that lose their end lose every target with it; `marks` tells which tokens are targets."""
-        return sum(not marks[start + 1 : start + self._context].any() for start in self._long)
-
-    def read(self, number: int) -> Places:
-        """Where in the split the tokens of one sequence lie."""
-        documents = range(self._firsts[number], self._firsts[number + 1])
-        parts = [self._starts[each] + np.arange(self._lengths[each]) for each in documents]
-        found = np.concatenate(parts)
-        return np.pad(found, (0, self._context - len(found)), constant_values=-1)
 
 
 class DocumentStream:
@@ -70,26 +34,39 @@ class DocumentStream:
     """
 
     def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:
-        self._ends, self._starts = ends, starts_of(ends)
+        self._ends, self._starts = ends, np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         self._group = group
         self._orders: OrderedDict[tuple[int, int, int], _Order] = OrderedDict()
 
     def read(self, seed: int, position: int, length: int) -> Places:
-        """Where in the split the tokens [position, position + length) of the stream lie."""
+        """Return where in the split the tokens [position, position + length) of the stream lie."""
         parts: list[Places] = []
         while length:
-            number, offset = divmod(position, int(self._ends[-1]))
+            number, offset = divmod(position, self.tokens)
             part = np.arange(*self._run(seed, number, offset, length))
             parts.append(part)
             position, length = position + len(part), length - len(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def begins(self, places: Places) -> NDArray[np.bool_]:
-        """Whether each token is the first of its document."""
+        """Return for each token if it is the first of its document."""
         return self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a pass."""
+        return int(self._ends[-1])
+
+    def documents(self, seed: int, number: int) -> tuple[NDArray[np.int64], ...]:
+        """Return start and length, int64 [documents], of all documents in the order of one pass."""
+        if self._group is None:
+            return self._starts, self._ends - self._starts
+        groups = range(-(-len(self._ends) // self._group))
+        order = np.concatenate([self._order(seed, number, group).documents for group in groups])
+        return self._starts[order], (self._ends - self._starts)[order]
+
     def _run(self, seed: int, number: int, offset: int, most: int) -> tuple[int, int]:
-        """Start and end of tokens that lie side by side, from an offset of one pass on."""
+        """Return start and end of tokens that lie side by side, from an offset of one pass on."""
         if self._group is None:
             return offset, min(offset + most, int(self._ends[-1]))
         group = int(np.searchsorted(self._ends, offset, "right")) // self._group
@@ -116,3 +93,69 @@ class DocumentStream:
         if len(self._orders) > _HELD_GROUPS:
             self._orders.popitem(last=False)
         return order
+
+
+class _Laid(NamedTuple):
+    """The documents of one pass that sequences hold, in order, and the first document of each sequence and the end."""
+
+    starts: NDArray[np.int64]  # in the split
+    lengths: NDArray[np.int64]  # tokens that are read
+    offsets: NDArray[np.int64]  # in the pass, with all tokens of all documents
+    firsts: list[int]
+
+
+class WholeDocuments:
+    """Sequences of neighbouring documents of a stream, as many as fit whole, with nothing (-1) after them.
+
+    A document of more than `context` tokens loses its end, or with `skip` is left out. The first sequence begins with
+    the first document that begins at token `start` of the stream, or behind it; none holds documents of two passes.
+    """
+
+    def __init__(self, stream: DocumentStream, context: int, skip: bool, seed: int = 0, start: int = 0) -> None:
+        self._stream, self._context, self._skip, self._seed = stream, context, skip, seed
+        self._pass, self._offset = divmod(start, stream.tokens)
+        self._begins = [0]  # number of the first sequence of each pass, as far as they were laid
+        self._laid: OrderedDict[int, _Laid] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return how many sequences the first pass has."""
+        return len(self._lay(0).firsts) - 1
+
+    def read(self, number: int) -> Places:
+        """Return where in the split the tokens of one sequence lie."""
+        laid, place = self._find(number)[1:]
+        documents = range(laid.firsts[place], laid.firsts[place + 1])
+        found = np.concatenate([laid.starts[each] + np.arange(laid.lengths[each]) for each in documents])
+        return np.pad(found, (0, self._context - len(found)), constant_values=-1)
+
+    def position(self, number: int) -> int:
+        """Return the token of the stream that a sequence begins with."""
+        index, laid, place = self._find(number)
+        return (self._pass + index) * self._stream.tokens + int(laid.offsets[laid.firsts[place]])
+
+    def _find(self, number: int) -> tuple[int, _Laid, int]:
+        """Return the pass of a sequence, counted from the first, its documents, and the sequence's place in it."""
+        while self._begins[-1] <= number:
+            self._begins.append(self._begins[-1] + len(self._lay(len(self._begins) - 1).firsts) - 1)
+        index = bisect_right(self._begins, number) - 1
+        return index, self._lay(index), number - self._begins[index]
+
+    def _lay(self, index: int) -> _Laid:
+        if index in self._laid:
+            self._laid.move_to_end(index)
+            return self._laid[index]
+        starts, lengths = self._stream.documents(self._seed, self._pass + index)
+        offsets = np.cumsum(lengths) - lengths
+        kept = offsets >= (0 if index else self._offset)
+        if self._skip:
+            kept &= lengths <= self._context
+        lengths = np.minimum(lengths[kept], self._context)
+        filled = np.cumsum(lengths)
+        following = np.searchsorted(filled, filled - lengths + self._context, "right").tolist()
+        firsts = [0]
+        while firsts[-1] < len(lengths):  # the first document that fits no more begins the next sequence
+            firsts.append(following[firsts[-1]])
+        self._laid[index] = _Laid(starts[kept], lengths, offsets[kept], firsts)
+        if len(self._laid) > _HELD_PASSES:
+            self._laid.popitem(last=False)
+        return self._laid[index]
