@@ -1,7 +1,7 @@
-"""Batches as pure functions of (split, seed, number of the first sample): nothing to replay on resume.
+"""Batches as pure functions of (split, seed, number of the first sample): a resumed run has nothing to replay.
 
-Every batch is a part of the one endless stream of samples that a seed names, so two batches of 6 rows hold the samples
-of one batch of 12, and a run may change its batch size wherever it is.
+A seed names one endless stream of samples, and every batch is a part of it. So two batches of 6 rows hold the samples
+of one batch of 12, and a run may change its batch size at any step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENTROPY_BATCH = 1 << 20  # tokens read at a time
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model asks of its data; None where it has no such size."""
+    """The sizes that a model asks of its data; None where it has no such size."""
 
     context: int | None = None
     inputs: int | None = None
@@ -49,7 +49,7 @@ class Baseline(NamedTuple):
 
 
 class Dataset(Protocol):
-    """What the training loop reads."""
+    """Samples to train on and held-out samples, as the training loop reads them."""
 
     fields: dict[str, TensorSpec]  # by name, without the leading batch dimension
     vocabulary: int | None
@@ -57,20 +57,20 @@ class Dataset(Protocol):
     description: dict[str, Any]  # JSON for the run record
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
-        """The samples [first, first + rows) of the stream: arrays of shape [rows, *field shape].
+        """Return the samples [first, first + rows) of the stream: arrays of shape [rows, *field shape].
 
-        They are the same for the same arguments, in any process.
-        `val` ignores the seed: it runs through the held-out split in one fixed mixed order, again and again.
+        They depend on the arguments alone, in any process. `val` ignores the seed: it runs through the held-out split
+        in one fixed mixed order, again and again.
         """
         ...
 
     @property
     def val_samples(self) -> int:
-        """Samples of the held-out split, at least 1: numbers from here on repeat them."""
+        """Count of held-out samples, at least 1; larger numbers repeat them."""
         ...
 
     def baseline(self, samples: int | None = None) -> Baseline:
-        """Of the first so many held-out samples, None for all of them."""
+        """Return the baseline of the first `samples` held-out samples, None for all of them."""
         ...
 
 
@@ -93,22 +93,22 @@ class Resizable(Dataset, Protocol):
 
 
 class Indexed(Dataset, Protocol):
-    """A dataset whose training samples have indices into arrays, so that these can lie on a device.
+    """A dataset whose training samples have indices into arrays, so that the arrays can lie on a device.
 
-    The arrays are the fields of all examples, by their numbers, or STREAM alone, where a sequence has the index of its
-    first token and takes the tokens from there on.
+    The arrays are the fields of all examples, in the order of their numbers. Or there is STREAM alone: the index of a
+    sequence is then that of its first token.
     """
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Specs of the arrays for batches of these fields, all of as many rows."""
+        """Return the specs of the arrays for batches of these fields; all have the same number of rows."""
         ...
 
     def part(self, start: int, stop: int) -> Batch:
-        """The rows [start, stop) of every array. Raises DataError for a bad id."""
+        """Return the rows [start, stop) of every array. Raises DataError for a bad id."""
         ...
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
-        """Of the samples that `batch` has of the training split, uint64 [rows]."""
+        """Return the indices, uint64 [rows], of the samples that `batch` returns of the training split."""
         ...
 
 
@@ -116,7 +116,7 @@ _Sequences = TypeVar("_Sequences", bound="TokenSequences")
 
 
 class TokenSequences(ABC):
-    """What datasets of tokens share: sequences of `context` ids whose length can change on the way."""
+    """Base of datasets of tokens: sequences of `context` ids, whose length can change on the way."""
 
     context: int
     vocabulary: int | None
@@ -129,7 +129,7 @@ class TokenSequences(ABC):
         """See Dataset."""
 
     def baseline(self, samples: int | None = None) -> Baseline:
-        """Unigram entropy of the targets of the first so many held-out sequences, in nats per token."""
+        """Return the unigram entropy of the targets of the first `samples` held-out sequences, in nats per token."""
         count = min(self.val_samples, samples or self.val_samples, max(1, _ENTROPY_TOKENS // self.context))
         rows = max(1, _ENTROPY_BATCH // self.context)
         batches = (self.batch("val", 0, first, min(rows, count - first)) for first in range(0, count, rows))
@@ -155,10 +155,10 @@ class TokenSequences(ABC):
 class TokenDataset(TokenSequences):
     """Next-token prediction: sequences of `context` ids, and as targets the ids that follow each of them.
 
-    `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random
-    a sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens, starting at
-    a random one of the first, and takes each once. No sequence of these reads across the end of its split. With
-    order=read sequences follow one another, and the end of the split is followed by its start.
+    `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random a
+    sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens from a random
+    one of the first tokens on, and takes each piece once. Neither reads across the end of the split. With order=read
+    sequences follow one another, and the start of the split follows its end.
 
     Raises DataError when a split is shorter than context + 1 tokens.
     """
@@ -199,7 +199,7 @@ class TokenDataset(TokenSequences):
         self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
-        """Arrays `tokens` and `targets`, int64 [rows, context]. See Dataset. Raises DataError for a bad id."""
+        """Return `tokens` and `targets`, int64 [rows, context]; see Dataset. Raises DataError for a bad id."""
         train = split == "train"
         starts = self.indices(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
         if train and self._order == "read":
@@ -217,11 +217,11 @@ class TokenDataset(TokenSequences):
         return self._pieces("val")
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """See Indexed. Behind the end of the split its start follows once more, for a sequence that reads across it."""
+        """See Indexed. The start of the split is repeated at the end, for a sequence that reads across the end."""
         return {STREAM: TensorSpec((len(self._splits["train"]) + fields["tokens"].shape[1],), DType.INT32)}
 
     def part(self, start: int, stop: int) -> Batch:
-        """See Indexed: ids int32 [stop - start]."""
+        """See Indexed; the ids are int32 [stop - start]."""
         ids = self._splits["train"].take(np.arange(start, stop), mode="wrap")
         if self._check:
             self._check_ids("train", np.array([start], np.uint64), ids[None])
@@ -258,28 +258,31 @@ class TokenDataset(TokenSequences):
 
 
 def sample_numbers(first: int, rows: int) -> Words:
-    """Which samples of the stream a batch holds, uint64 [rows]."""
+    """Return the numbers of the samples in a batch, uint64 [rows]."""
     return np.arange(first, first + rows, dtype=np.uint64)
 
 
 def drawn(seed: int, numbers: Words, count: int) -> Words:
-    """Independent uniform draws from [0, count), one per sample number."""
+    """Return independent uniform draws from [0, count), one per sample number."""
     return random_words(derive_key(_DRAWS, seed), numbers) % np.uint64(count)
 
 
 def shuffled_passes(seed: int, numbers: Words, count: int) -> tuple[Words, Words]:
-    """The pass that each sample number falls in, and its place in [0, count), each taken once per pass."""
+    """Return the pass of each sample number, and its place in [0, count); a pass takes every place once."""
     passes, positions = np.divmod(numbers, np.uint64(count))
     return passes, shuffled(random_words(derive_key(_PASSES, seed, count), passes), positions, count)
 
 
 def held_out(numbers: Words, count: int) -> Words:
-    """Places in [0, count) of held-out samples: one fixed shuffle, so that the first few are spread over the split."""
+    """Return places in [0, count) of held-out samples: one fixed shuffle, so that the first few lie all over."""
     return shuffled(np.full(numbers.shape, derive_key(_HELD_OUT), np.uint64), numbers % np.uint64(count), count)
 
 
 def unigram_entropy(parts: Iterable[NDArray[np.int64]], vocabulary: int) -> float:
-    """Entropy in nats of the distribution of single targets, given in parts; those below zero count for nothing."""
+    """Return the entropy, in nats, of the distribution of single targets; targets below zero do not count.
+
+    H = -sum p log p over the ids that occur, where p is an id's share of the targets.
+    """
     counts = np.zeros(vocabulary, np.int64)
     for targets in parts:
         counts += np.bincount(targets[targets >= 0], minlength=vocabulary)
@@ -288,7 +291,7 @@ def unigram_entropy(parts: Iterable[NDArray[np.int64]], vocabulary: int) -> floa
 
 
 def outside_vocabulary(token: int, vocabulary: int, where: str) -> DataError:
-    """The error for an id that no row of an embedding belongs to."""
+    """Return the error for an id outside the vocabulary."""
     return DataError(
         f"{where} has id {token}, but the vocabulary has {vocabulary} ids (0 to {vocabulary - 1}). "
         "Give data.vocabulary and data.dtype as the ids were written, or prepare the tokens again."

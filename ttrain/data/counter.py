@@ -1,4 +1,4 @@
-"""Random numbers and shuffles that are functions of a key and a counter, so nothing has to be saved or replayed."""
+"""Random numbers and shuffles that are functions of a key and a counter: there is no state to save or to replay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FEISTEL_FACTOR = np.uint64(0xD1342543DE82EF95)
 
 
 def derive_key(*words: int) -> int:
-    """A 64-bit key that depends on every word, taken modulo 2**64, and on their order."""
+    """Return a 64-bit key that depends on every word, taken modulo 2**64, and on their order."""
     key = 0
     for word in words:
         key = _mix((key ^ (word & _MASK)) + _GAMMA & _MASK)
@@ -24,7 +24,7 @@ def derive_key(*words: int) -> int:
 
 
 def random_words(key: int | Words, counters: Words) -> Words:
-    """Uniform 64-bit words: output number `counters` of SplitMix64 started at `key` (Steele, Lea and Flood, 2014)."""
+    """Return uniform 64-bit words: outputs `counters` of SplitMix64 started at `key` (Steele, Lea and Flood, 2014)."""
     base = key if isinstance(key, np.ndarray) else np.uint64(key)
     words = (counters + np.uint64(1)) * np.uint64(_GAMMA) + base
     words ^= words >> np.uint64(30)
@@ -36,7 +36,7 @@ def random_words(key: int | Words, counters: Words) -> Words:
 
 
 def random_normals(key: int, counters: Words) -> NDArray[np.float64]:
-    """Standard normal numbers, one per counter (Box and Muller, 1958)."""
+    """Return standard normal numbers, one per counter (Box and Muller, 1958)."""
     twice = counters * np.uint64(2)
     radius = _unit(random_words(key, twice))
     angle = _unit(random_words(key, twice + np.uint64(1)))
@@ -44,10 +44,10 @@ def random_normals(key: int, counters: Words) -> NDArray[np.float64]:
 
 
 def shuffled(keys: Words, positions: Words, size: int) -> Words:
-    """Where each position in [0, size) goes in the shuffle that its key names: a bijection for every single key.
+    """Return the place of each position in [0, size) after a shuffle: a bijection for every single key.
 
-    An unbalanced Feistel network over the bits of `size` - 1, repeated on what falls outside (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002). Nothing of length `size` is ever held.
+    It is an unbalanced Feistel network over the bits of `size` - 1, repeated on results outside [0, size) (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002). Nothing of length `size` is ever held.
     """
     bits = max(_FEWEST_BITS, (size - 1).bit_length())
     rounds = random_words(keys[:, None], np.arange(_FEISTEL_ROUNDS, dtype=np.uint64)[None, :]).T
@@ -81,7 +81,7 @@ def _round(half: Words, keys: Words) -> Words:
 
 
 def _unit(words: Words) -> NDArray[np.float64]:
-    """Words to fp64 in (0, 1]."""
+    """Map words to fp64 in (0, 1]."""
     return ((words >> np.uint64(11)) + np.uint64(1)).astype(np.float64) * 2.0**-53
 
 

@@ -1,8 +1,8 @@
-"""Documents turned into token files: two passes over the sources, three where byte-pair encoding is learnt.
+"""Token files of documents, written in two passes over the sources, in three where byte-pair encoding is learnt.
 
-Beside the files of a prepared folder there are `train.ends` and `val.ends`: where each document ends in the ids of its
-split, little-endian uint64, the end token included. With data.loss_on=replies also `train.marks` and `val.marks`: a
-byte for every token, 1 where it is a target.
+Beside the files of a prepared folder there are `train.ends` and `val.ends`: the place in the ids of its split at which
+each document ends, little-endian uint64, the end token included. With data.loss_on=replies there are `train.marks` and
+`val.marks` as well: a byte for every token, 1 where it is a target.
 """
 
 from __future__ import annotations
@@ -46,19 +46,16 @@ ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
 MARKS_FILE = {"train": "train.marks", "val": "val.marks"}
 
 
-_Encoded = tuple[Ids, Marks | None]
-
-
 @dataclass
 class _Scan:
-    """What the first pass finds: which documents are held out, and the checksum of all that was read."""
+    """Findings of the first pass: the documents that are held out, and the checksum of all that was read."""
 
     held_out: NDArray[np.bool_]  # in reading order
     characters: CharTokenizer | None
     skipped: Skipped
     sha256: str
     bytes: int
-    samples: list[str]  # of the start of documents 1, 2, 4, 8 and so on
+    samples: list[str]  # the starts of documents 1, 2, 4, 8 and so on
 
 
 def fill_documents(
@@ -83,7 +80,7 @@ def fill_documents(
     with named_place(lambda wanted: _place(config, sources, wanted)):
         tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
     with bars.open(total, "writing tokens") as shown, named_place(lambda wanted: _place(config, sources, wanted)):
-        splits = _write_splits(folder, config, sources, scan, encoder, lambda raw: shown.update(len(raw)))
+        splits = _write_splits(folder, config, sources, scan.held_out, encoder, lambda raw: shown.update(len(raw)))
     held = int(scan.held_out.sum())
     described = {
         "source": [source.given for source in sources],
@@ -102,14 +99,14 @@ def fill_documents(
 
 
 def content_hash(text: str) -> int:
-    """64 bits of a document's content."""
+    """Return 64 bits that depend on a document's content."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
-    """Which documents are held out: those with the lowest hashes, so that equal ones never part. At least one each.
+    """Return a mask of the documents that are held out: those with the lowest hashes, so that equal ones never part.
 
-    Raises DataError where all documents are equal or there is only one.
+    Both splits get a document at least. Raises DataError where all documents are equal or there is only one.
     """
     count = len(hashes)
     wanted = min(max(1, round(share * count)), count)
@@ -163,12 +160,12 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
 
 
 def _hints(sources: list[Source]) -> str:
-    """What the files themselves say of why there is so little in them."""
+    """Return the notices of the sources, which may say why there is so little in them."""
     return "".join(f" {notice}" for source in sources for notice in source.notices)
 
 
 def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[str]) -> str:
-    """The first document with a match, and the number of the character there."""
+    """Return the place of the first document with a match, and the number of its character."""
     for document in Reader(config).in_turn(sources, [lambda _: None] * len(sources)):
         if found := wanted.search(document.text):
             return f"{document.place}, character {found.start() + 1} of the document"
@@ -178,7 +175,7 @@ def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[st
 def _tokenizer(
     config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes
 ) -> tuple[Tokenizer, Path | None]:
-    """The tokenizer that a config names, and the file that it was read from."""
+    """Return the tokenizer that a config names, and the file that it was read from."""
     if config.tokenizer == "byte":
         return ByteTokenizer(), None
     if scan.characters is not None:
@@ -190,21 +187,21 @@ def _tokenizer(
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Documents to ids, the end token included.
+    """Encodes documents, the end token included.
 
-    `made` is the tokenizer before it got an end token. The characters and the bytes have a quick one, which agrees with
-    `whole` on every text in which the end token does not occur.
+    `made` is the tokenizer before it got an end token. That of characters or bytes is quick, and agrees with `whole` on
+    every text without the end token.
     """
 
     made: Tokenizer
     whole: Tokenizer
     end: EndToken
-    replies: bool  # whether what the assistant wrote is all that is learnt of a conversation
+    replies: bool  # only the assistant's replies are learnt of a conversation
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[_Encoded]:
-        """Ids of each document, and where `replies` count which are targets.
+    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Marks | None]]:
+        """Yield each document with its ids and, where `replies` count alone, the marks of its targets.
 
-        What the tokenizer puts before a text stands before one; a conversation begins as its template says.
+        A text begins with the tokens that the tokenizer puts before one, a conversation as its template writes it.
         """
         documents, again = tee(documents)
         start, ending = (np.array(added, self.whole.dtype) for added in (self.whole.start, [self.end.id]))
@@ -215,9 +212,9 @@ class _Encoder:
             if len(ids) and ids[-1] != self.end.id and not document.closed:
                 ids = np.concatenate([ids, ending])
                 marks = None if marks is None else np.append(marks, True)
-            yield ids, marks
+            yield document, ids, marks
 
-    def _marked(self, documents: Iterator[Document]) -> Iterator[_Encoded]:
+    def _marked(self, documents: Iterator[Document]) -> Iterator[tuple[Ids, Marks | None]]:
         if not self.replies:
             yield from ((ids, None) for ids in self._ids(document.text for document in documents))
             return
@@ -237,7 +234,7 @@ class _Encoder:
 
 
 def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
-    """Training documents with a line break after each, so that no merge spans two."""
+    """Yield the training documents, each with a line break after it, so that no merge spans two."""
     taken = 0
     documents = Reader(config).in_turn(sources, [on_bytes] * len(sources))
     for document, left_out in zip(documents, scan.held_out, strict=False):
@@ -249,7 +246,7 @@ def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, 
 
 
 class _SplitWriter:
-    """The files of one split while they grow."""
+    """Writes the files of one split."""
 
     def __init__(self, folder: Path, split: str, files: ExitStack, marked: bool) -> None:
         self.split, self._folder = split, folder
@@ -268,7 +265,7 @@ class _SplitWriter:
         self._ends.append(self.tokens)
 
     def finish(self) -> dict[str, Any]:
-        """Make it last, write where documents end, and return what `tokens.json` says of the split."""
+        """Wait until the ids are on the disk, write the ends, and return the split's entry in `tokens.json`."""
         for file in filter(None, (self._file, self._marks)):
             file.flush()
             os.fsync(file.fileno())
@@ -287,32 +284,19 @@ def _write_splits(
     folder: Path,
     config: DocumentsConfig,
     sources: list[Source],
-    scan: _Scan,
+    held_out: NDArray[np.bool_],
     encoder: _Encoder,
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
-    documents, again = tee(Reader(config).in_turn(sources, [on_bytes] * len(sources)))
-    encoded = encoder.encode(documents)
+    """Write the files of both splits. Raises DataError where the sources changed since they were counted."""
+    encoded, number = encoder.encode(Reader(config).in_turn(sources, [on_bytes] * len(sources))), -1
     with ExitStack() as files:
         writers = {split: _SplitWriter(folder, split, files, encoder.replies) for split in FILES}
-        for document, (ids, marks), left_out in _together(again, encoded, scan.held_out):
+        for number, (document, ids, marks) in enumerate(encoded):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
-            writers["val" if left_out else "train"].add(ids, marks)
+            if number < len(held_out):
+                writers["val" if held_out[number] else "train"].add(ids, marks)
+        if number + 1 != len(held_out):
+            raise DataError("data.sources changed while being read. Start again.")
         return {split: writer.finish() for split, writer in writers.items()}
-
-
-def _together(
-    documents: Iterable[Document], encoded: Iterable[_Encoded], held_out: NDArray[np.bool_]
-) -> Iterator[tuple[Document, _Encoded, bool]]:
-    """Document, what it is encoded as and whether it is held out.
-
-    Raises DataError where the sources changed since they were counted.
-    """
-    number = 0
-    for number, (ids, document) in enumerate(zip(encoded, documents, strict=False), 1):
-        if number > len(held_out):
-            break
-        yield document, ids, bool(held_out[number - 1])
-    if number != len(held_out):
-        raise DataError("data.sources changed while being read. Start again.")

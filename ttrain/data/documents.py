@@ -41,15 +41,15 @@ class DocumentDataset(TokenSequences):
     """Next-token prediction on the stream of documents.
 
     Training sequence n holds the tokens [n * context, (n + 1) * context) of the endless stream that the passes over the
-    documents make; so no token is left out or read twice within a pass, and a sequence may hold parts of several
-    documents, and the end of one pass with the start of the next. The last position of a sequence has no target (-1),
-    since the token after it begins the next sequence. Held-out documents lie in the order in which they were read.
+    documents make. So a pass reads every token once, and a sequence may hold parts of several documents, or the end of
+    one pass and the start of the next. The last position of a sequence has no target (-1), since the token after it
+    begins the next sequence. Held-out documents lie in the order in which they were read.
 
     With long_documents=cut or skip sequences hold whole documents instead, neighbours in the stream, and after them
     tokens that count for nothing; order=shuffled shuffles all documents anew for every pass.
 
-    With attention=document every part of a document in a sequence is apart from the others: `positions` count from 0 in
-    it, and its last token has no target.
+    With attention=document the parts of documents in a sequence are separate: `positions` count from 0 in each, and its
+    last token has no target.
 
     Raises DataError when a split is shorter than one sequence.
     """
@@ -92,7 +92,7 @@ class DocumentDataset(TokenSequences):
         }
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
-        """Arrays by name of field, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
+        """Return arrays by field, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
         places = np.stack(self._rows(split, seed, sample_numbers(first, rows)))
         tokens = np.where(places < 0, 0, self._splits[split][places]).astype(np.int64)
         learnt = places >= 0 if self._marks is None else (places >= 0) & (self._marks[split][places] > 0)
@@ -176,7 +176,10 @@ class DocumentDataset(TokenSequences):
 
 
 def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
-    """The dataset of documents, tokenized now unless the cache has them. Raises DataError for what can't be used."""
+    """Open the dataset of documents; tokenize them first unless the cache has them.
+
+    Raises DataError for sources that can't be used.
+    """
     context = require_context(config.name, sizes)
     sources = find_sources(config)
     folder = tokenized(config, sources)
@@ -198,9 +201,9 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
 
 
 def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
-    """The folder with the token files of a config's documents; written first where the cache has none.
+    """Return the folder with the token files of a config's documents; write it first where the cache lacks it.
 
-    It is found again by path, size and time of change of every file, and by the keys that change tokens or splits.
+    Its name depends on path, size and time of change of every file, and on the keys that change tokens or splits.
     """
     base = cache_folder() / "documents" if config.cache is None else at_home(config.cache)
     stamped = stamp(sources)
@@ -235,7 +238,7 @@ def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
 
 
 def _marks(file: Path, tokens: int) -> NDArray[np.uint8]:
-    """Which tokens of a split are targets. Raises DataError for a file that is not the one that was written."""
+    """Read the marks of a split's targets, uint8 [tokens]. Raises DataError for a file that was changed."""
     try:
         found = np.memmap(file, np.uint8, "r").view(np.ndarray)
     except (OSError, ValueError) as error:
@@ -246,7 +249,7 @@ def _marks(file: Path, tokens: int) -> NDArray[np.uint8]:
 
 
 def _ends(folder: Path, split: str, header: dict[str, Any]) -> NDArray[np.int64]:
-    """Where each document of a split ends. Raises DataError for a file that is not the one that was written."""
+    """Read the ends of a split's documents, int64. Raises DataError for a file that was changed."""
     file, known = folder / ENDS_FILE[split], header["splits"][split]
     try:
         raw = file.read_bytes()

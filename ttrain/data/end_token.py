@@ -1,4 +1,4 @@
-"""The token that ends a document: the tokenizer's own, one that the user names, or one that is added."""
+"""The token that ends a document: the tokenizer's own, one that the user names, or an added one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WITH_IDS = (CONFIG_FILE, "config.json", "generation_config.json")  # the later 
 
 @dataclass(frozen=True)
 class EndToken:
-    """Its text and id, and whether it was added to the tokenizer."""
+    """Text and id of the token that ends a document; `added` if the tokenizer did not have it."""
 
     text: str
     id: int
@@ -36,12 +36,12 @@ class EndToken:
 
 
 def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -> tuple[Tokenizer, EndToken]:
-    """The tokenizer, extended where it must be, and the token that ends a document.
+    """Return the tokenizer, extended where it must be, and the token that ends a document.
 
-    `named` is data.end_token; `file` the tokenizer.json that the tokenizer was read from, None for one made from the
-    data. Without a name it is the eos_token of the tokenizer_config.json beside that file, else the one token known for
-    it, else one that is added. Raises DataError for a name that the file's tokenizer does not have, and where several
-    tokens may be meant.
+    `named` is data.end_token; `file` is the tokenizer.json, None for a tokenizer made from the data. Without a name the
+    token is the eos_token of the tokenizer_config.json beside the file, else the one known end token that the tokenizer
+    has, else an added one. Raises DataError for a name that the file's tokenizer lacks, and where it has several known
+    end tokens.
     """
     library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else LibraryTokenizer(tokenizer.to_json())
     if named is not None:
@@ -71,7 +71,7 @@ def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -
 
 
 def own_end(tokenizer: Tokenizer | str, named: str | None) -> EndToken | None:
-    """The token that ends a document, or the one named; None where a tokenizer has none itself, or may mean several.
+    """Return the token that ends a document, or the one named; None where the tokenizer has none, or several.
 
     The tokenizer may be given as JSON.
     """
@@ -96,17 +96,17 @@ def _near(named: str, library: LibraryTokenizer) -> str:
 
 
 def named_end(data: Any, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The token that ends a document by the config of the data, else by the tokenizer_config.json that is known."""
+    """Return data.end_token, else the eos_token of a tokenizer_config.json."""
     return getattr(data, "end_token", None) or token_text(tokenizer_config.get("eos_token"))
 
 
 def configured_end(file: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json, None where there is none."""
+    """Return the eos_token of a tokenizer_config.json, None where there is none."""
     return token_text(read_tokenizer_config(file).get("eos_token"))
 
 
 def read_tokenizer_config(file: Path) -> dict[str, Any]:
-    """The content of a tokenizer_config.json, empty where there is none."""
+    """Return the content of a tokenizer_config.json, empty where there is none."""
     try:
         described: Any = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def read_tokenizer_config(file: Path) -> dict[str, Any]:
 
 
 def read_folder_facts(folder: Path) -> dict[str, Any]:
-    """`model_type` and ids of special tokens by the config.json and generation_config.json of a model's folder."""
+    """Return `model_type` and the ids of special tokens that the configs of a model's folder name."""
     said = [read_json(folder / name) for name in _WITH_IDS]
     kind = next((kind for each in said if isinstance(kind := each.get(MODEL_TYPE), str)), None)
     return ({} if kind is None else {MODEL_TYPE: kind}) | {
@@ -126,7 +126,7 @@ def read_folder_facts(folder: Path) -> dict[str, Any]:
 
 
 def end_ids(tokenizer_config: Mapping[str, Any]) -> list[int]:
-    """The ids that end a text of a model, by the files of its folder."""
+    """Return the ids that end a text, by the configs of a model's folder."""
     given = tokenizer_config.get("eos_token_id", [])
     return list(given) if isinstance(given, list) else [given]
 
@@ -137,6 +137,6 @@ def _is_ids(value: Any) -> bool:
 
 
 def token_text(described: Any) -> str | None:
-    """The text of a special token as a tokenizer_config.json describes it, None where there is none."""
+    """Return the text of a special token from its entry in a tokenizer_config.json, None where there is none."""
     text = described.get("content") if isinstance(described, dict) else described
     return text if isinstance(text, str) and text else None

@@ -1,4 +1,4 @@
-"""Text of any size turned into token files, some at a time."""
+"""Token files of a text of any size, written piece by piece."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import Corpus
 from ttrain.data.document_files import fill_documents
+from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.settings import DocumentsConfig, TextConfig
 from ttrain.data.sources import find_sources
-from ttrain.data.text import OnBytes, choose_tokenizer, describe, encode_split, learning_bytes
+from ttrain.data.text import choose_tokenizer, describe, encode_split, learning_bytes
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.data.tokens import FILES, Bars, write_file, write_folder, write_header
 
@@ -23,10 +24,9 @@ _ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, progress: bool = True) -> dict[str, Any]:
     """Tokenize a corpus into a folder that data=tokens reads, and return the content of its `tokens.json`.
 
-    The tokens and the splits are those that data=text, or data=documents, makes of the same config. Memory does not
-    grow with the text, apart from the word counts of a BPE tokenizer being learnt and some bytes per document. The
-    folder appears only once it is whole. Raises DataError when the corpus can't be used, or the destination exists or
-    can't be written.
+    data=text, or data=documents, makes the same tokens and splits of the same config. Memory does not grow with the
+    text, except for the word counts while BPE is learnt and for some bytes per document. The folder appears once it is
+    complete. Raises DataError where the corpus can't be used, and where the destination exists or can't be written.
     """
     final = at_home(destination)
     if final.exists():

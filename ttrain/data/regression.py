@@ -1,4 +1,4 @@
-"""Synthetic regression: every example is a function of its number, so nothing is stored."""
+"""Synthetic regression: every example is computed from its number, so nothing is stored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _BASELINE_EXAMPLES = 1 << 16
 
 
 class RegressionDataset:
-    """targets = second @ tanh(first @ inputs) + noise, with Gaussian inputs and a random teacher fixed by data.seed.
+    """Examples with Gaussian inputs and targets = second @ tanh(first @ inputs) + noise.
 
-    The examples are numbered; the last `held_out` share of the numbers is the held-out split.
+    data.seed fixes the teacher, `first` and `second`. The last `held_out` share of the examples is the held-out split.
     """
 
     def __init__(self, config: RegressionConfig, inputs: int, outputs: int) -> None:
@@ -50,7 +50,7 @@ class RegressionDataset:
         }
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
-        """Arrays `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]. See batches.Dataset."""
+        """Return `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]; see batches.Dataset."""
         if split == "val":
             numbers = held_out(sample_numbers(first, rows), self._counts["val"])
             return self.examples(numbers + np.uint64(self._counts["train"]))
@@ -65,7 +65,7 @@ class RegressionDataset:
         return self.examples(np.arange(start, stop, dtype=np.uint64))
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
-        """See batches.Indexed: numbers of examples."""
+        """See batches.Indexed; indices are numbers of examples."""
         numbers, count = sample_numbers(first, rows), self._counts["train"]
         if self._config.limit is not None:
             numbers = numbers % np.uint64(self._config.limit)
@@ -81,13 +81,13 @@ class RegressionDataset:
         return self._counts["val"]
 
     def baseline(self, samples: int | None = None) -> Baseline:
-        """Mean squared error of always answering the mean of the targets; of very many, of the first ones."""
+        """Return the mean squared error of the targets' mean as the answer, over at most the first 65,536 targets."""
         count = min(self.val_samples, samples or self.val_samples, _BASELINE_EXAMPLES)
         targets = self.batch("val", 0, 0, count)["targets"]
         return Baseline("variance of the targets", float(targets.var(axis=0).mean()))
 
     def examples(self, numbers: Words) -> Batch:
-        """The examples with these numbers, uint64 [rows]."""
+        """Return the examples with these numbers, uint64 [rows]."""
         inputs, outputs = self._shape
         features = self._normals(_INPUTS, numbers, inputs)
         targets = np.tanh(features @ self._first) @ self._second
@@ -103,7 +103,7 @@ class RegressionDataset:
 
 
 def open_regression(config: RegressionConfig, sizes: Sizes) -> RegressionDataset:
-    """The synthetic dataset with the model's sizes, unless the config sets others. Raises DataError on a mismatch."""
+    """Open the synthetic dataset with the model's sizes. Raises DataError where the config gives other sizes."""
     for key in ("inputs", "outputs"):
         given, wanted = getattr(config, key), getattr(sizes, key)
         if wanted is None:

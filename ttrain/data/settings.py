@@ -12,7 +12,7 @@ TOKEN_DTYPES = ("uint16", "uint32")
 
 @dataclass
 class DataConfig:
-    """What every kind of data has."""
+    """Keys of every kind of data."""
 
     name: str = option("text", "registered name of the data")
     held_out: float = option(0.1, "share at the end kept for evaluation and never trained on", above=0, below=1)
@@ -35,7 +35,7 @@ class DataConfig:
 
 @dataclass
 class TextConfig(DataConfig):
-    """UTF-8 text, tokenized when the run starts and kept in memory."""
+    """UTF-8 text, tokenized at the start of a run and kept in memory."""
 
     path: str | None = option(
         None,
@@ -53,7 +53,7 @@ class TextConfig(DataConfig):
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Token ids in files, read through memory maps, so they may be larger than memory."""
+    """Token ids in files, read through memory maps, so that the files may be larger than memory."""
 
     name: str = option("tokens", "registered name of the data")
     path: str | None = option(

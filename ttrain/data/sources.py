@@ -1,4 +1,4 @@
-"""Documents in local files: rows of .jsonl files and of tables, and text files that are one document or several."""
+"""Documents in local files: rows of .jsonl files and of tables, and text files of one document or several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_r
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
-# Files whose bytes are neither rows nor text, whatever is in them.
+# Endings of files whose bytes are neither rows nor text.
 _NOT_READ = {
     ".json": "is one JSON value; name it .jsonl, if it has a row per line, or write it so",
     ".xz": "is compressed; unpack it",
@@ -40,8 +40,8 @@ _CHUNK_ROWS, _CHUNK_BYTES = 64, 1 << 18  # read at once: their conversations are
 class Document(NamedTuple):
     """One document, never blank. `place` is file:line of its start, in a table file:row.
 
-    `replies` are the parts of a conversation that the assistant wrote, None for a text. `closed`: the text itself ends
-    the document, so no end token follows.
+    `replies` are the parts of a conversation that are learnt as replies, None for a text. A `closed` document gets no
+    end token, since its text has an end of its own.
     """
 
     text: str
@@ -52,15 +52,15 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of data.sources and its files, in the order in which they are read."""
+    """One entry of data.sources, and its files in reading order."""
 
     given: str
     files: tuple[Path, ...]
-    notices: tuple[str, ...] = ()  # what of it is not read
+    notices: tuple[str, ...] = ()  # sentences about files that are not read
 
     @property
     def size(self) -> int:
-        """Bytes of all files. Raises DataError for one that can't be looked at."""
+        """Bytes of all files. Raises DataError for an unreadable one."""
         return sum(found.st_size for found in map(_facts, self.files))
 
 
@@ -70,11 +70,11 @@ class Skipped:
 
     blank: int = 0
     bad_rows: int = 0
-    first_bad: str | None = None  # what was wrong with the first of them
-    unread: Counter[str] = field(default_factory=Counter)  # rows that have such a thing
+    first_bad: str | None = None  # the problem of the first of them
+    unread: Counter[str] = field(default_factory=Counter)  # rows by the thing in them that is not read
 
     def notices(self) -> Iterator[str]:
-        """Tell of rows and documents that were not used, or not as a whole."""
+        """Yield a sentence for each kind of thing that was left out."""
         if self.bad_rows:
             yield f"{self.bad_rows} bad row(s) are left out (data.bad_rows=skip), the first: {self.first_bad}."
         if self.blank:
@@ -84,7 +84,7 @@ class Skipped:
 
 
 def find_sources(config: DocumentsConfig) -> list[Source]:
-    """The sources of a config. Raises DataError for one that is missing, empty, given twice or of another kind."""
+    """Return the sources of a config. Raises DataError for a missing, empty or repeated one, and an unknown form."""
     if not config.sources:
         raise DataError("data=documents needs data.sources, a list of .jsonl, .parquet or text files or of folders.")
     sources = [_source(given, config) for given in config.sources]
@@ -104,7 +104,7 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
 
 
 class Reader:
-    """Reads documents as a config says. Counts what it leaves out in `skipped`."""
+    """Reads the documents of a config. `skipped` counts the rows and documents that it leaves out."""
 
     def __init__(self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None) -> None:
         """Without a `template` conversations are rendered as the config says."""
@@ -113,9 +113,9 @@ class Reader:
         self.skipped = Skipped()
 
     def in_turn(self, sources: list[Source], on_bytes: list[OnBytes]) -> Iterator[Document]:
-        """One document of each source in turn; where a source ends, the others go on.
+        """Yield one document of each source in turn; where a source ends, the others go on.
 
-        `on_bytes` holds one function per source, called with its raw bytes in order. Raises DataError that names file
+        `on_bytes` has a function for each source, called with its raw bytes in order. Raises DataError that names file
         and line.
         """
         open_sources = [self.documents(source, called) for source, called in zip(sources, on_bytes, strict=True)]
@@ -132,7 +132,7 @@ class Reader:
                     return
 
     def documents(self, source: Source, on_bytes: OnBytes) -> Iterator[Document]:
-        """The documents of one source that are not blank."""
+        """Yield the documents of one source that are not blank."""
         for file in source.files:
             try:
                 if _suffix(file) in TABLES:
@@ -251,7 +251,7 @@ def _chunks(rows: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
 
 
 def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
-    """What makes texts of conversations. Raises DataError for a template that can't be used."""
+    """Return the template of a config. Raises DataError for one that can't be used."""
     if config.template != "tokenizer":
         return Template(config.template)
     file = at_home(config.tokenizer)
@@ -277,12 +277,12 @@ def _source(given: str, config: DocumentsConfig) -> Source:
 
 
 def has_rows(file: Path) -> bool:
-    """Whether a document is a row of the file; else it is text."""
+    """True if a document is a row of the file; else it is text."""
     return _suffix(file) in (*ROW_SUFFIXES, *TABLES)
 
 
 def _suffix(file: Path) -> str:
-    """What a file's name ends in where it is not compressed."""
+    """Return the suffix of a file's name, without that of a compression."""
     return Path(plain_name(file.name)).suffix.lower()
 
 
@@ -303,7 +303,7 @@ def _files(given: str, config: DocumentsConfig) -> Listing:
 
 
 def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Document]:
-    """The documents of a text file: all of it, or what lies between lines that hold the delimiter alone."""
+    """Yield the documents of a text file: all of it, or the parts between lines that hold the delimiter alone."""
     parts: list[str] = []
     start, size = 1, 0
     for number, line in read_lines(file, on_bytes):
@@ -324,7 +324,7 @@ def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Doc
 
 
 def read_lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their ends, counted from 1. Leaves out a byte-order mark."""
+    """Yield the lines of a file with their ends, counted from 1, without a byte-order mark."""
     start = b""
     with _opened(file, on_bytes) as stream:
         for number in count(1):
@@ -334,7 +334,7 @@ def read_lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
                 return
             if len(raw) == LONGEST_DOCUMENT:
                 raise DataError(f"{file}:{number}: a line of more than {format_bytes(LONGEST_DOCUMENT)}. Split it.")
-            if not is_compressed(file):  # else the bytes are those that the stream has read
+            if not is_compressed(file):  # else the stream calls it
                 on_bytes(raw)
             try:
                 line = raw.decode("utf-8")
@@ -358,7 +358,7 @@ def _facts(file: Path) -> os.stat_result:
 
 
 def stamp(sources: list[Source]) -> list[list[Any]]:
-    """Path, size and time of change of every file: what tells that none has changed, without reading them."""
+    """Return path, size and time of change of every file: they are equal as long as no file has changed."""
 
     def facts(file: Path) -> list[Any]:
         found = _facts(file)

@@ -26,11 +26,11 @@ class _Order(NamedTuple):
 
 
 class DocumentStream:
-    """All documents of a split laid end to end, again and again.
+    """All documents of a split, laid end to end in pass after pass.
 
-    `ends` tells where each document of the split ends. Without a `group` documents keep their order. With one, every
-    so many neighbours are shuffled among themselves, anew for every pass; the order is a function of the seed, the pass
-    and the group, so any position can be read at once, and no more than a group's order is ever held.
+    `ends` are the places in the split at which documents end. Without a `group` documents keep their order. With one,
+    every `group` neighbours are shuffled among themselves, anew for every pass. The order is a function of the seed,
+    the pass and the group, so any position can be read at once, and only the orders of a few groups are held.
     """
 
     def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:

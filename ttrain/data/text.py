@@ -1,4 +1,4 @@
-"""Text tokenized when the run starts and kept in memory."""
+"""Text that is tokenized at the start of a run and kept in memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.chat.jinja import tokenizer_settings
 from ttrain.data.corpus import Corpus
+from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
 from ttrain.data.settings import TOKENIZERS, TextConfig
 from ttrain.data.tokenizer import (
@@ -29,15 +30,13 @@ from ttrain.data.tokenizer import (
     named_place,
 )
 
-# Bytes held per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
+# Bytes per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
 _HELD_PER_BYTE = 4
 BPE_BYTES = 1 << 30  # merges hardly change beyond so much text, while learning them takes memory with it
 
-OnBytes = Callable[[bytes], object]
-
 
 def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
-    """The dataset of a text corpus. Raises DataError for a text that can't be used; see Corpus and TokenDataset."""
+    """Open the dataset of a text corpus. Raises DataError for a text that can't be used; see Corpus, TokenDataset."""
     context = require_context(config.name, sizes)
     corpus = Corpus(config)
     _require_memory(corpus)
@@ -51,11 +50,11 @@ def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
 
 
 def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | None = None) -> Tokenizer:
-    """The tokenizer that a config names, made from the corpus where it has to be.
+    """Return the tokenizer that a config names, made from the corpus where it has to be.
 
-    The character vocabulary is that of the whole corpus, so that held-out text has no unseen character; merges of
-    byte-pair encoding are learnt from the training split alone, and cover every text because bytes do. Raises DataError
-    for one that is not fit for the corpus; see check_round_trip.
+    Characters are taken from the whole corpus, so that held-out text has no unseen one. Merges of byte-pair encoding
+    are learnt from the training split alone, and cover every text because bytes do. Raises DataError for a tokenizer
+    that does not fit the corpus; see check_round_trip.
     """
     learnt = corpus.text(0, learning_bytes(config, corpus), on_bytes)
     tokenizer: Tokenizer
@@ -73,7 +72,7 @@ def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | Non
 
 
 def named_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer in a file that data.tokenizer names. Raises DataError when there is none."""
+    """Read the tokenizer in a file that data.tokenizer names. Raises DataError where there is none."""
     if not os.path.exists(os.path.expanduser(path)):
         kinds = ", ".join(TOKENIZERS)
         raise DataError(f"data.tokenizer={path} is neither {kinds} nor the path of a tokenizer.json.")
@@ -83,21 +82,21 @@ def named_tokenizer(path: str) -> Tokenizer:
 
 
 def learning_bytes(config: TextConfig, corpus: Corpus) -> int:
-    """How much of the corpus, from its start, `choose_tokenizer` reads."""
+    """Return how many bytes of the corpus, from its start, `choose_tokenizer` reads."""
     if config.tokenizer == "char":
         return corpus.size
     return corpus.learning_end(BPE_BYTES) if config.tokenizer == "bpe" else 0
 
 
 def encode_split(corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> Iterator[Ids]:
-    """Ids of one split of a corpus, some at a time. No token spans the boundary of the splits."""
+    """Yield the ids of one split of a corpus, piece by piece. No token spans the boundary of the splits."""
     start, stop = (0, corpus.boundary) if split == "train" else (corpus.boundary, corpus.size)
     with named_place(corpus.place):
         yield from tokenizer.encode_pieces(corpus.text(start, stop, on_bytes))
 
 
 def describe(corpus: Corpus, tokenizer: Tokenizer, sha256: str) -> dict[str, Any]:
-    """What a run record says of a corpus; `sha256` is that of its bytes, separators included."""
+    """Return a corpus's entry in a run's record; `sha256` is that of its bytes, separators included."""
     described = {
         "source": corpus.source,
         "files": len(corpus.files),
@@ -109,16 +108,16 @@ def describe(corpus: Corpus, tokenizer: Tokenizer, sha256: str) -> dict[str, Any
 
 
 def with_notices(described: dict[str, Any], notices: Iterable[str]) -> dict[str, Any]:
-    """A description of data with `notices`, which the start of a run tells, where there are any."""
+    """Return a description of data with further `notices`, which a run tells at its start."""
     told = [*described.get("notices", ()), *notices]
     return {**described, "notices": told} if told else described
 
 
 def byte_counter(tokenizer: Tokenizer, end: int | None) -> Callable[[Mapping[str, Any]], int]:
-    """What counts the UTF-8 bytes of the text that the targets of a batch stand for.
+    """Return a function that counts the UTF-8 bytes of the text that the targets of a batch stand for.
 
-    Targets below zero, ids that the tokenizer lacks, and tokens that are none of a text stand for no byte: `end`, which
-    ends a document, and those that the tokenizer puts before one.
+    No byte stands for targets below zero, for ids that the tokenizer lacks, for `end`, which ends a document, and for
+    the tokens that the tokenizer puts before a text.
     """
     around = [*tokenizer.start, *([] if end is None else [end])]
 
@@ -138,7 +137,7 @@ def byte_counter(tokenizer: Tokenizer, end: int | None) -> Callable[[Mapping[str
 
 
 def require_context(name: str, sizes: Sizes) -> int:
-    """The length of a training sequence. Raises DataError when the model doesn't take sequences."""
+    """Return the length of a training sequence. Raises DataError where the model takes no sequences."""
     if sizes.context is None:
         raise DataError(f"data={name} gives sequences of tokens, which this model does not take. Use data=regression.")
     return sizes.context
@@ -159,7 +158,7 @@ def _require_memory(corpus: Corpus) -> None:
 
 
 def _available_memory() -> int | None:
-    """Bytes that can be taken without swapping; None where the system doesn't tell."""
+    """Return the bytes that can be taken without swapping; None where the system doesn't tell."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -30,14 +30,14 @@ class Tokenizer(ABC):
 
     name: str
     vocabulary: int
-    notices: tuple[str, ...] = ()  # what of its file is not obeyed, and how it changes the text that was read
-    config: dict[str, Any] = {}  # what a tokenizer_config.json would say: the end token, a chat template
-    unknown: int | None = None  # the id for what it does not know
-    normalizers: Sequence[str] = ()  # names of what changes a text before it is split
+    notices: tuple[str, ...] = ()  # sentences about parts of its file that have no effect, and about changed texts
+    config: dict[str, Any] = {}  # the keys of a tokenizer_config.json: the end token, a chat template
+    unknown: int | None = None  # the id of unknown text
+    normalizers: Sequence[str] = ()  # names of the steps that change a text before it is split
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Smallest unsigned type that holds every id."""
+        """The smallest unsigned type that holds every id."""
         return np.dtype(np.uint16 if self.vocabulary <= 1 << 16 else np.uint32)
 
     @property
@@ -56,11 +56,11 @@ class Tokenizer(ABC):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a run record says of this tokenizer."""
+        """The tokenizer's entry in a run's record."""
         return {"name": self.name, "vocabulary": self.vocabulary, "sha256": self.hash}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text. Raises DataError that names the characters this tokenizer has no id for."""
+        """Return the ids of a text. Raises DataError that names the characters without an id."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -70,28 +70,28 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """Ids of a long text that arrives, and is encoded, some at a time. Raises as `encode` does."""
+        """Yield the ids of a long text that arrives in pieces. Raises as `encode` does."""
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """Ids of each of many texts. Raises as `encode` does."""
+        """Yield the ids of each text. Raises as `encode` does."""
         for text in texts:
             yield np.concatenate([np.zeros(0, self.dtype), *self.encode_pieces([text])])
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids. Defined for all ids: what stands for no text becomes U+FFFD."""
+        """Return the text of ids. An id that stands for no text becomes U+FFFD."""
 
     def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """UTF-8 bytes that each id stands for, int64 [vocabulary]: behind another token, and where a text starts.
+        """Return how many UTF-8 bytes each id stands for, int64 [vocabulary]: after another token, and first in a text.
 
-        They add up to the bytes of the text, also where a character is made of several tokens.
+        They add up to the bytes of the text, also where several tokens make one character.
         """
         counts = np.array([len(self.decode([token]).encode()) for token in range(self.vocabulary)], np.int64)
         return counts, counts
 
     @abstractmethod
     def to_json(self) -> str:
-        """The content of a tokenizer.json."""
+        """Return the content of a tokenizer.json."""
 
 
 class CharTokenizer(Tokenizer):
@@ -108,7 +108,7 @@ class CharTokenizer(Tokenizer):
 
     @staticmethod
     def of(texts: Iterable[str]) -> CharTokenizer:
-        """The tokenizer of every character in a text."""
+        """Return the tokenizer of all characters in the texts."""
         seen = np.zeros(_UNICODE_SIZE, np.bool_)
         for text in texts:
             seen[_code_points(text)] = True
@@ -179,7 +179,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class UnseenText(DataError):
-    """A tokenizer has no id for `texts`, characters or words. `pattern` finds them."""
+    """An error: a tokenizer has no id for `texts`, which are characters or words. `pattern` finds them."""
 
     def __init__(self, message: str, texts: Sequence[str]) -> None:
         super().__init__(message)
@@ -189,7 +189,7 @@ class UnseenText(DataError):
 
 
 def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
-    """The error that names the characters or words that a tokenizer has no id for."""
+    """Return the error that names the characters or words without an id."""
     ordered = sorted(texts)
     named = listed(map(_named, ordered), 8)
     message = (
@@ -200,9 +200,9 @@ def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
 
 
 def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[str]:
-    """What to tell of samples that come back changed, at most one sentence for each way.
+    """Yield a sentence for each way in which samples come back changed from their ids.
 
-    Raises DataError where less than half of their visible characters come back at all, and for what can't be encoded.
+    Raises DataError where less than half of the visible characters come back, and for a text that can't be encoded.
     """
     tokens = unknown = visible = returned = 0
     example: str | None = None
@@ -228,7 +228,7 @@ def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[s
 
 @contextmanager
 def named_place(find: Callable[[re.Pattern[str]], str]) -> Iterator[None]:
-    """Puts the place of the first text that a tokenizer has no id for, as `find` knows it, before the error."""
+    """Name the place of an unseen text in its error; `find` returns the place of the first match."""
     try:
         yield
     except UnseenText as error:
@@ -240,7 +240,7 @@ def _visible(text: str) -> int:
 
 
 def _difference(text: str, back: str) -> str:
-    """The first place where two texts differ."""
+    """Show the first place where two texts differ."""
     pairs = enumerate(zip(text, back, strict=False))
     first = next((place for place, (one, other) in pairs if one != other), min(len(text), len(back)))
     shown = slice(max(0, first - _SHOWN_BEFORE), first + _SHOWN_AFTER)
@@ -272,7 +272,7 @@ def _code_points(text: str) -> NDArray[Any]:
 
 
 def visible_bytes() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2): itself or from U+0100 on."""
+    """Return the character for each byte in a byte-level vocabulary (GPT-2): itself, or one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_ins = iter(range(0x100, 0x200))
     return [chr(byte) if byte in visible else chr(next(stand_ins)) for byte in range(256)]

@@ -1,8 +1,8 @@
-"""Token ids in files: a folder written as a whole, and files read through memory maps.
+"""Token ids in files: folders that appear once they are complete, and files read through memory maps.
 
-A prepared folder holds `train.bin` and `val.bin` (raw little-endian ids), `tokenizer.json`, and `tokens.json`, which
-tells the type, the vocabulary, and per split the count and the SHA-256. A folder of raw files holds `train.bin` and
-perhaps `val.bin`; a single raw file is split by data.held_out.
+A prepared folder holds `train.bin` and `val.bin` (raw little-endian ids), `tokenizer.json`, and `tokens.json` with the
+type, the vocabulary, and the count and SHA-256 of each split. A folder of raw files holds `train.bin` and may hold
+`val.bin`; a single raw file is split by data.held_out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SCAN_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Where the ids are and what they mean. `header` is that of a prepared folder."""
+    """Files of token ids, their type and their vocabulary. `header` is the tokens.json of a prepared folder."""
 
     train: Path
     val: Path | None
@@ -49,7 +49,7 @@ class TokenFiles:
 
 
 def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
-    """The dataset of token files. Raises DataError for files that can't be used; see TokenDataset."""
+    """Open the dataset of token files. Raises DataError for files that can't be used; see TokenDataset."""
     context = require_context(config.name, sizes)
     files = find_token_files(config)
     train, hashes, whole = open_split(files, "train", config.verify)
@@ -87,7 +87,7 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
 
 
 def find_token_files(config: TokensConfig) -> TokenFiles:
-    """The files that a config names. Raises DataError when there are none or it isn't known what their ids mean."""
+    """Return the files that a config names. Raises DataError for missing files, and for ids of an unknown type."""
     if config.path is None:
         raise DataError("data=tokens needs data.path, a folder made with task=prepare or a file of raw token ids.")
     path = at_home(config.path)
@@ -104,7 +104,7 @@ def find_token_files(config: TokensConfig) -> TokenFiles:
 
 
 def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
-    """A memory map of the ids in a file. Raises DataError when it is empty, unreadable or cut off."""
+    """Map the ids in a file into memory. Raises DataError where it is empty, unreadable or cut off."""
     try:
         size = file.stat().st_size
         if size == 0:
@@ -120,7 +120,7 @@ def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
 
 
 def require_ids(ids: Ids, vocabulary: int, file: Path) -> None:
-    """Raises DataError for the first id outside the vocabulary, with its position."""
+    """Raise DataError for the first id outside the vocabulary, with its position."""
     for start in range(0, len(ids), _SCAN_TOKENS):
         part = ids[start : start + _SCAN_TOKENS]
         if part.max() >= vocabulary:
@@ -178,7 +178,7 @@ def _read_header(file: Path) -> dict[str, Any]:
 
 
 def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[str, str | None], bool]:
-    """The ids of a split's file, its SHA-256 by name (None when not known), and whether every id was checked."""
+    """Return the ids of a split's file, its SHA-256 by split (None where unknown), and if every id was checked."""
     file = files.val if split == "val" else files.train
     assert file is not None
     ids = open_ids(file, files.dtype)
@@ -202,9 +202,9 @@ def _sha256(ids: Ids) -> str:
 
 
 def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: str) -> dict[str, Any]:
-    """Let `fill` write a folder's files beside their place, then put them there in one step; what it returns.
+    """Let `fill` write the files of a folder beside its place, rename it into place, and return `fill`'s result.
 
-    Raises DataError, which ends with the `advice`, where that can't be written.
+    Raises DataError, which ends with the `advice`, where the folder can't be written.
     """
     partial = final.with_name(f"{_partial(final)}{os.getpid()}")
     try:
@@ -220,7 +220,7 @@ def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: st
 
 
 def clear_partial(final: Path) -> None:
-    """Remove what processes of this machine that were killed have left of a folder."""
+    """Remove the unfinished folders that killed processes of this machine have left."""
     for left in final.parent.glob(f"{_partial(final)}*"):
         number = left.name.rpartition("-")[2]
         if number.isdecimal() and not still_runs(int(number)):
@@ -233,13 +233,13 @@ def _partial(final: Path) -> str:
 
 @dataclass(frozen=True)
 class Bars:
-    """Progress bars over bytes. With a `delay` one appears only once its work has taken so many seconds."""
+    """Progress bars over bytes. A bar appears after `delay` seconds."""
 
     shown: bool = True
     delay: float = 0.0
 
     def open(self, total: int, what: str) -> Any:
-        """A bar: a context manager with `update(bytes)`."""
+        """Return a bar: a context manager with `update(bytes)`."""
         from tqdm import tqdm
 
         return tqdm(
@@ -251,7 +251,7 @@ class Bars:
 def write_header(
     folder: Path, tokenizer: Tokenizer, splits: dict[str, Any], described: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Write `tokenizer.json` and `tokens.json`, the latter last; `more` are further keys of it, which it returns."""
+    """Write `tokenizer.json`, then `tokens.json` with the further keys `more`; return the content of the latter."""
     write_file(folder / TOKENIZER_FILE, [tokenizer.to_json().encode()])
     header = {
         "format": HEADER_FORMAT,

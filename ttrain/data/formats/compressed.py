@@ -1,4 +1,4 @@
-"""Compressed files: which they are by their name, and their bytes unpacked a little at a time."""
+"""Compressed files, known by their names, and their bytes, unpacked piece by piece."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ _READ_BYTES = 1 << 14  # unpacked at once: 16 MiB of what gzip packs best
 
 
 def is_compressed(file: Path) -> bool:
+    """True for a file with the suffix of a compression."""
     return file.suffix.lower() in COMPRESSED
 
 
 def plain_name(name: str) -> str:
-    """A file's name without the ending of its compression."""
+    """Return a file's name without the suffix of its compression."""
     return next((name[: -len(ending)] for ending in COMPRESSED if name.lower().endswith(ending)), name)
 
 
 def open_unpacked(file: Path, on_bytes: OnBytes) -> BinaryIO:
-    """A stream of the unpacked bytes of a file; `on_bytes` gets those that are read, as they are packed.
+    """Open a stream of the unpacked bytes of a file; `on_bytes` is called with the packed bytes that it reads.
 
-    Reading raises DataError for what can't be unpacked, with a part missing at the end or anything behind it.
+    Reading raises DataError for a file that can't be unpacked, is cut off, or has bytes behind its end.
     """
     return io.BufferedReader(_Unpacked(_chunks(file, _decoder(file), on_bytes)))
 
 
 def missing_library(file: Path, library: str, error: ImportError) -> DataError:
-    """The error for a file that needs a package which is not there, or which does not load."""
+    """Return the error for a file whose package is missing or does not load."""
     why = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
     return DataError(f"data.sources: {file} needs the package {library}{why}: pip install 'ttrain[data]'.")
 
 
 class _Unpacked(io.RawIOBase):
-    """Pieces of bytes as a stream."""
+    """A stream of pieces of bytes."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._held = chunks, memoryview(b"")
@@ -60,7 +61,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str]:
-    """What makes a decompressor of one frame, the error that it raises, and the name of the form."""
+    """Return a maker of decompressors, each for one frame; the error that they raise; and the name of the form."""
     if file.suffix.lower() == ".gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error, "gzip"  # 31: with gzip's header and checksum
     try:
@@ -71,7 +72,7 @@ def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str]:
 
 
 def _chunks(file: Path, decoder: tuple[Callable[[], Any], type[Exception], str], on_bytes: OnBytes) -> Iterator[bytes]:
-    """A file may be several frames, one behind the other."""
+    """Yield the unpacked bytes of a file, which may be several frames, one behind the other."""
     make, failure, form = decoder
     frame, position = make(), 0
     with open(file, "rb") as stream:

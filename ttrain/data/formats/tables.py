@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, some at a time, and the folders that the library datasets saves."""
+"""Rows of Parquet and Arrow files, read in batches, and the folders that the library `datasets` saves."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
-    """The rows of a table, counted from 1, each as a record batch of one row with the columns of the keys.
+    """Yield the rows of a table, counted from 1, each as a record batch of one row with the columns of the keys.
 
-    `on_bytes` gets all bytes of the file in order, in step with the rows. Raises DataError for a file that is damaged,
-    or has no such column.
+    `on_bytes` is called with all bytes of the file in order, in step with the rows. Raises DataError for a damaged file
+    and for one without such a column.
     """
     try:
         import pyarrow as pa
@@ -51,9 +51,9 @@ def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> I
 
 
 def row_value(row: Any) -> dict[str, Any]:
-    """A row as a dictionary. Raises ValueError for bytes that are not UTF-8 and places that don't exist.
+    """Return a row as a dictionary. Raises ValueError for bytes that are not UTF-8, and for damaged indices.
 
-    Structs of a table have all their fields in every row, so those of a message that are null count as left out.
+    A struct of a table has all its fields in every row, so the null fields of a message are left out.
     """
     try:
         return {name: _without_nulls(value) for name, value in row.to_pylist()[0].items()}
@@ -73,9 +73,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def saved_dataset(folder: Path, found: Listing) -> Listing:
-    """Of a folder that datasets saved, the files that belong to it; of another folder all that was found.
+    """Return the files that belong to a folder saved by `datasets`; for another folder all that was found.
 
-    Raises DataError for one that holds several splits, or lacks a file.
+    Raises DataError for a folder that holds several splits, or lacks a file.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(entry) for entry in sorted(folder.iterdir()) if entry.is_dir())
@@ -93,7 +93,7 @@ def saved_dataset(folder: Path, found: Listing) -> Listing:
 
 
 def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
-    """Batches of a file, and how far in it each lies; a row group is read in several where it is large."""
+    """Yield batches of a file and the position of each; a large row group is read in several."""
     import pyarrow.parquet as pq
 
     size = file.stat().st_size
@@ -108,7 +108,7 @@ def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, in
 
 
 def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
-    """Batches of a file in either form of Arrow's, with an index at its end or as a stream."""
+    """Yield batches of a file and the position of each; Arrow's files have an index at the end, or are a stream."""
     import pyarrow as pa
 
     with pa.OSFile(str(file)) as raw:
@@ -134,7 +134,7 @@ def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]
 
 
 def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]:
-    """The columns to read. Raises DataError where there is none, or the first does not hold what it should."""
+    """Return the columns to read. Raises DataError where there is none, and where the first has another type."""
     import pyarrow as pa
 
     columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in schema.names]
@@ -160,6 +160,6 @@ def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]
 
 
 def _tell(raw: Any, stop: int, on_bytes: OnBytes) -> None:
-    """Hand on the bytes up to a position."""
+    """Call `on_bytes` with the bytes up to a position."""
     while chunk := raw.read(min(READ_BYTES, max(0, stop - raw.tell()))):
         on_bytes(chunk)
