@@ -8,7 +8,6 @@ each document ends, little-endian uint64, the end token included. With data.loss
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator
@@ -40,10 +39,7 @@ from ttrain.data.tokenizer import (
     check_round_trip,
     named_place,
 )
-from ttrain.data.tokens import FILES, Bars, write_file, write_header
-
-ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
-MARKS_FILE = {"train": "train.marks", "val": "val.marks"}
+from ttrain.data.tokens import FILES, Bars, SplitWriter, write_header
 
 
 @dataclass
@@ -245,41 +241,6 @@ def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, 
                 return
 
 
-class _SplitWriter:
-    """Writes the files of one split."""
-
-    def __init__(self, folder: Path, split: str, files: ExitStack, marked: bool) -> None:
-        self.split, self._folder = split, folder
-        self._file = files.enter_context((folder / FILES[split]).open("wb"))
-        self._marks = files.enter_context((folder / MARKS_FILE[split]).open("wb")) if marked else None
-        self._digest, self._ends = hashlib.sha256(), array("Q")
-        self.tokens = 0
-
-    def add(self, ids: Ids, marks: Marks | None) -> None:
-        if self._marks is not None and marks is not None:
-            self._marks.write(marks.tobytes())
-        raw = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
-        self._file.write(raw)
-        self._digest.update(raw)
-        self.tokens += len(ids)
-        self._ends.append(self.tokens)
-
-    def finish(self) -> dict[str, Any]:
-        """Wait until the ids are on the disk, write the ends, and return the split's entry in `tokens.json`."""
-        for file in filter(None, (self._file, self._marks)):
-            file.flush()
-            os.fsync(file.fileno())
-        ends = np.frombuffer(self._ends, np.uint64).astype("<u8").tobytes()
-        write_file(self._folder / ENDS_FILE[self.split], [ends])
-        return {
-            "file": FILES[self.split],
-            "tokens": self.tokens,
-            "sha256": self._digest.hexdigest(),
-            "documents": len(self._ends),
-            "ends_sha256": hashlib.sha256(ends).hexdigest(),
-        }
-
-
 def _write_splits(
     folder: Path,
     config: DocumentsConfig,
@@ -291,12 +252,12 @@ def _write_splits(
     """Write the files of both splits. Raises DataError where the sources changed since they were counted."""
     encoded, number = encoder.encode(Reader(config).in_turn(sources, [on_bytes] * len(sources))), -1
     with ExitStack() as files:
-        writers = {split: _SplitWriter(folder, split, files, encoder.replies) for split in FILES}
+        writers = {split: files.enter_context(SplitWriter(folder, split, encoder.replies)) for split in FILES}
         for number, (document, ids, marks) in enumerate(encoded):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
             if number < len(held_out):
-                writers["val" if held_out[number] else "train"].add(ids, marks)
+                writers["val" if held_out[number] else "train"].add(ids, marks, ends=True)
         if number + 1 != len(held_out):
             raise DataError("data.sources changed while being read. Start again.")
         return {split: writer.finish() for split, writer in writers.items()}

@@ -18,14 +18,23 @@ from ttrain.core.folders import at_home, cache_folder
 from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
 from ttrain.data.chat.jinja import TEMPLATE_FILE
 from ttrain.data.counter import Words
-from ttrain.data.document_files import ENDS_FILE, MARKS_FILE, fill_documents
+from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import Source, find_sources, stamp
 from ttrain.data.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
-from ttrain.data.tokens import HEADER_FILE, Bars, clear_partial, find_token_files, open_split, write_folder
+from ttrain.data.tokens import (
+    ENDS_FILE,
+    HEADER_FILE,
+    MARKS_FILE,
+    Bars,
+    clear_partial,
+    find_token_files,
+    open_split,
+    write_folder,
+)
 
 _LAYOUT = 4  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from ttrain.data.settings import DocumentsConfig, TextConfig
 from ttrain.data.sources import find_sources
 from ttrain.data.text import choose_tokenizer, describe, encode_split, learning_bytes
 from ttrain.data.tokenizer import Tokenizer
-from ttrain.data.tokens import FILES, Bars, write_file, write_folder, write_header
+from ttrain.data.tokens import FILES, Bars, SplitWriter, write_folder, write_header
 
 _ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 
@@ -59,19 +58,11 @@ def _fill(folder: Path, corpus: Corpus, config: TextConfig, bars: Bars) -> dict[
 
 
 def _write_split(folder: Path, corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    written = 0
-    stored = tokenizer.dtype.newbyteorder("<")
-
-    def parts() -> Iterator[bytes]:
-        nonlocal written
+    with SplitWriter(folder, split) as writer:
         for ids in encode_split(corpus, tokenizer, split, on_bytes):
-            raw = ids.astype(stored, copy=False).tobytes()
-            digest.update(raw)
-            written += len(ids)
-            yield raw
-
-    write_file(folder / FILES[split], parts())
-    if written == 0:
-        raise DataError(f"the {split} split of {corpus.source} has no tokens. Give more text or another data.held_out.")
-    return {"file": FILES[split], "tokens": written, "sha256": digest.hexdigest()}
+            writer.add(ids.astype(tokenizer.dtype, copy=False))
+        if not writer.tokens:
+            raise DataError(
+                f"the {split} split of {corpus.source} has no tokens. Give more text or another data.held_out."
+            )
+        return writer.finish()

@@ -12,12 +12,15 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.files import still_runs, sync_directory
@@ -30,6 +33,8 @@ from ttrain.data.tokenizer import Ids, Tokenizer
 
 TRAIN_FILE, VAL_FILE, HEADER_FILE, TOKENIZER_FILE = "train.bin", "val.bin", "tokens.json", "tokenizer.json"
 FILES = {"train": TRAIN_FILE, "val": VAL_FILE}
+ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
+MARKS_FILE = {"train": "train.marks", "val": "val.marks"}
 HEADER_FORMAT = "ttrain tokens 1"
 
 _VERIFIED_BYTES = 256 << 20  # files up to this size are read whole at the start, in well under a second
@@ -252,7 +257,7 @@ def write_header(
     folder: Path, tokenizer: Tokenizer, splits: dict[str, Any], described: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Write `tokenizer.json`, then `tokens.json` with the further keys `more`; return the content of the latter."""
-    write_file(folder / TOKENIZER_FILE, [tokenizer.to_json().encode()])
+    write_file(folder / TOKENIZER_FILE, tokenizer.to_json().encode())
     header = {
         "format": HEADER_FORMAT,
         "dtype": tokenizer.dtype.name,
@@ -263,15 +268,53 @@ def write_header(
         "tokenizer_config": tokenizer.config,
         **more,
     }
-    write_file(folder / HEADER_FILE, [json.dumps(header, indent=2).encode()])
+    write_file(folder / HEADER_FILE, json.dumps(header, indent=2).encode())
     sync_directory(folder)
     return header
 
 
-def write_file(file: Path, parts: Iterable[bytes]) -> None:
+class SplitWriter:
+    """Writes the ids of one split and, where they are given, marks of its targets and ends of its documents."""
+
+    def __init__(self, folder: Path, split: str, marked: bool = False) -> None:
+        self.split, self.tokens = split, 0
+        self._folder, self._digest, self._ends = folder, hashlib.sha256(), array("Q")
+        names = [FILES[split], *([MARKS_FILE[split]] if marked else [])]
+        self._stack = ExitStack()
+        self._files = [self._stack.enter_context((folder / name).open("wb")) for name in names]
+
+    def __enter__(self) -> SplitWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, ids: Ids, marks: NDArray[np.bool_] | None = None, ends: bool = False) -> None:
+        """Append ids; with `ends` a document ends with them."""
+        raw = ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes()
+        for file, written in zip(self._files, (raw, b"" if marks is None else marks.tobytes()), strict=False):
+            file.write(written)
+        self._digest.update(raw)
+        self.tokens += len(ids)
+        if ends:
+            self._ends.append(self.tokens)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait until all is on the disk, and return the split's entry in `tokens.json`."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        entry = {"file": FILES[self.split], "tokens": self.tokens, "sha256": self._digest.hexdigest()}
+        if not self._ends:
+            return entry
+        ends = np.frombuffer(self._ends, np.uint64).astype("<u8").tobytes()
+        write_file(self._folder / ENDS_FILE[self.split], ends)
+        return {**entry, "documents": len(self._ends), "ends_sha256": hashlib.sha256(ends).hexdigest()}
+
+
+def write_file(file: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk."""
     with open(file, "wb") as stream:
-        for part in parts:
-            stream.write(part)
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
