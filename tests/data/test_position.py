@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
-from ttrain.train.checkpoint.checkpoint import Checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.forecast.out_of_memory import is_out_of_memory
 from ttrain.train.steps.step import StepResult, TrainStep
@@ -120,40 +120,12 @@ def test_legs_of_several_batch_sizes_read_one_stream(source: str, seen: list[dic
     assert progress["read_tokens"] == 100 * (CONTEXT if "tokens" in seen[0] else 1)
 
 
-def without_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all checkpoints look like those written before they held what was read."""
-    progress = Checkpoint.progress.fget
-    assert progress is not None
-
-    def older(self: Checkpoint) -> dict[str, Any]:
-        return {name: value for name, value in progress(self).items() if not name.startswith("read_")}
-
-    monkeypatch.setattr(Checkpoint, "progress", property(older))
-
-
-@pytest.mark.parametrize("source", ["text-random", "documents-shuffled", "regression-epoch"])
-def test_a_checkpoint_without_a_position_has_that_of_its_step_and_batch(
-    source: str, seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides, opened = SOURCES[source]
-    attempt(16, 3, *overrides)
-    with monkeypatch.context() as patch:
-        without_position(patch)
-        attempt(4, 5)
-    assert find_checkpoint(Path("run"), "last").progress["read_samples"] == 56
-    assert np.array_equal(joined(seen), joined([opened().batch("train", 1337, 0, 56)]))
-
-
-def test_growing_sequences_go_on_at_the_next_token(
-    seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over phases, with other batch sizes, another schedule and none, from an older checkpoint too."""
+def test_growing_sequences_go_on_at_the_next_token(seen: list[dict[str, np.ndarray]]) -> None:
+    """Over phases, with other batch sizes, another schedule and none."""
     overrides, opened = SOURCES["documents-read"]
     grows = ["train.length_schedule=[4,8,16]", "train.phase_steps=2"]
     attempt(6, 3, *overrides, *grows)
-    with monkeypatch.context() as patch:
-        without_position(patch)
-        attempt(5, 5)
+    attempt(5, 5)
     attempt(3, 6, f"model.context={CONTEXT}", "train.length_schedule=[8,16]", "train.phase_steps=5")
     attempt(2, 8, "train.length_schedule=[]")
     shapes = [batch["tokens"].shape for batch in seen]
@@ -162,6 +134,28 @@ def test_growing_sequences_go_on_at_the_next_token(
     assert np.array_equal(stream, opened().at(1, 0, 0).batch("train", 1337, 0, stream.size)["tokens"].ravel())
     progress = find_checkpoint(Path("run"), "last").progress
     assert (progress["read_samples"], progress["read_tokens"]) == (sum(rows for rows, _ in shapes), stream.size)
+
+
+@pytest.mark.parametrize("attention", ["sequence", "document"])
+@pytest.mark.parametrize("rule", ["cut", "skip"])
+def test_whole_documents_are_read_once_a_pass_over_phases_and_resumes(
+    rule: str, attention: str, seen: list[dict[str, np.ndarray]]
+) -> None:
+    """Each attempt has sizes of its own; documents are told apart by their numbers, which no other one holds."""
+    rows = [{"text": f"{number:04d}" + "." * (number * 7 % 9)} for number in range(1, 61)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["data=documents", "data.sources=[rows.jsonl]", "data.tokenizer=byte", f"data.long_documents={rule}"]
+    attempt(3, 3, *GPT, *keys, f"data.attention={attention}", "train.length_schedule=[14,16]", "train.phase_steps=2")
+    attempt(5, 5)
+    grows = ["train.length_schedule=[14,15,16]", "train.batch_schedule=[2,2,4]", "train.accumulation=2"]
+    attempt(4, 9, f"model.context={CONTEXT}", *grows, "train.phase_steps=3")
+    attempt(4, 40, "train.length_schedule=[]", "train.batch_schedule=[]")
+    text = "".join(map(chr, np.concatenate([batch["tokens"].ravel() for batch in seen]).clip(0, 127)))
+    read = re.findall("[0-9]{4}", text)
+    count = len(open_documents(DocumentsConfig(sources=["rows.jsonl"], tokenizer="byte"), SIZES)._ends["train"])
+    passes = [read[start : start + count] for start in range(0, len(read), count)]
+    assert len(passes) > 2 and all(len({*each}) == len(each) for each in passes)
+    assert all({*each} == {*passes[0]} for each in passes[:-1]) and passes[0] != passes[1]
 
 
 def test_a_rollback_reads_again_what_followed_the_checkpoint(

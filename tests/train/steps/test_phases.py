@@ -18,10 +18,10 @@ from tests.models.session import Session as BareSession
 from tests.models.session import relative_error, token_batch
 from ttrain.cli import main
 from ttrain.core.errors import ConfigError
-from ttrain.data.batches import Sizes
+from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.documents import open_documents
 from ttrain.data.regression import open_regression
-from ttrain.data.settings import DocumentsConfig, RegressionConfig
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig
 from ttrain.models.decoder import Decoder
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -92,7 +92,8 @@ def test_phases_and_what_came_before_them() -> None:
     for done, step in ((0, 1), (0, 9), (4, 7), (8, 20), (14, 15)):  # counted step by step
         read = [schedule.at(each) for each in range(done + 1, step)]
         samples, tokens = sum(phase.rows for phase in read), sum(phase.rows * phase.length for phase in read)
-        assert Reader(None, 0, schedule, done, Position(5, 7)).before(step) == (5 + samples, 7 + tokens)
+        data = TokenDataset(*[np.zeros(99, np.uint16)] * 2, 32, 9, TextConfig(order="read"))
+        assert Reader(data, 0, schedule, done, Position(5, 7)).before(step) == (5 + samples, 7 + tokens)
     assert PhaseSchedule.of(TrainConfig(), 32).phases == (Phase(32, 16),)
 
 

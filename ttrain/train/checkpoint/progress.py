@@ -42,7 +42,7 @@ class Progress:
     rollbacks: int = 0
     compacted: bool = False  # whether rank matrices were compacted afterwards: such parameters are for inference
     read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
-    read_tokens: int = 0  # of those sequences, with or without a target
+    read_tokens: int = 0  # position in the stream of tokens, see Position
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""
@@ -81,12 +81,8 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Progress:
-        """That of a checkpoint. One that does not tell what was read is of a run that never changed its batch size."""
-        stored = checkpoint.progress
-        progress = cls.from_dict(stored)
-        if "read_samples" not in stored:
-            progress.read = position_after(progress.step, checkpoint.config)
-        return progress
+        """Return the progress that a checkpoint holds."""
+        return cls.from_dict(checkpoint.progress)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Progress:
@@ -103,7 +99,7 @@ class Progress:
 
 
 def position_after(step: int, config: dict[str, Any]) -> Position:
-    """What so many steps read under a stored config."""
+    """Return where the step after so many steps reads under a stored config."""
     names = {declared.name for declared in fields(TrainConfig)}
     train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
     return PhaseSchedule.of(train, config["model"].get("context") or 1).read(0, step)

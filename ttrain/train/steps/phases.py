@@ -35,7 +35,10 @@ class Phase(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How much of the endless stream of training data was read: samples, and their tokens (examples count as one)."""
+    """A place in the endless stream of training data: samples before it, and tokens (examples count as one).
+
+    Tokens are counted in the stream. What fills sequences of whole documents is not in it.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -90,31 +93,35 @@ class Reader:
         """The attempt begins after `step` steps, and its first batch with the sample at `start`."""
         self.schedule = schedule
         self._dataset, self._seed, self._step, self._start = dataset, seed, step, start
-        self._opened: tuple[int, Any] | None = None  # number of a phase, and the data in sequences of its length
+        self._views: dict[int, Any] = {}  # the data in sequences of a phase's length, by the phase's number
         self._newest: tuple[int, Batch] | None = None  # number of a step, and its batch
 
     def __call__(self, step: int) -> Batch:
         """Return the batch of a step, counted from 1. The newest one is kept, so that it may be read ahead of time."""
         if self._newest is None or self._newest[0] != step:
-            rows = self.schedule.at(step).rows
-            self._newest = step, self._open(step).batch("train", self._seed, self.before(step).samples, rows)
+            view, rows = self._view(self.schedule.number(step)), self.schedule.at(step).rows
+            self._newest = step, view.batch("train", self._seed, self._samples(step), rows)
         return self._newest[1]
 
     def before(self, step: int) -> Position:
         """Return where a step of the attempt, counted from 1, starts to read."""
-        samples, tokens = self.schedule.read(self._step, step - 1)
-        return Position(self._start.samples + samples, self._start.tokens + tokens)
+        return self._position(self.schedule.number(step), self._samples(step))
 
-    def _open(self, step: int) -> Any:
-        """Return the data in sequences of the length that a step trains on, at the right token."""
-        number = self.schedule.number(step)
-        if self._opened is None or self._opened[0] != number:
-            dataset = self._dataset
-            if hasattr(dataset, "at"):  # else all samples are of one kind
-                first = max(number * self.schedule.every, self._step) + 1
-                dataset = dataset.at(self.schedule.at(step).length, *self.before(first))
-            self._opened = number, dataset
-        return self._opened[1]
+    def _samples(self, step: int) -> int:
+        return self._start.samples + self.schedule.read(self._step, step - 1).samples
+
+    def _position(self, phase: int, samples: int) -> Position:
+        """Return the place of a sample that a phase reads; the data knows the tokens before it."""
+        view = self._view(phase)
+        return Position(samples, view.position(self._seed, samples) if hasattr(view, "position") else samples)
+
+    def _view(self, phase: int) -> Any:
+        """Return the data in sequences of a phase's length, from where the phase before it ended."""
+        if phase not in self._views and hasattr(self._dataset, "at"):
+            first = phase * self.schedule.every
+            start = self._start if first <= self._step else self._position(phase - 1, self._samples(first + 1))
+            self._views[phase] = self._dataset.at(self.schedule.phases[phase].length, *start)
+        return self._views.get(phase, self._dataset)  # examples have no length
 
 
 class Phases:

@@ -35,6 +35,10 @@ class IndexBatches:
         """See data.batches.Resizable; examples have no length."""
         return IndexBatches(self.dataset.at(context, sequences, tokens)) if hasattr(self.dataset, "at") else self
 
+    def position(self, seed: int, number: int) -> int:
+        """See data.batches.Resizable."""
+        return self.dataset.position(seed, number) if hasattr(self.dataset, "position") else number
+
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, NDArray[Any]]:
         """`indices` int64 [rows]; `targets` only has the shape of the batch's, of which all count."""
         assert split == "train"
