@@ -106,9 +106,11 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
 class Reader:
     """Reads the documents of a config. `skipped` counts the rows and documents that it leaves out."""
 
-    def __init__(self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None) -> None:
-        """Without a `template` conversations are rendered as the config says."""
-        self._config = config
+    def __init__(
+        self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None, learns: bool = True
+    ) -> None:
+        """`template` takes the place of the config's. Unless it `learns`, no message has to say how it is learnt."""
+        self._config, self._learns = config, config.loss_on if learns else None
         self._template = template or chat_template(config)
         self.skipped = Skipped()
 
@@ -197,11 +199,11 @@ class Reader:
         return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
 
     def _field(self, row: Any) -> str | Chat:
-        text_key, chat_key, learns = self._config.text_key, self._config.chat_key, self._config.loss_on
+        text_key, chat_key = self._config.text_key, self._config.chat_key
         if isinstance(row, list):
             if any(isinstance(item, dict) and text_key in item for item in row):
                 raise ValueError("is a list of rows, not one conversation; write each row in a line of its own")
-            return Chat.of(row, learns=learns)
+            return Chat.of(row, learns=self._learns)
         if not isinstance(row, dict):
             raise ValueError(f"is {json_kind(row)}, not an object with {text_key!r} or {chat_key!r}")
         # A null or blank value under one key leaves the choice to the other.
@@ -217,7 +219,7 @@ class Reader:
             unread = _UNREAD if isinstance(self._template, TokenizerTemplate) else (TOOLS, *_UNREAD)
             for name in (name for name in unread if row.get(name)):
                 self.skipped.unread[f"{name!r}, which data.template={self._config.template} is not given"] += 1
-            return Chat.of(value, row.get(TOOLS), learns)
+            return Chat.of(value, row.get(TOOLS), self._learns)
         if key is not None:
             raise ValueError(
                 f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"

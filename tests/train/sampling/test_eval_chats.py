@@ -62,6 +62,8 @@ def test_chats_are_rendered_as_the_run_did(template: str, message: str) -> None:
     assert found["bytes"] == sum(len(text) for text in texts)
     same = ("tokens", "bytes", "loss", "bits_per_byte", "documents")
     assert [found[key] for key in same] == [expected[key] for key in same]
+    silent = [{"talk": [chat[0], {**chat[1], "weight": 0}]} for chat in CHATS]  # nothing is learnt here
+    assert measured("run.dir=run", f"eval.text=[{write('silent.jsonl', silent)}]")["loss"] == found["loss"]
 
 
 def test_chats_are_rendered_by_the_template_of_a_folder() -> None:

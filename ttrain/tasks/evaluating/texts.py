@@ -28,7 +28,7 @@ def measure_texts(
     template = given.template or DocumentsConfig().template
     config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
     found = find_sources(config)
-    reader = Reader(config, given.conversations() if given.template else None)
+    reader = Reader(config, given.conversations() if given.template else None, learns=False)
     documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
     chat = next((document for document in documents if document.replies is not None), None)
     if chat is not None and given.template is None:
@@ -65,9 +65,8 @@ def measure_texts(
 
 
 def _notices(found: list[Source], reader: Reader) -> list[str]:
-    """What of eval.text is not read, or read otherwise than its name says."""
+    """Return sentences about what of eval.text is not read, or is read otherwise than its name says."""
     told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
-    blank = reader.skipped.blank
-    told += [f"eval.text: {blank} blank document(s) are left out."] if blank else []
+    told += [f"eval.text: {note}" for note in reader.skipped.notices()]
     key, instead = "data.suffixes says which are.", "Name them in eval.text to have them read as text."
     return [note.replace(key, instead) for note in told]
