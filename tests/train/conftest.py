@@ -52,6 +52,9 @@ class ArrayState:
     def read(self, name: str) -> np.ndarray:
         return self.arrays[name].copy()
 
+    def sample(self, name: str, most: int) -> np.ndarray:
+        return self.read(name).reshape(-1)
+
     def write(self, name: str, array: np.ndarray) -> None:
         assert array.shape == self.arrays[name].shape
         self.arrays[name] = array.copy()
