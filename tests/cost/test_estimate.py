@@ -19,7 +19,6 @@ from ttrain.cli import main
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.units import format_duration
-from ttrain.device.null.device import NullDevice
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.device.torch.device import cpu
@@ -132,23 +131,6 @@ def test_a_traced_step_is_timed_by_the_kernels_that_it_compiles(tmp_path: Path) 
     refusing.close()
 
 
-def test_what_a_planned_step_does_not_compile_is_timed_by_kernels_that_compute(tmp_path: Path) -> None:
-    from ttrain.config.build import planned_device
-
-    planned = planned_device(DeviceConfig(name="cpu", threads=1))
-    assert isinstance(planned, NullDevice)
-    compiler = planned.compiler()
-    planned.close()  # as that of another config's plan is, whose kernels are timed
-    graph = Graph()
-    node = ops.index_select(graph.input("x", TensorSpec((8, 512, 512))), range(0, 512, 2)).producer
-    times = KernelTimes(
-        lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json", compiler=compiler
-    )
-    assert node is not None and times.of([node])[0] > 0 and times.measured == 1
-    assert not planned.launched
-    times.close()
-
-
 def _no_compiler(_self: Any, _nodes: Any) -> None:
     raise UserError("no compiler here")
 
@@ -202,27 +184,6 @@ def test_every_kernel_of_a_plan_is_timed_once_and_remembered(steps: Any, tmp_pat
     other.of(nodes[:1])
     other.close()
     assert other.measured == 1
-
-
-def test_a_long_measurement_shows_how_far_it_is_and_keeps_what_it_has(
-    steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernel_times, "BAR_AFTER", 0.0)
-    times = KernelTimes(lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json", bar=True)
-    measure, done = times._measure, []
-
-    def interrupted(node: Any) -> float:
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(measure(node))
-        return done[-1]
-
-    monkeypatch.setattr(times, "_measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        times.of(steps["train"].plan.launched)
-    times.close()
-    assert "timing kernels" in capsys.readouterr().err
-    assert sorted(json.loads((tmp_path / "kernels.json").read_text("utf-8")).values()) == sorted(done)
 
 
 class Machine(KernelTimes):
@@ -280,27 +241,6 @@ def test_what_a_busy_machine_took_is_forgotten_and_it_spoils_nothing(steps: Any,
     assert totals[-1] == pytest.approx(sum(true), rel=0.02)
 
 
-def test_a_kernel_of_nothing_but_its_launch_says_nothing_of_large_ones(tmp_path: Path) -> None:
-    def update(size: int) -> Node:
-        graph = Graph()
-        state, value = (graph.state_value(name, TensorSpec((size,)), Kind.PARAMETER) for name in ("state", "value"))
-        return ops.assign(state, value).producer
-
-    times = KernelTimes(
-        lambda: pytest.fail("opened"), "m", tmp_path / "kernels.json", seconds=0, rates=Rates(1e11, 1e10)
-    )
-    small, large = update(1), update(10**7)
-    (tmp_path / "kernels.json").write_text(json.dumps({times._key(small): 4e-6}), "utf-8")
-    assert times.of([small, large]) == [4e-6, pytest.approx(3 * 4e7 / 1e10 / peak.REACHED, rel=0.01)]
-
-
-def test_rates_bound_a_kernel_by_its_operations_or_its_bytes(steps: Any) -> None:
-    product = max(steps["train"].plan.launched, key=lambda node: node.op.flops(node))
-    flops, nbytes = product.op.flops(product), product.op.nbytes(product)
-    assert Rates(flops / 3, 1e30).seconds(product) == pytest.approx(3 / 0.6)
-    assert Rates(1e30, nbytes / 5).seconds(product) == pytest.approx(5 / 0.6)
-
-
 def test_a_process_measures_rates_once_and_the_best_of_all_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,14 +271,6 @@ def test_a_plan_without_times_is_there_before_kernels_are_timed(
     text = planned(capsys, "device=cpu", "plan.seconds=7", code=130)
     assert "One optimizer step" in text and "Largest buffers at the peak" in text and "Expected" not in text
     assert given == [7]
-
-
-def test_a_damaged_cache_is_measured_again(steps: Any, tmp_path: Path) -> None:
-    (tmp_path / "kernels.json").write_text("{not json", "utf-8")
-    times = KernelTimes(lambda: cpu(DeviceConfig(name="cpu", threads=1)), "m", tmp_path / "kernels.json")
-    assert len(times.of(steps["train"].plan.launched[:2])) == 2
-    times.close()
-    assert json.loads((tmp_path / "kernels.json").read_text("utf-8"))
 
 
 def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
@@ -394,15 +326,3 @@ def test_a_card_s_time_is_from_the_model_and_says_so_without_ttnn(
 )  # fmt: skip
 def test_what_can_t_be_told_is_said(capsys: pytest.CaptureFixture[str], overrides: list[str], message: str) -> None:
     assert message in planned(capsys, *overrides)
-
-
-def test_a_picture_that_can_t_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    text = planned(capsys, "device=n150", "plan.picture=/nowhere/plan.png", code=2)
-    assert "plan.picture=/nowhere/plan.png: can't be written" in text
-
-
-def test_what_fits_does_not_depend_on_how_long_the_data_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("to be or not to be " * 40, "utf-8")
-    overrides = [*SMALL[:3], "model.context=32", "data=text", f"data.path={tmp_path}/short.txt", "device=cpu"]
-    assert main(["task=plan", *overrides, "plan.time=false", "plan.limits=true", "plan.memory_gb=0.1"]) == 0
-    assert "context, at this micro-batch" in capsys.readouterr().out

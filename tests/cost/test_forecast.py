@@ -75,16 +75,6 @@ def test_a_run_that_turns_out_to_be_long_says_so_when_it_knows() -> None:
         assert said[2].split() == [*format_duration(ratio * 7200).split(), "less"]
 
 
-def test_steps_of_milliseconds_are_timed_for_a_second() -> None:
-    said: list[str] = []
-    told = pace(Forecast(1e-3, 10**9), said, list)
-    told.announce()
-    for number in range(51):
-        assert len(said) == 1, number
-        told(2e-3)
-    assert len(said) == 2 and "999999949 steps of 2 ms" in said[1]
-
-
 @pytest.mark.parametrize("every", [None, 1, 7, 250, 300, 1000, 2000])
 def test_evaluations_are_counted_as_the_loop_makes_them(every: int | None) -> None:
     for steps in (1, 250, 1000):
@@ -146,13 +136,6 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
     assert (found.steps, found.evaluations) == (4, 1)
     assert f"is expected to take about {format_duration(found.total)}: " in err
     assert "train.batch_size=1" in err and "model.context=32" in err and "By its first 4 steps" not in err
-
-
-def test_what_goes_on_gets_no_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task._Alternatives, "planned", lambda self, config: replace(LONG, step=LONG.step / 10))
-    for continues in (True, False):
-        alternatives = task._Alternatives(load([]), SimpleNamespace(vocabulary=None), LONG, continues)  # type: ignore[arg-type]
-        assert bool(alternatives.others(LONG, "cpu")) is not continues
 
 
 def test_a_card_is_offered_what_takes_less_by_its_cost_model() -> None:

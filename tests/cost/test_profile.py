@@ -79,8 +79,3 @@ def test_medians_shares_and_roofs_are_of_the_spans() -> None:
     names = [event["name"] for event in profile.trace()["traceEvents"]]
     assert names == ["forward", "blocks.3", "attention", "matmul", "add", "add"]
     check_nesting(profile.trace()["traceEvents"])
-
-
-def test_a_timeline_of_a_device_s_own_profiler_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["task=profile", "profile.csv=x", "profile.trace=y"]) == 2
-    assert "profile.trace: a device's own profiler gives no timeline" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 import subprocess
 import sys
 import time
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ttrain.core.errors import EXIT_DEVICE_BUSY, ConfigError, DeviceBusy, DeviceUnavailable
+from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceBusy, DeviceUnavailable
 from ttrain.device.ttnn.mock import stub_compiler
-from ttrain.device.ttnn.mock.elf import MARK, return_only
+from ttrain.device.ttnn.mock.elf import return_only
 from ttrain.device.ttnn.runtime import environment, examine, mesh
 from ttrain.device.ttnn.runtime.holders import holders
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -24,19 +23,6 @@ needs_ttnn = pytest.mark.skipif(
     not any((Path(folder) / "ttnn").is_dir() for folder in sys.path if folder),
     reason="the package ttnn is not installed",
 )
-
-
-def test_a_program_is_what_the_loader_demands() -> None:
-    program = return_only(0x5000)
-    kind, machine, _, entry, programs, sections = struct.unpack_from("<HHIIII", program, 16)
-    assert program[:7] == b"\x7fELF\x01\x01\x01"
-    assert (kind, machine, entry) == (2, 243, 0x5000)
-    load, offset, address, _, size, _, _, _ = struct.unpack_from("<8I", program, programs)
-    assert (load, address, program[offset : offset + size]) == (1, 0x5000, b"\x67\x80\x00\x00")
-    second = struct.unpack_from("<8I", program, programs + 32)
-    assert (second[0], second[3], second[4]) == (1, 0x5000 + size, 0)
-    assert MARK in program
-    assert sections % 4 == 0
 
 
 def compiler(tmp_path: Path, scripts: dict[str, str]) -> Path:
@@ -63,24 +49,11 @@ def test_the_stub_compiles_for_mocked_boards_only(tmp_path: Path) -> None:
     assert not (tmp_path / "y").exists()
 
 
-def test_objects_and_dependency_files(tmp_path: Path) -> None:
-    tool = compiler(tmp_path, {})
-    command = [tool, "-c", "-MF", tmp_path / "x.d", "-o", tmp_path / "x.o", "x.cc"]
-    subprocess.run(command, env={stub_compiler.MOCK_VARIABLE: "b"}, check=True)
-    assert (tmp_path / "x.o").read_bytes() == b""
-    assert (tmp_path / "x.d").read_text("ascii") == f"{tmp_path / 'x.o'}:\n"
-
-
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stub_compiler.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeviceUnavailable, match=r"ttnn is not installed.*pip install 'ttrain\[tt\]'") as caught:
         environment.variables(TenstorrentConfig())
     assert "\n" not in str(caught.value)
-
-
-def test_other_pythons_are_told_which_one_has_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 13, 0))
-    assert "no wheel for Python 3.13" in stub_compiler.missing_ttnn()
 
 
 @pytest.fixture
@@ -103,13 +76,6 @@ def test_silicon_refuses_the_variables_of_other_modes(
     monkeypatch.setenv(stub_compiler.MOCK_VARIABLE, "x")
     with pytest.raises(DeviceUnavailable, match=f"{stub_compiler.MOCK_VARIABLE} is set"):
         environment.variables(TenstorrentConfig())
-
-
-def test_a_simulator_needs_its_library(installed: None) -> None:
-    with pytest.raises(ConfigError, match=r"needs device.simulator="):
-        environment.variables(TenstorrentConfig(mode="simulator"))
-    with pytest.raises(DeviceUnavailable, match="no such file"):
-        environment.variables(TenstorrentConfig(mode="simulator", simulator="/no/lib.so"))
 
 
 def test_a_ttnn_without_its_runtime_is_one_line(tmp_path: Path) -> None:
@@ -136,21 +102,6 @@ def test_modes_have_kernel_caches_of_their_own(
     monkeypatch.delenv(stub_compiler.MOCK_VARIABLE, raising=False)
     assert "TT_METAL_CACHE" not in environment.variables(TenstorrentConfig())
     assert "TT_METAL_RUNTIME_ROOT" not in environment.variables(TenstorrentConfig())
-
-
-@pytest.mark.parametrize("board", ["n150", "n300", "t3000", "p150"])
-def test_board_descriptions_ship_with_the_package(board: str) -> None:
-    assert (environment.BOARD_FOLDER / f"{board}.yaml").is_file()
-
-
-def test_logs_are_quiet_unless_asked_for() -> None:
-    assert environment.quiet(verbose=False)["TT_METAL_LOGGER_LEVEL"] == "off"
-    assert "TT_METAL_LOGGER_LEVEL" not in environment.quiet(verbose=True)
-
-
-def test_the_reason_of_an_error_is_short() -> None:
-    error = RuntimeError("TT_FATAL @ /x.cpp:3: cond\ninfo:\nthe reason\nbacktrace:\n --- a\n --- b")
-    assert environment.reason(error) == "the reason"
 
 
 def runtime(opening: Any) -> Any:
@@ -184,20 +135,6 @@ def test_holders_are_found_by_their_open_files(tmp_path: Path) -> None:
     (processes / "42" / "cmdline").write_bytes(b"python\0train.py\0")
     (processes / "43" / "fd").mkdir(parents=True)
     assert holders(nodes, processes) == {42: "python train.py"}
-
-
-def test_the_doctor_says_what_is_missing_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ttrain.tasks import doctor
-
-    monkeypatch.setattr(examine, "DRIVER", tmp_path / "none")
-    monkeypatch.setenv("TT_METAL_SIMULATOR", str(tmp_path / "lib.so"))
-    lines: list[str] = []
-    doctor.report(lines.append, opening=False)
-    text = "\n".join(lines)
-    assert "Python" in text
-    assert "+ torch" in text and "+ processor" in text and "+ memory" in text
-    assert "- driver           the kernel module tenstorrent is not loaded  -> " in text
-    assert "! simulator" in text
 
 
 def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from ttrain.core.errors import GraphError
@@ -11,10 +10,9 @@ from ttrain.device.base import Layout
 from ttrain.device.null.device import NullDevice
 from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, device_shape, shares_memory
+from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
 from ttrain.device.ttnn.tensors.stack import joinable
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine, prepare
+from ttrain.engine.static import prepare
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
@@ -38,12 +36,6 @@ def test_tiles_pad_the_last_two_axes(shape: tuple[int, ...], padded: tuple[int, 
     assert (layout.padded, layout.nbytes, layout.tiles) == (padded, nbytes, nbytes // 4096)
 
 
-def test_scalars_and_vectors_have_rank_two_on_the_device() -> None:
-    assert device_shape(()) == (1, 1)
-    assert device_shape((5,)) == (1, 5)
-    assert default_layout(TensorSpec((3, 4), DType.BF16)) == TileLayout((3, 4), "bfloat16")
-
-
 def test_fp64_is_refused() -> None:
     with pytest.raises(GraphError, match="fp64 does not exist"):
         default_layout(TensorSpec((3,), DType.FP64))
@@ -61,10 +53,6 @@ def test_fp64_is_refused() -> None:
 )
 def test_which_reshapes_are_free(one: tuple[int, ...], two: tuple[int, ...], shares: bool) -> None:
     assert shares_memory(TensorSpec(one), TensorSpec(two)) is shares
-
-
-def test_integers_are_laid_out_by_the_host() -> None:
-    assert shares_memory(TensorSpec((2, 33), DType.INT64), TensorSpec((66,), DType.INT64))
 
 
 @pytest.mark.parametrize(
@@ -118,18 +106,6 @@ def test_a_planned_step_uses_every_tensor_in_one_layout(context: int) -> None:
     names = [node.op.name for node in plan.graph.nodes]
     assert ("copy_reshape" in names) is (context % 32 != 0)
     assert all(shares_memory(n.values[0].spec, n.outputs[0].spec) for n in plan.graph.nodes if n.op.name == "reshape")
-
-
-def test_planned_and_launched_without_arenas() -> None:
-    model = GPT(GPTConfig(layers=1, heads=2, width=32, context=8, vocabulary=20))
-    graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
-    device = TensorDevice()
-    step = StaticEngine(device, State(device, graph.state_tensors())).build("train", graph.trace_train)
-    inputs = {
-        name: np.zeros(spec.shape, np.int64 if spec.dtype is DType.INT64 else np.float32)
-        for name, spec in step.inputs.items()
-    }
-    assert step(inputs)["loss"] == 0.0
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])

@@ -71,11 +71,6 @@ def test_device_ops_of_a_step(n150: dict[str, dict[str, Any]], name: str) -> Non
     assert n150[name]["ops"] <= LIMITS[name]
 
 
-@pytest.mark.parametrize("name", ["mlp", "nano-gpt"])
-def test_static_costs_the_host_less_than_dynamic(n150: dict[str, dict[str, Any]], name: str) -> None:
-    assert n150[name]["dispatch_ms"] < n150[f"{name} dynamic"]["dispatch_ms"]
-
-
 # What the boards of several chips must take, with rows per chip; a gpt2 sequence has 1024 tokens.
 ACCEPTED: tuple[dict[str, Any], ...] = (
     {"model": "mlp"},

@@ -11,8 +11,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.core.errors import UserError
 from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
-from ttrain.device.ttnn.runtime.environment import opening_failure
-from ttrain.device.ttnn.runtime.profile import Dispatch, after, find_report, profiler_variables, read_report
+from ttrain.device.ttnn.runtime.profile import after, find_report, profiler_variables, read_report
 
 # Columns as ttnn 0.81.1 names them; a report has many more.
 RUNTIME = (
@@ -41,13 +40,6 @@ def report(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_report_of_the_runtime(report: Path) -> None:
-    found = read_report(report)
-    assert len(found) == 4
-    assert found[1] == Dispatch("BinaryNgDeviceOperation", 0, 32, 1000.0, 1000.0, 6000, 7000)
-    assert (found[0].gap, found[3].device) == (0.0, 1)
-
-
 def test_times_by_hand(report: Path) -> None:
     """Busy 4 + 1 + 2 us; idle 1 + 3 us; 4 of 11 us are overhead."""
     profile = DispatchProfile.of(read_report(report), steps=1)
@@ -66,11 +58,6 @@ def test_the_report_of_tracy_leaves_out_what_ran_on_the_host(tmp_path: Path) -> 
     path.write_text(TRACY, "utf-8")
     profile = DispatchProfile.of(read_report(path), steps=2)
     assert (profile.dispatches, profile.replayed, profile.overhead) == (2, 2, pytest.approx(1 / 3))
-
-
-def test_the_gap_before_the_first_program_is_not_of_the_steps() -> None:
-    dispatches = [Dispatch("a", 0, 1, 100.0, 5000.0, 10, 20), Dispatch("b", 0, 1, 100.0, 50.0, 30, 40)]
-    assert DispatchProfile.of(dispatches, steps=1).idle == 50.0
 
 
 def test_only_what_started_after_the_warm_up_counts(report: Path) -> None:
@@ -107,15 +94,6 @@ def test_the_newest_report_is_found_and_none_is_told(report: Path, tmp_path: Pat
     with pytest.raises(UserError, match=r"wrote no report.*profile.csv=<file>"):
         find_report(tmp_path / "empty")
     assert profiler_variables(tmp_path)["TT_METAL_PROFILER_DIR"] == str(tmp_path)
-
-
-def test_a_ttnn_without_the_profiler_is_one_line() -> None:
-    error = RuntimeError(
-        "TT_FATAL @ /x.cpp:1: false\ninfo:\nTT_METAL_DEVICE_PROFILER requires a Tracy-enabled build of tt-metal.\n"
-        "backtrace:\n --- a"
-    )
-    assert "\n" not in opening_failure(error)
-    assert "profile.csv=<file>" in opening_failure(error)
 
 
 def test_the_task_prints_a_given_report(report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

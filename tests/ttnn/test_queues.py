@@ -13,7 +13,6 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.doubles.golden import GoldenRuntime, GoldenTensor
 from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_inputs
-from ttrain.core.errors import ConfigError
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.device import TenstorrentDevice
 from ttrain.device.ttnn.runtime.mesh import Mesh
@@ -161,18 +160,3 @@ def built_step(device: TenstorrentDevice) -> tuple[Any, Any]:
     for path, value in initial_values(model, 7).items():
         state.write(path, value)
     return ENGINES["static"](device, state).build("train", graph.trace_train), model
-
-
-def test_one_queue_prefetches_nothing() -> None:
-    device = opened(command_queues=1)
-    built, model = built_step(device)
-    built(step_inputs(model, built, 2, 1))
-    log_of(device).clear()
-    built.prefetch(step_inputs(model, built, 2, 2))
-    assert (device.overlaps, log_of(device)) == (False, [])
-
-
-@pytest.mark.parametrize("grid", [[9, 8], [8, 9], [100, 100]])
-def test_a_grid_larger_than_the_chip_is_refused(grid: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"the chip has 8 rows and 8 columns of cores"):
-        opened(core_grid=grid)

@@ -119,17 +119,6 @@ def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.M
     assert mask[0] != mask[1] and rounding[0] == rounding[1]
 
 
-def test_copies_alone_are_held_in_block_floats_whatever_an_allocation_is_called() -> None:
-    matrix = TensorSpec((64, 64), DType.BF16)
-    held = {}
-    for weights in ("bf16", "bf8"):
-        device = golden(weights=weights)
-        for purpose, copies in (("copy of a run", False), ("parameter", True)):
-            held[weights, copies] = device.allocate_arena(8192, purpose, copies=copies).at(0, matrix).layout.dtype
-    assert held.pop(("bf8", True)) == "bfloat8_b"
-    assert set(held.values()) == {"bfloat16"}
-
-
 def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:
     device = golden(weights="bf8")
     state = State(device, StepGraph(gpt(DType.BF16), adamw(), 2).state_tensors())

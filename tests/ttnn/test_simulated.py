@@ -15,7 +15,7 @@ import pytest
 from ttrain.core.errors import ConfigError, DeviceUnavailable
 from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE
 from ttrain.device.ttnn.runtime import environment
-from ttrain.device.ttnn.runtime.identity import BOARDS, check_board, require_board
+from ttrain.device.ttnn.runtime.identity import BOARDS, check_board
 from ttrain.device.ttnn.runtime.simulator import checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -77,17 +77,6 @@ def test_other_paths_are_told_in_one_line(tmp_path: Path, monkeypatch: Any, give
     assert f"device.simulator={given}" in str(caught.value)
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = simulator(tmp_path)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", str(library))
-
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(DeviceUnavailable, match="can't be read \\(Permission denied\\)"):
-        checked_simulator(simulated(library))
-
-
 @pytest.mark.parametrize("arch", ["WORMHOLE_B0", "BLACKHOLE", "QUASAR"])
 @pytest.mark.parametrize("name", [*BOARDS, "tt"])
 def test_a_board_of_another_architecture_is_refused_before_ttnn_is_asked(tmp_path: Path, name: str, arch: str) -> None:
@@ -134,11 +123,6 @@ def test_a_machine_is_taken_for_the_boards_that_it_has(machine: str, name: str) 
         check_board(tt, handle, TenstorrentConfig(name=name))
 
 
-def test_one_simulated_chip_is_no_board_of_eight() -> None:
-    with pytest.raises(DeviceUnavailable, match="has 8 .*simulator has 1 .* Give device=n150 or device=tt"):
-        require_board(simulated("x", "t3000"), "wormhole_b0", 1, "N150")
-
-
 @pytest.fixture
 def quiet_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "installed_ttnn", lambda: tmp_path)
@@ -183,15 +167,6 @@ def test_a_simulator_named_by_the_environment_alone_is_asked_about(
     monkeypatch.setenv(environment.SIMULATOR_VARIABLE, "/x/libttsim.so")
     with pytest.raises(DeviceUnavailable, match="TT_METAL_SIMULATOR is set.*device.mode=simulator device.simulator="):
         environment.variables(TenstorrentConfig(name="n150"))
-
-
-def test_a_stack_of_cpp_is_cut_to_one_line() -> None:
-    """What ttnn 0.81 said of a folder without run.sh."""
-    said = (
-        "Simulator binary not found at: /x/run.sh\nLocation: /project/umd/rtl_sim_session.cpp:29\nCondition: exists\n"
-        " 1. tt::umd::RtlSimCommunicator::initialize()\n 2. tt::umd::Cluster::Cluster(tt::umd::ClusterOptions)\n"
-    )
-    assert environment.opening_failure(RuntimeError(said)) == "Simulator binary not found at: /x/run.sh"
 
 
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *overrides: str) -> tuple[int, str]:
@@ -243,13 +218,6 @@ def test_a_simulated_run_says_so_at_start_in_the_bar_at_the_end_and_wherever_it_
         text = listed if place is None else place.read_text("utf-8")
         assert SIMULATED in text
     shutil.rmtree(run)
-
-
-def test_a_run_on_the_cpu_says_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    overrides = ["device=cpu", "model=mlp", "data=regression", "train.steps=2", "run.dir=run"]
-    code, said = trained(tmp_path, monkeypatch, capsys, *overrides)
-    assert code == 0 and "SIMULATED" not in said
-    assert "caution" not in json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))
 
 
 def test_a_simulator_still_needs_to_be_named() -> None:

@@ -147,21 +147,6 @@ def test_measured_constants_are_kept_and_used_for_that_board_only(cache: Path) -
     assert known_constants(TenstorrentConfig(name="n150"))[0] == CONSTANTS
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"n300 worker HiFi4": 3}', '{"n300 worker HiFi4": {"constants": {}}}'])
-def test_a_damaged_cache_is_as_none(cache: Path, text: str) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text(text, "utf-8")
-    assert known_constants(TenstorrentConfig(name="n300")) == (CONSTANTS, FITTED)
-
-
-def test_a_plan_says_where_its_constants_are_from(cache: Path, capsys: Any) -> None:
-    keep(TenstorrentConfig(name="n300"), {"launch": 5.0}, {})
-    small = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
-    assert main(["task=plan", "device=n300", *small]) == 0
-    shown = capsys.readouterr().out
-    assert "with 1 constants measured on this card" in shown and "device.subdevices=" in shown
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -23,10 +23,6 @@ def test_output_tiles_spread_over_the_grid(size: int, grid: tuple[int, int], sha
     assert Wormhole(Setting(grid=grid)).distribution(Product(size, size, size)) == (share, cores)
 
 
-def test_a_narrow_product_is_split_along_its_long_side() -> None:
-    assert Wormhole(Setting(grid=(8, 8))).distribution(Product(32, 64, 64 * 32)) == (1, 64)
-
-
 def test_fidelity_costs_passes_where_the_matrix_unit_is_the_bound() -> None:
     product = Product(4096, 4096, 4096)
     times = {name: Wormhole(Setting(fidelity=name)).program(product).compute for name in ("LoFi", "HiFi2", "HiFi4")}

@@ -1,0 +1,228 @@
+"""Whole training steps in ttnn's reference functions, the same calls as on a card, against the fp32 CPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+
+from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, sgd
+from ttrain.core.spec import DType
+from ttrain.engine.state import State
+from ttrain.models.agillm import AGILLM
+from ttrain.models.settings import AGILLMConfig
+from ttrain.nn.initialize import initial_values
+from ttrain.nn.lora import attach
+from ttrain.nn.settings import LoraConfig
+from ttrain.train.steps.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, by the dtype that it computes in, and how it is trained."""
+
+    model: Callable[..., Any]
+    optimizer: Callable[[], Any] = adamw
+    hosted: list[str] = field(default_factory=list)
+    steps: int = 3
+
+    def run(self, device: Any, dtype: DType = DType.FP32, **how: Any) -> Outcome:
+        return run(self.model(dtype), self.optimizer(), device, **{"steps": self.steps, **how})
+
+    def golden(self, dtype: DType = DType.FP32, fused: bool = True, **how: Any) -> Outcome:
+        return self.run(golden(fused, host_resident=self.hosted), dtype, **how)
+
+
+def of(make: Callable[..., Any], **sizes: Any) -> Callable[[DType], Any]:
+    return lambda dtype: make(dtype, **sizes)
+
+
+def agillm(compute: DType, **changes: Any) -> AGILLM:
+    sizes = {"layers": 2, "heads": 4, "width": 64, "rank": 48, "context": 32, "vocabulary": 65, "pad_vocabulary": 32}
+    return AGILLM(AGILLMConfig(**{**sizes, **changes}), compute)
+
+
+def adapted(compute: DType) -> Any:
+    """Frozen in the dtype that layers read, with adapters that drop inputs."""
+    model = gpt(compute)
+    attach(model, LoraConfig(rank=8, dropout=0.1))
+    for parameter in model.parameters().values():
+        parameter.master = DType.FP32 if parameter.trainable else compute
+    return model
+
+
+TILES = of(mlp, inputs=None, outputs=None, activation="tanh")
+SWITCHES = {
+    "qk_norm": True, "activation": "relu_squared", "logit_cap": 15.0, "tied": False, "value_embeddings": True,
+    "future_weight": 0.3, "parametrization": "mup", "base_width": 32,
+}  # fmt: skip
+ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}
+ONE_CHUNK = {"context": 96, "vocabulary": 90_000, "width": 16, "heads": 1, "rank": 16, "layers": 1, "dropout": 0.0}
+# Odd sizes: no dimension of these is a multiple of a tile but by chance.
+CASES = {
+    "mlp": Case(mlp),
+    "mlp of whole tiles": Case(TILES),
+    "sgd": Case(TILES, sgd),
+    "nesterov": Case(TILES, lambda: sgd(momentum=0.9, nesterov=True, weight_decay=0.1)),
+    "nano-gpt": Case(gpt),
+    "nano-gpt with dropout": Case(of(gpt, dropout=0.1)),
+    "odd vocabulary and head width": Case(of(gpt, vocabulary=97, width=96)),
+    "odd everything": Case(of(gpt, vocabulary=50, width=40, heads=4, context=20, dropout=0.2, tied=False, bias=False)),
+    "every switch": Case(of(gpt, **SWITCHES)),
+    "packed documents": Case(lambda dtype: gpt(dtype).packing_documents()),
+    "llama": Case(of(llama, vocabulary=50, context=20, head_width=12, hidden=70, rotary_share=0.5, window=7)),
+    "recomputed blocks": Case(of(gpt, recompute="block", dropout=0.1)),
+    "adapters": Case(adapted),
+    "agillm, folded": Case(agillm, sgd, steps=2),
+    "agillm, unfolded": Case(of(agillm, fold="off"), sgd, steps=2),
+    "agillm, rank below a tile": Case(of(agillm, heads=8, rank=3), sgd, steps=2),
+    "agillm, standard alibi": Case(of(agillm, alibi="standard", context=21), sgd, steps=2),
+    "agillm, ar only, tied": Case(of(agillm, objective="ar_only", tied=True, recompute="block"), sgd, steps=2),
+    "agillm, windows": Case(of(agillm, sat_max_windows=3, context=40, pad_vocabulary=None), sgd, steps=2),
+    "agillm, 24 heads of 32": Case(of(agillm, heads=24, width=768, rank=96, layers=1), sgd, steps=2),
+    "agillm, chunks of the vocabulary": Case(of(agillm, **ONE_CHUNK), steps=1),
+    "hosted, tied": Case(gpt, hosted=["embedding"]),
+    "hosted, odd": Case(of(gpt, **ODD), hosted=["embedding", "head"]),
+    "hosted head": Case(of(gpt, tied=False), hosted=["head"]),
+    "hosted first block": Case(of(gpt, tied=False), hosted=["embedding", "blocks.0", "norm"]),
+    "hosted adapters": Case(adapted, hosted=["embedding", "blocks.0"]),
+    "hosted heads of agillm": Case(agillm, hosted=["embedding", "head"]),
+}
+# Rounding to bf16 after every op, in units of the last place at the tensor's largest value: peak, and 99th percentile.
+GRADIENT_ULP = (4.0, 3.5)
+PARAMETER_ULP = 4.0  # a bias starts at zero, so after one step it is its gradient
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_the_cpu(name: str) -> None:
+    case = CASES[name]
+    actual, expected = case.golden(), case.run(cpu())
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(actual.norms, expected.norms, rtol=1e-3)
+    for mine, reference in ((actual.gradients, expected.gradients), (actual.state, expected.state)):
+        assert mine.keys() == reference.keys()
+        assert all(cosine(mine[path], value) > 0.9999 for path, value in reference.items())
+    on_host = {path for path in actual.engine.state.names() if actual.engine.state.on_host(path)}
+    assert bool(on_host) is bool(case.hosted)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "traced"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "odd everything", "agillm, folded", "adapters", "hosted, odd", "hosted heads of agillm"]
+)
+def test_engines_are_bit_equal(name: str, engine: str) -> None:
+    """What the host runs between card and card is not captured: three captures."""
+    case = CASES[name]
+    one, two = (case.golden(engine=each) for each in ("static", engine))
+    assert one.losses == two.losses
+    assert all(np.array_equal(one.state[path], two.state[path]) for path in one.state)
+    assert two.engine.counters.captures == (engine == "traced") * (3 if case.hosted else 1)
+
+
+def ulps(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Peak and 99th percentile of the error, in bf16 units of the last place at the largest value expected."""
+    top = float(np.abs(expected).max())
+    unit = 2.0 ** (np.floor(np.log2(top)) - 7) if top else 1.0
+    errors = np.abs(actual.astype(np.float64) - expected) / unit
+    return float(errors.max()), float(np.quantile(errors, 0.99))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused kernels", "plain kernels"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp of whole tiles", "nano-gpt with dropout", "odd everything", "packed documents", "llama", "recomputed blocks"],
+)
+def test_bf16_stays_within_its_rounding(name: str, fused: bool) -> None:
+    """One step; relu is left out, because units near zero flip."""
+    case = Case(CASES[name].model, sgd, steps=1)
+    expected, actual = case.run(cpu()), case.golden(DType.BF16, fused)
+    assert actual.losses[0] == pytest.approx(expected.losses[0], rel=2e-3)
+    for path, value in expected.gradients.items():
+        peak, most = ulps(actual.gradients[path], value)
+        assert (peak <= GRADIENT_ULP[0] and most <= GRADIENT_ULP[1]) or np.abs(value).max() < 1e-7, (path, peak, most)
+    for path, value in expected.state.items():
+        peak, _ = ulps(actual.state[path], value)
+        assert peak <= PARAMETER_ULP, (path, peak)
+
+
+@pytest.mark.parametrize("name", ["adapters", "hosted adapters", "hosted, tied", "agillm, folded"])
+def test_bf16_with_fp32_masters_trains_alike(name: str) -> None:
+    case = CASES[name]
+    np.testing.assert_allclose(case.golden(DType.BF16).losses, case.run(cpu()).losses, rtol=5e-3)
+
+
+def test_pure_bf16_trains() -> None:
+    """The fused update takes its rates as numbers, so a captured step computes it otherwise."""
+    losses = [run(gpt(DType.BF16), adamw(), golden(), steps=4).losses]
+    for engine in ("static", "traced"):
+        model = gpt(DType.BF16)
+        for parameter in model.parameters().values():
+            parameter.master = DType.BF16
+        losses.append(run(model, adamw(), golden(), engine=engine, steps=4).losses)
+    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=2e-2)
+
+
+def test_masks_move_with_the_seed() -> None:
+    """A replay must not repeat yesterday's mask: losses of a model that does not learn differ from step to step."""
+    losses = [
+        run(gpt(dropout=0.5), sgd(lr=0.0), golden(), engine=engine, steps=5).losses for engine in ("static", "traced")
+    ]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 5
+
+
+def built(device: Any, engine: str, model: Any, **how: Any) -> tuple[Any, dict[str, Any]]:
+    """A step graph on a device, and all of its steps."""
+    if device.uniform_compute:
+        model.follow_compute()
+    graph = StepGraph(model, adamw(), rows=2, **how)
+    state = State(device, graph.state_tensors())
+    for path, value in initial_values(model, 7).items():
+        state.write(path, value)
+    runner = ENGINES[engine](device, state)
+    traces = {**graph.train_steps(), "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
+    return model, {name: runner.build(name, trace) for name, trace in traces.items()}
+
+
+HOSTED: list[list[str]] = [[], ["embedding", "head"]]
+
+
+@pytest.mark.parametrize("hosted", HOSTED, ids=["on the card", "partly in host memory"])
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_evaluation_and_sampling_between_steps(engine: str, hosted: list[str]) -> None:
+    """Steps of one engine keep their tensors apart: whoever runs in between, training goes on as without."""
+    outcomes = []
+    for device, kind in ((cpu(), "static"), (golden(host_resident=hosted), engine)):
+        model, steps = built(device, kind, gpt(tied=False, vocabulary=50, width=40, context=20))
+        seen = []
+        for number in range(1, 4):
+            given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
+            seen.append(steps["train"]({**given, **weight, "seed": 1, "lr": 0.01, "step": number})["loss"])
+            seen.append(steps["evaluate"]({**given, **weight})["loss"])
+            scores = steps["logits"]({"tokens": given["tokens"][:1], "position": number})["logits"]
+            seen.append(float(np.abs(scores).sum()))
+        outcomes.append(seen)
+    np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+def test_micro_batches_and_a_guarded_update_with_tables_in_host_memory(engine: str) -> None:
+    """Gradients are summed in host memory too, and the norm is over both sides."""
+    results = []
+    for device, kind in ((cpu(), "static"), (golden(host_resident=["embedding"]), engine)):
+        model, steps = built(device, kind, gpt(vocabulary=50, width=40, context=20), accumulation=2, guarded=True)
+        seen = []
+        for number in range(1, 5):
+            for part, name in enumerate(("accumulate_first", "accumulate_next")):
+                given = batch(model, 2, 2 * number + part)
+                seen.append(steps[name]({**given, "loss_weight": 1 / 74, "seed": number})["loss"])
+            norm = steps["norm"]({})["grad_norm"]
+            steps["update"]({"lr": 0.01, "step": number, "grad_norm": norm})
+            seen.append(norm)
+        results.append(seen)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)
