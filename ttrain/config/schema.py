@@ -134,7 +134,9 @@ class RunsConfig:
 
     root: str = option("outputs", "folder that is searched for runs and sweeps", path=True)
     state: str | None = option(
-        None, "list runs in this state only", choices=("running", "finished", "failed", "resumable", "dry_run", "new")
+        None,
+        "list runs in this state only",
+        choices=("running", "finished", "failed", "resumable", "interrupted", "dry_run", "new"),
     )
 
 

@@ -416,11 +416,11 @@ def test_the_sample_of_a_run_and_those_of_the_task_stop(
         assert main(list(more)) == 0
         return capsys.readouterr().out
 
-    whole = printed(*overrides, "run.dir=a").split("writes:\n\n")[1].split("\n\nmodel ")[0]
+    whole = "some" + printed(*overrides, "run.dir=a").split("> some\n\n")[1].split("\n\nmodel ")[0]
     stop = whole[20:22].strip() or "w"
     expected = "some" + cut_at(whole[4:], [stop])
     assert expected != whole
-    assert f"writes:\n\n{expected}\n\nmodel " in printed(*overrides, "run.dir=b", f"sample.stop=['{stop}']")
+    assert f"> some\n\n{expected[4:]}\n\nmodel " in printed(*overrides, "run.dir=b", f"sample.stop=['{stop}']")
     for cache in ("null", "false"):
         task = [
             "task=sample",

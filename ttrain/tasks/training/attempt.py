@@ -76,7 +76,7 @@ def train(run: Run, device: Device, console: Console, stop: StopRequests) -> flo
             if not world.leads:
                 return progress.best_val_loss
             summary = summarize(run, folder, device, progress, loop.counters(), "swap" in steps)
-        events.add("finished", "All steps are done.")
+        events.add("finished", loop.ending)
         writes_text = run.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
         overrides, rate = train_on(run.rate, progress)
         again = overrides + run.ranks, rate
@@ -186,7 +186,10 @@ def _told(
     except Interrupted as error:
         events.add("interrupted", str(error))
         raise
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt:  # while steps are built: the loop saves, and raises Interrupted
+        events.add("interrupted", "Stopped by SIGINT before the steps were built; there is nothing to save.")
+        raise
+    except Exception as error:
         if isinstance(error, UserError) and folder.discard():
             raise  # a mistake that only shows once all is built
         if not isinstance(error, TtrainError) and is_out_of_memory(error):

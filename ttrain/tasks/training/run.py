@@ -84,9 +84,23 @@ class Run:
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
+        session.graph.writer = self._writer(device)
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
+
+    def _writer(self, device: Device) -> Model | None:
+        """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""
+        from ttrain.train.sampling.lengths import length_class
+
+        context, config = getattr(self.dataset, "context", 0), self.config
+        length = length_class(len(self.prompt or ()) + config.sample.tokens, context)
+        if length == context or self.prompt is None:
+            return None
+        writer = build.resized_model(self.model, length, config.precision, config.lora)
+        if writer is not None and device.uniform_compute:
+            writer.follow_compute()
+        return writer
 
     def reader(self, session: Session, step: int = 0, start: Position = Position()) -> Reader:  # noqa: B008
         """The training batches after so many steps; the first of them begins with the sample at `start`."""
@@ -179,19 +193,23 @@ class Run:
         return CheckpointContent(progress.step, self.stored, progress.to_dict(), *told)
 
     def print_sample(self, logits: Step | None) -> bool:
-        """A sample of what the model writes, where it writes text; whether it does."""
+        """Print a prompt and what the model writes after it. Return False where it writes no text."""
         from ttrain.data.end_token import named_end
+        from ttrain.tasks.training.prompt import shown_prompt
         from ttrain.train.sampling.draw import print_samples
-        from ttrain.train.sampling.stream import Stop
+        from ttrain.train.sampling.stream import Stop, print_text
 
         tokenizer = self.dataset.tokenizer
         if self.prompt is None or logits is None or tokenizer is None:
             return False
         sample = dataclasses.replace(self.config.sample, count=1)
         how = "" if sample.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={sample.mode})"
-        print(f"\nA sample of what the model writes{how}:\n", flush=True)
+        prompt = shown_prompt(tokenizer, self.prompt)
+        of = "this prompt" if sample.prompt is not None else "this held-out text"
+        after = f" after {of}{how}:\n\n{prompt}" if prompt else f"{how}:"
+        print_text(f"\nA sample of what the model writes{after}\n\n")
         stop = Stop.of(tokenizer, sample.stop, named_end(self.config.data, tokenizer.config))
-        print_samples(logits, tokenizer, self.prompt, sample, stop)
+        print_samples(logits, tokenizer, self.prompt, sample, stop, echo=False)
         return True
 
     def shrinking_keys(self) -> list[str]:

@@ -16,10 +16,11 @@ from ttrain.config.rates import Rate, rate_jump
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.data.settings import DataConfig, TextConfig
+from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
+from ttrain.tasks.training.prompt import sample_prompt
 from ttrain.tasks.training.run import Run
 from ttrain.tasks.training.targets import check_targets
 from ttrain.train.checkpoint.progress import Progress
@@ -138,7 +139,7 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt, empty = _prompt(config, dataset), check_targets(dataset, config)
+    prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config)
     if point is None:
         sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
         warm = build.build_warm_start(*sections, model, tokens)
@@ -263,17 +264,3 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     # As it is read now: older checkpoints keep settings of a file that are off by now.
     stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
-
-
-def _prompt(config: Config, dataset: Dataset) -> list[int] | None:
-    """Token ids of the sample's prompt, checked before training starts; None where no text can be made."""
-    from ttrain.data.end_token import named_end
-    from ttrain.train.sampling.draw import encode_prompt
-
-    tokenizer, known = dataset.tokenizer, getattr(config.model, "from_", None) or config.train.init_from
-    if tokenizer is None:
-        return None
-    if tokenizer.start and known is None and isinstance(config.data, TextConfig):
-        # A new model of one long text never sees what stands before texts.
-        tokenizer.config = {**tokenizer.config, "add_bos_token": False}
-    return encode_prompt(tokenizer, config.sample.prompt, named_end(config.data, tokenizer.config))

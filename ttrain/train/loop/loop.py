@@ -61,6 +61,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._started = False
         self._signal = 0  # number of the signal that stops all ranks
+        self.ending = "All steps are done."  # says why the run ended
 
     def run(self) -> Progress:
         """Train to the end.
@@ -185,10 +186,11 @@ class Loop:
         progress, patience = self.context.progress, self.context.config.early_stop
         if patience is None or progress.stale_evaluations < patience:
             return False
-        self.context.loggers.console.say(
+        self.ending = (
             f"Early stop at step {progress.step}: val/loss has not fallen below {progress.best_val_loss:.4f} "
             f"(step {progress.best_step}) for {patience} evaluations."
         )
+        self.context.loggers.console.say(self.ending)
         return True
 
     def _interrupted(self, signal_name: str) -> Interrupted:

@@ -24,9 +24,9 @@ _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
 class RunInfo:
     """One run.
 
-    `state` is running (a process holds it), finished, resumable (stopped, with a checkpoint), failed (it ended with an
-    error; where it has a checkpoint it can be resumed too), dry_run (its device computed no values), or new (nothing
-    was trained yet).
+    `state` is running (a process holds it), finished, resumable (stopped, with a checkpoint), interrupted (stopped
+    before it had one), failed (it ended with an error; where it has a checkpoint it can be resumed too), dry_run (its
+    device computed no values), or new (nothing was trained yet).
     """
 
     path: Path
@@ -67,7 +67,9 @@ class RunInfo:
         """Why it failed, or what happened last."""
         if self.state == "dry_run":
             return str(self.summary.get("reason") or self.summary.get("note", ""))
-        wanted = ("failed", "gave_up", "interrupted", "pruned") if self.state in ("failed", "resumable") else ()
+        if self.state not in ("failed", "resumable", "interrupted"):
+            return ""
+        wanted = ("failed", "gave_up", "interrupted", "pruned")
         return next((str(e.get("message", "")) for e in reversed(self.events) if e["kind"] in wanted), "")
 
     @property
@@ -125,6 +127,8 @@ def _state(path: Path, finished: bool, events: list[Event], checkpoint: int | No
         return "failed"
     if checkpoint is not None:
         return "resumable"
+    if ends and ends[-1] == "interrupted":
+        return "interrupted"
     return "failed" if step else "new"
 
 

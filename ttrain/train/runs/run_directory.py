@@ -202,7 +202,8 @@ class RunDirectory:
         """Writes the resolved config."""
         import yaml
 
-        replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120))
+        plain = "\x85" not in json.dumps(config, ensure_ascii=False)  # YAML reads U+0085 as a line break
+        replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=plain, width=120))
 
     def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
         """Writes the resolved config, and adds the environment record of this attempt."""

@@ -282,10 +282,11 @@ def checked(logits: Any, vocabulary: int) -> Array:
 
 
 def print_samples(
-    step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig, stop: Stop = NO_STOP
+    step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig, stop: Stop = NO_STOP, echo: bool = True
 ) -> list[str]:
-    """Writes `config.count` samples to stdout as their tokens are drawn, one after the other, and returns them.
+    """Write `config.count` samples to stdout as their tokens are drawn, one after the other, and return them.
 
+    Samples begin with the prompt where `echo` says so.
     `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
     """
     window, sampler = Window.of(step.inputs["tokens"].shape[1], config.slide), Sampler(config)
@@ -294,17 +295,22 @@ def print_samples(
     def draw(number: int) -> Iterator[int]:
         return draw_tokens(scores, prompt, window, sampler, config.tokens, number)
 
-    return write_samples(draw, tokenizer, prompt, config.count, stop)
+    return write_samples(draw, tokenizer, prompt, config.count, stop, echo)
 
 
 def write_samples(
-    draw: Callable[[int], Iterator[int]], tokenizer: Tokenizer, prompt: list[int], count: int, stop: Stop = NO_STOP
+    draw: Callable[[int], Iterator[int]],
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    count: int,
+    stop: Stop = NO_STOP,
+    echo: bool = True,
 ) -> list[str]:
     """Writes `count` samples to stdout as their tokens come from draw(number of the sample), and returns them."""
     texts = []
     for number in range(count):
         if count > 1:
             print(f"--- sample {number + 1} of {count} ---")
-        texts.append(stream_text(tokenizer, prompt, draw(number), print_text, stop))
+        texts.append(stream_text(tokenizer, prompt, draw(number), print_text, stop, echo))
         print(flush=True)
     return texts

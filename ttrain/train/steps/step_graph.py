@@ -71,6 +71,7 @@ class StepGraph:
     ema: float | None = None  # decay of the averages of the weights; None keeps none
     micro_batches: int | None = None  # that it has now; None: as many
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
+    writer: Model | None = None  # records the scores of a sample in its place, on shorter texts
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
     remainders: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
@@ -202,9 +203,10 @@ class StepGraph:
 
     def trace_logits(self, graph: Graph) -> None:
         """Scores of the next token after a text. Raises ConfigError for a model without a vocabulary."""
-        if not hasattr(self.model, "logits"):
-            raise ConfigError(f"model.name={self.model.config.name}: has no logits, so there is nothing to sample.")
-        graph.output("logits", cast(LanguageModel, self.model).logits(graph, rows=1))
+        model = self.writer or self.model
+        if not hasattr(model, "logits"):
+            raise ConfigError(f"model.name={model.config.name}: has no logits, so there is nothing to sample.")
+        graph.output("logits", cast(LanguageModel, model).logits(graph, rows=1))
 
     def state_tensors(self, training: bool = True) -> list[StateTensor]:
         """What an engine's State has to place; without `training` neither gradients nor the optimizer's tensors.
