@@ -131,7 +131,8 @@ def _curves(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
         series = []
         for info, label in zip(runs, labels, strict=True):
             points = [(float(line["step"]), float(line[key])) for line in info.metrics if line.get(key) is not None]
-            series.append(Series(label if len(runs) > 1 else key, points, markers=key.startswith("val/")))
+            name, markers = label if len(runs) > 1 else key, key.startswith("val/")
+            series.append(Series(name, points, markers=markers, noisy=key == "train/loss"))
         chart = line_chart(series, title, "step", key)
         if chart:
             charts.append(f"<figure>{chart}</figure>")

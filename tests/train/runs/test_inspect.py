@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ttrain.cli import main
@@ -15,7 +17,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.sweep.numbers import columns
 from ttrain.sweep.outcome import _LAST, print_table
 from ttrain.tasks.report import page
-from ttrain.train.logging.chart import Series, line_chart
+from ttrain.train.logging.chart import COLORS, Series, line_chart, smoothed
 from ttrain.train.logging.events import Events, read_events
 from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
 
@@ -154,7 +156,7 @@ def test_several_runs_compare(runs: dict[str, Path], tmp_path: Path) -> None:
     text = out.read_text("utf-8")
     Page(text)
     assert "The runs differ in their tokenizer" in text and "<td>train.steps</td>" in text
-    assert text.count("<polyline") >= 8
+    assert min(text.count(f"stroke: {color}") for color in COLORS[:2]) >= 4
 
 
 def test_a_report_of_nothing_yet(runs: dict[str, Path]) -> None:
@@ -182,12 +184,43 @@ def test_charts() -> None:
     assert line_chart([], "t", "x", "y") == "" == line_chart([Series("a", [(1.0, float("nan"))])], "t", "x", "y")
     for points in ([(1.0, 2.0)], [(1.0, 2.0), (2.0, 2.0)], [(1e-6, -1.0), (1e9, 5e12)]):
         for log in (False, True):
-            Page(line_chart([Series("<a>", points)], "t & u", "x", "y", log_x=log))
+            chart = line_chart([Series("<a> $x", points), Series("_b", points)], "t & u", "x_1", "$y$", log_x=log)
+            Page(chart)
+            shown = [re.sub("<[^>]*>", "", text) for text in re.findall("<text.*?</text>", chart)]
+            assert {"t &amp; u", "&lt;a&gt; $x", "\u200b_b", "x_1", "$y$"} <= set(shown)  # as they are, no formulas
+    assert line_chart([Series("a", [(-1.0, 2.0), (0.0, 2.0)])], "t", "x", "y", log_x=True) == ""
+    named = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)], line=False)], "t", "x", "y", categories=["sgd", "lion"])
+    assert ">sgd</text>" in named and ">lion</text>" in named
+
+
+def test_a_chart_is_small_readable_anywhere_and_the_same_each_time() -> None:
     many = [(float(i), 5.0 if i == 4321 else 0.0) for i in range(10_000)]
     chart = line_chart([Series("a", many)], "t", "x", "y")
-    assert len(chart) < 30_000
-    heights = {pair.split(",")[1] for pair in chart.split('points="')[1].split('"')[0].split()}
-    assert len(heights) == 2  # the single spike is still there
+    assert len(chart) < 30_000 and chart == line_chart([Series("a", many)], "t", "x", "y")
+    path = next(
+        found for found in re.findall(r'<path d="([^"]*)"[^>]*stroke: #4477aa', chart, re.DOTALL) if "L" in found
+    )
+    heights = [float(height) for height in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", path)]
+    assert max(heights) - min(heights) > 100  # the single spike is still there
+    assert "currentColor" in chart and "#010203" not in chart and "#000000" not in chart
+    head = chart[: chart.index(">")]
+    assert "viewBox" in head and " width=" not in head and " height=" not in head
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 3), (5, 3), (40, 2), (40, 7), (9, 40)])
+def test_a_trend_is_the_mean_of_what_is_near(count: int, size: int) -> None:
+    values = np.random.default_rng(count).random(count)
+    wide = min(size, (count + 1) // 2)
+    weights = np.maximum(wide - np.abs(np.subtract.outer(np.arange(count), np.arange(count))), 0)
+    expected = (weights * values).sum(1) / weights.sum(1)
+    assert np.allclose(smoothed(values.tolist(), size), expected, rtol=1e-12)
+    assert np.allclose(smoothed([2.0] * count, size), 2.0)
+
+
+def test_a_noisy_curve_has_its_trend_drawn_over_it() -> None:
+    points = [(float(i), float(i % 2)) for i in range(200)]
+    charts = [line_chart([Series("loss", points[:count], noisy=True)], "t", "x", "y") for count in (200, 20)]
+    assert ["loss, smoothed" in chart for chart in charts] == [True, False]
 
 
 def test_a_pruned_run_says_so() -> None:

@@ -17,6 +17,7 @@ from ttrain.config.schema import Config, RampConfig
 from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
+from ttrain.train.logging.chart import new_figure, smoothed, window
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.results_folder import RESULTS, claim
 from ttrain.train.settings import without_phases
@@ -127,7 +128,7 @@ def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
     """Whether the mean of the newest losses is above the lowest such mean by more than noise, and by more than
     ramp.rise of what it had fallen.
     """
-    size = _window(ramp.steps)
+    size = window(ramp.steps)
     if len(losses) < 3 * size:
         return False
     sums = np.cumsum([0.0, *losses])
@@ -138,28 +139,22 @@ def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
 
 def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findings:
     """What the losses show, over rates that rise by equal factors."""
-    size = _window(len(losses))
+    size = window(len(losses))
     if len(losses) < 3 * size:
         return Findings(list(losses))
     start = float(np.mean(losses[:size]))
     clipped = np.minimum(losses, 2 * start - min(losses))  # one that explodes hides nothing beside it
-    kernel = np.concatenate([np.arange(1, size + 1), np.arange(size - 1, 0, -1)])
-    smoothed = np.convolve(clipped, kernel, "same") / np.convolve(np.ones(len(losses)), kernel, "same")
-    lowest = int(np.argmin(smoothed))
-    gained = start - float(smoothed[lowest])
-    noise = _NOISE * float(np.median(np.abs(clipped - smoothed)))
+    trend = np.asarray(smoothed(clipped.tolist(), size))
+    lowest = int(np.argmin(trend))
+    gained = start - float(trend[lowest])
+    noise = _NOISE * float(np.median(np.abs(clipped - trend)))
     if gained <= noise or lowest == 0:
-        return Findings(smoothed.tolist())
-    steepest = int(np.argmin(np.gradient(smoothed)[: lowest + 1]))
-    above = np.flatnonzero(smoothed[lowest:] > smoothed[lowest] + max(noise, rise * gained))
+        return Findings(trend.tolist())
+    steepest = int(np.argmin(np.gradient(trend)[: lowest + 1]))
+    above = np.flatnonzero(trend[lowest:] > trend[lowest] + max(noise, rise * gained))
     last = lowest + int(above[0]) - 1 if len(above) else len(rates) - 1
     suggested = math.sqrt(rates[steepest] * rates[lowest])
-    return Findings(smoothed.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
-
-
-def _window(steps: int) -> int:
-    """Over how many steps losses are averaged."""
-    return max(2, steps // 20)
+    return Findings(trend.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
 
 
 def _results(
@@ -209,21 +204,16 @@ def _lines(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
 
 def _draw(results: Mapping[str, Any], image: Path) -> None:
     """Loss over learning rate, with the rates that it suggests."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    rates, smoothed = results["rates"], results["smoothed"]
+    figure, axes = new_figure()
+    rates, trend = results["rates"], results["smoothed"]
     axes.plot(rates, results["losses"], linewidth=0.8, alpha=0.5, color="tab:blue", label="train/loss")
-    axes.plot(rates, smoothed, color="tab:blue", label="smoothed")
+    axes.plot(rates, trend, color="tab:blue", label="smoothed")
     for name, color in (("suggested", "tab:green"), ("last", "tab:red")):
         if results[name] is not None:
             axes.axvline(results[name], color=color, linestyle="--", label=f"{name} {results[name]:.1e}")
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-    if smoothed and math.isfinite(low := min(smoothed)):
-        span = max(smoothed[0] - low, 1e-3 * abs(low))
+    if trend and math.isfinite(low := min(trend)):
+        span = max(trend[0] - low, 1e-3 * abs(low))
         axes.set_ylim(low - 0.2 * span, low + 1.5 * span)  # one that explodes would flatten the rest
     axes.legend()
     figure.savefig(image, dpi=120)

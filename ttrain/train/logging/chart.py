@@ -1,57 +1,89 @@
-"""Line charts as SVG text: no library, no script, readable in light and dark pages."""
+"""Charts of curves by matplotlib: files, and SVG that a page holds, readable in light and dark ones."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
-WIDTH, HEIGHT = 720, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46
-_MOST_POINTS = 1200
+import numpy as np
+
 # Colours that stay apart for people who see colours differently (P. Tol, "bright").
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#888888")
+_INK = "#010203"  # stands for the colour of the page's text
+_STYLE: Any = {
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ttrain",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+}
+_SMOOTHED = 20  # parts of a curve, each as long as the window of its trend
+_FEWEST = 3 * _SMOOTHED  # points that show a trend of their own
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve, or a cloud of points where `line` is false."""
+    """One curve, or a cloud of points where `line` is false; a `noisy` curve has its trend drawn over it."""
 
     label: str
     points: Sequence[Point]
     line: bool = True
     markers: bool = False
     dashed: bool = False
+    noisy: bool = False
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """Maps values to pixels."""
+def smoothed(values: Sequence[float], size: int) -> list[float]:
+    """Return each value averaged with the `size` - 1 before and after it, which weigh less the farther they are."""
+    size = min(size, (len(values) + 1) // 2)
+    kernel = np.concatenate([np.arange(1, size + 1), np.arange(size - 1, 0, -1)])
+    weights = np.convolve(np.ones(len(values)), kernel, "same")
+    return list((np.convolve(values, kernel, "same") / weights).tolist())
 
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
 
-    def __call__(self, value: float) -> float:
-        low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
-        return self.start + (self.end - self.start) * (value - low) / ((high - low) or 1.0)
+def window(count: int) -> int:
+    """Return the `size` to smooth so many values with."""
+    return max(2, count // _SMOOTHED)
 
-    def ticks(self) -> list[float]:
-        """About five round values."""
-        if self.log:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            if len(powers) > 1:
-                return [10.0**power for power in powers]
-        raw = ((self.high - self.low) or abs(self.high) or 1.0) / 5
-        size = 10.0 ** math.floor(math.log10(raw))
-        size *= next(factor for factor in (1, 2, 5, 10) if factor * size >= raw)
-        first = math.ceil(self.low / size - 1e-9)
-        return [number * size for number in range(first, math.floor(self.high / size + 1e-9) + 1)]
+
+def new_figure(width: float = 7, height: float = 4) -> tuple[Any, Any]:
+    """Return a figure of so many inches, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def draw(axes: Any, series: Sequence[Series], log_x: bool = False) -> bool:
+    """Draw curves with a legend. Return False where no point is finite; on a logarithmic axis x is above 0."""
+    drawn = False
+    for number, entry in enumerate(series):
+        points = [(x, y) for x, y in entry.points if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)]
+        if not points:
+            continue
+        drawn, (xs, ys), color = True, zip(*points, strict=True), COLORS[number % len(COLORS)]
+        marker = "o" if entry.markers or not entry.line or len(points) == 1 else None
+        style = "none" if not entry.line else "--" if entry.dashed else "-"
+        trend = entry.noisy and len(points) >= _FEWEST
+        label = f"\u200b{entry.label}" if entry.label.startswith("_") else entry.label  # else it has no line there
+        axes.plot(
+            xs, ys, label=label, color=color, linestyle=style, marker=marker, markersize=4,
+            linewidth=0.8 if trend else 1.5, alpha=0.4 if trend else 1,
+        )  # fmt: skip
+        if trend:
+            axes.plot(xs, smoothed(ys, window(len(ys))), label=f"{label}, smoothed", color=color)
+    if drawn:
+        axes.legend(frameon=False, fontsize="small")
+    return drawn
 
 
 def line_chart(
@@ -63,97 +95,22 @@ def line_chart(
     log_x: bool = False,
     categories: Sequence[str] | None = None,
 ) -> str:
-    """An `<svg>` element; empty text without points. With `categories`, x is the index of a point's category."""
-    kept = [_finite(entry, log_x) for entry in series]
-    kept = [entry for entry in kept if entry.points]
-    if not kept:
-        return ""
-    x_axis, y_axis = _axes(kept, log_x, categories)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'font-family="sans-serif" font-size="12" fill="currentColor"><title>{escape(title)}</title>',
-        f'<text x="{_LEFT}" y="16" font-size="14" font-weight="bold">{escape(title)}</text>',
-        *_grid(x_axis, y_axis, x_label, y_label, categories),
-    ]
-    for number, entry in enumerate(kept):
-        parts += _curve(entry, COLORS[number % len(COLORS)], x_axis, y_axis)
-    return "\n".join([*parts, *_legend(kept), "</svg>"])
+    """Return an `<svg>` element; empty text without points. With `categories`, x is the index of a point's category."""
+    from matplotlib import rc_context
 
-
-def _finite(series: Series, log_x: bool) -> Series:
-    points = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)]
-    return Series(series.label, _thinned(points), series.line, series.markers, series.dashed)
-
-
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    """At most _MOST_POINTS, the lowest and highest of each group, so that no spike disappears."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    size = -(-2 * len(points) // _MOST_POINTS)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        group = points[start : start + size]
-        ends = {min(group, key=lambda p: p[1]), max(group, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
-
-
-def _axes(series: Sequence[Series], log_x: bool, categories: Sequence[str] | None) -> tuple[_Axis, _Axis]:
-    xs = [x for entry in series for x, _ in entry.points]
-    ys = [y for entry in series for _, y in entry.points]
-    low, high = (-0.5, len(categories) - 0.5) if categories else (min(xs), max(xs))
-    if low == high and not log_x:
-        low, high = low - 0.5, high + 0.5
-    margin = 0.05 * ((max(ys) - min(ys)) or abs(max(ys)) or 1.0)
-    x_axis = _Axis(low, high, _LEFT, WIDTH - _RIGHT, log_x and low < high)
-    return x_axis, _Axis(min(ys) - margin, max(ys) + margin, HEIGHT - _BOTTOM, _TOP, False)
-
-
-def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str, categories: Sequence[str] | None) -> list[str]:
-    parts = []
-    names = {float(index): name for index, name in enumerate(categories or ())}
-    names = names or {value: _short(value) for value in x_axis.ticks()}
-    for value, name in names.items():
-        x = x_axis(value)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" stroke="#8884"/>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{escape(name)}</text>')
-    for value in y_axis.ticks():
-        y = y_axis(value)
-        parts.append(f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
-    parts.append(f'<text x="{WIDTH / 2:.0f}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
-    middle = HEIGHT / 2
-    parts.append(
-        f'<text x="14" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 14 {middle:.0f})">'
-        f"{escape(y_label)}</text>"
-    )
-    return parts
-
-
-def _curve(series: Series, color: str, x_axis: _Axis, y_axis: _Axis) -> list[str]:
-    parts = []
-    placed = [(x_axis(x), y_axis(y), x, y) for x, y in series.points]
-    if series.line and len(placed) > 1:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _, _ in placed)
-        dash = ' stroke-dasharray="5 4"' if series.dashed else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"{dash}/>')
-    if series.markers or not series.line or len(placed) == 1:
-        for x, y, x_value, y_value in placed:
-            label = f"{escape(series.label)}: {_short(x_value)}, {y_value:.5g}"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"><title>{label}</title></circle>')
-    return parts
-
-
-def _legend(series: Sequence[Series]) -> list[str]:
-    parts = []
-    x = float(WIDTH - _RIGHT)
-    for number, entry in reversed(list(enumerate(series))):
-        x -= 7 * len(entry.label) + 26
-        color = COLORS[number % len(COLORS)]
-        parts.append(f'<rect x="{x:.0f}" y="{_TOP - 14}" width="12" height="4" fill="{color}"/>')
-        parts.append(f'<text x="{x + 16:.0f}" y="{_TOP - 8}">{escape(entry.label)}</text>')
-    return parts
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
+    with rc_context(_STYLE):
+        figure, axes = new_figure(7, 3.4)
+        if not draw(axes, series, log_x):
+            return ""
+        axes.set_title(title, loc="left", fontweight="bold")
+        axes.set(xlabel=x_label, ylabel=y_label, xscale="log" if log_x else "linear")
+        axes.grid(color="#888888", alpha=0.3)
+        if categories is not None:
+            axes.set_xticks(range(len(categories)), categories)
+            axes.set_xlim(-0.5, len(categories) - 0.5)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    element = text.getvalue()[text.getvalue().index("<svg") :].replace(_INK, "currentColor")
+    tag, _, rest = element.partition(">")
+    tag = re.sub(r' (width|height)="[\d.]+pt"', "", tag)  # a page says how large it is
+    return f'{tag} role="img" fill="currentColor">\n<title>{escape(title)}</title>{rest.rstrip()}'

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.core.units import counted, format_bytes, format_count, format_duration
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.logging.chart import Series, draw, new_figure
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.runs.record import START, continue_command, override
@@ -249,28 +250,21 @@ def print_summary(
 def draw_loss_curve(
     metrics: Path, image: Path, baseline: tuple[str, float] | None = None, caution: str | None = None
 ) -> bool:
-    """Draws train and held-out loss over steps into a PNG; whether there was something to draw, matplotlib and room."""
+    """Draw train and held-out loss over steps into a PNG. Return False where there is nothing to draw, or no room."""
     lines = list(read_metrics(metrics))
-    curves = {key: [(line["step"], line[key]) for line in lines if line.get(key) is not None] for key in _CURVES}
-    if not any(len(points) > 1 for points in curves.values()):
+    curves = [
+        Series(key, [(line["step"], line[key]) for line in lines if line.get(key) is not None], **style)
+        for key, style in _CURVES.items()
+    ]
+    if not any(len(curve.points) > 1 for curve in curves):
         return False
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(7, 4))
-    axes = figure.add_subplot()
-    for (key, style), points in zip(_CURVES.items(), curves.values(), strict=True):
-        if points:
-            axes.plot(*zip(*points, strict=True), label=key, **style)
+    figure, axes = new_figure()
     if baseline is not None:
         axes.axhline(baseline[1], label=baseline[0], color="gray", linestyle=":")
+    draw(axes, curves)
     axes.set(xlabel="step", ylabel="loss")
     if caution is not None:
         axes.set_title(caution, fontsize="small", wrap=True)
-    axes.legend()
-    FigureCanvasAgg(figure)
     try:
         figure.savefig(image, dpi=120)
     except OSError:  # a picture is not worth a run that is done
@@ -278,10 +272,7 @@ def draw_loss_curve(
     return True
 
 
-_CURVES: dict[str, dict[str, Any]] = {
-    "train/loss": {"linewidth": 0.8, "color": "tab:blue"},
-    "val/loss": {"linewidth": 1.5, "color": "tab:orange", "marker": "o", "markersize": 3},
-}
+_CURVES: dict[str, dict[str, bool]] = {"train/loss": {"noisy": True}, "val/loss": {"markers": True}}
 
 
 def _loss(value: float | None) -> str:
