@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ttrain.core.files import replace_file
@@ -135,23 +136,14 @@ def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -
 
 
 def _axis_chart(key: str, points: Sequence[tuple[str, float]], objective: str) -> str:
-    numbers = [_number(text) for text, _ in points]
-    if all(number is not None for number in numbers):
-        placed = [(float(x), y) for x, (_, y) in zip(numbers, points, strict=True) if x is not None]
-        values = [x for x, _ in placed]
-        log = bool(values) and min(values) > 0 and max(values) / min(values) > _WIDE
-        return line_chart(_cloud(placed), f"{objective} over {key}", key, objective, log_x=log)
-    names = list(dict.fromkeys(text for text, _ in points))
-    placed = [(float(names.index(text)), y) for text, y in points]
-    return line_chart(_cloud(placed), f"{objective} over {key}", key, objective, categories=names)
-
-
-def _cloud(points: Sequence[tuple[float, float]]) -> list[Series]:
-    means = []
-    for x in sorted({x for x, _ in points}):
-        ys = [y for other, y in points if other == x]
-        means.append((x, sum(ys) / len(ys)))
-    return [Series("jobs", points, line=False), Series("mean", means, dashed=True)]
+    numbers = [number for text, _ in points if (number := _number(text)) is not None]
+    numeric = bool(points) and len(numbers) == len(points)
+    xs: list[Any] = numbers if numeric else [text for text, _ in points]
+    placed = [(x, y) for x, (_, y) in zip(xs, points, strict=True)]
+    means = [(x, fmean(y for other, y in placed if other == x)) for x in (sorted(set(xs)) if numeric else set(xs))]
+    log = numeric and min(numbers) > 0 and max(numbers) / min(numbers) > _WIDE
+    series = [Series("jobs", placed, line=False), Series("mean", means, dashed=numeric, line=numeric)]
+    return line_chart(series, f"{objective} over {key}", key, objective, log_x=log)
 
 
 def _number(text: str) -> float | None:

@@ -84,7 +84,7 @@ def test_a_run_leaves_everything_that_it_promises(
     (run,) = (tmp_path / "outputs").glob("*/*")
     assert run.name.endswith("_nano-gpt_cpu_static")
     printed = capsys.readouterr()
-    assert "A sample of what the model writes:" in printed.out and "\nde" in printed.out
+    assert "A sample of what the model writes after this prompt:\n\n> de\n\n" in printed.out
     assert f"task=sample run.dir={run.relative_to(tmp_path)}" in printed.out
     assert {path.name for path in run.iterdir()} >= {
         "config.yaml",

@@ -189,7 +189,7 @@ def test_charts() -> None:
             shown = [re.sub("<[^>]*>", "", text) for text in re.findall("<text.*?</text>", chart)]
             assert {"t &amp; u", "&lt;a&gt; $x", "\u200b_b", "x_1", "$y$"} <= set(shown)  # as they are, no formulas
     assert line_chart([Series("a", [(-1.0, 2.0), (0.0, 2.0)])], "t", "x", "y", log_x=True) == ""
-    named = line_chart([Series("a", [(0.0, 1.0), (1.0, 2.0)], line=False)], "t", "x", "y", categories=["sgd", "lion"])
+    named = line_chart([Series("a", [("sgd", 1.0), ("lion", 2.0)], line=False)], "t", "x", "y")
     assert ">sgd</text>" in named and ">lion</text>" in named
 
 

@@ -25,7 +25,7 @@ _STYLE: Any = {
 _SMOOTHED = 20  # parts of a curve, each as long as the window of its trend
 _FEWEST = 3 * _SMOOTHED  # points that show a trend of their own
 
-Point = tuple[float, float]
+Point = tuple[float | str, float]  # a text is a category
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def draw(axes: Any, series: Sequence[Series], log_x: bool = False) -> bool:
     """Draw curves with a legend. Return False where no point is finite; on a logarithmic axis x is above 0."""
     drawn = False
     for number, entry in enumerate(series):
-        points = [(x, y) for x, y in entry.points if math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x)]
+        points = [point for point in entry.points if _is_shown(*point, log_x)]
         if not points:
             continue
         drawn, (xs, ys), color = True, zip(*points, strict=True), COLORS[number % len(COLORS)]
@@ -86,6 +86,10 @@ def draw(axes: Any, series: Sequence[Series], log_x: bool = False) -> bool:
     return drawn
 
 
+def _is_shown(x: float | str, y: float, log_x: bool) -> bool:
+    return math.isfinite(y) and (isinstance(x, str) or (math.isfinite(x) and (x > 0 or not log_x)))
+
+
 def line_chart(
     series: Sequence[Series],
     title: str,
@@ -93,9 +97,8 @@ def line_chart(
     y_label: str,
     *,
     log_x: bool = False,
-    categories: Sequence[str] | None = None,
 ) -> str:
-    """Return an `<svg>` element; empty text without points. With `categories`, x is the index of a point's category."""
+    """Return an `<svg>` element; empty text without points."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
@@ -103,11 +106,8 @@ def line_chart(
         if not draw(axes, series, log_x):
             return ""
         axes.set_title(title, loc="left", fontweight="bold")
-        axes.set(xlabel=x_label, ylabel=y_label, xscale="log" if log_x else "linear")
+        axes.set(xlabel=x_label, ylabel=y_label, **({"xscale": "log"} if log_x else {}))
         axes.grid(color="#888888", alpha=0.3)
-        if categories is not None:
-            axes.set_xticks(range(len(categories)), categories)
-            axes.set_xlim(-0.5, len(categories) - 0.5)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     element = text.getvalue()[text.getvalue().index("<svg") :].replace(_INK, "currentColor")
