@@ -23,7 +23,7 @@ _BEAT_SECONDS = 1.0
 _DEAD_SECONDS = 2.5 * _BEAT_SECONDS  # without a beat
 _PATIENCE_SECONDS = 3.0  # for whoever knows the cause of an error to post it
 _GRACE_SECONDS = 5.0  # for a rank to end by itself after a failure
-_LEADER_SECONDS = 0.5  # that other ranks let the leading one speak first where all fail alike
+_LEADER_SECONDS = 3.0  # at most, that other ranks let the leading one speak first where all fail alike
 _LOOK_SECONDS = 0.02
 _FAILURE = "failure"
 
@@ -141,8 +141,10 @@ class Board:
         if isinstance(error, RankFailed):
             return error
         self._ends.set()
-        if self._rank:
-            time.sleep(_LEADER_SECONDS)
+        until = time.monotonic() + (_LEADER_SECONDS if self._rank else 0)
+        with suppress(RuntimeError):  # nobody is there
+            while time.monotonic() < until and self.failure() is None:
+                time.sleep(_LOOK_SECONDS)
         code = error.exit_code if isinstance(error, TtrainError) else EXIT_FAILURE
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
         own = Failure(self._rank, str(error) or type(error).__name__, code)
