@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,13 @@ def test_the_wheel_carries_conf_and_recipes_and_works_from_any_folder(tmp_path: 
         [sys.executable, "-c", code, str(unpacked), *overrides], cwd=tmp_path, capture_output=True, timeout=170
     )
     assert (done.returncode, done.stdout) == (0, b"64\n"), done.stderr.decode()
+
+
+def test_code_is_checked_for_the_oldest_python_that_is_allowed() -> None:
+    project = (REPO / "pyproject.toml").read_text("utf-8")
+    ((major, minor),) = re.findall(r'^requires-python = ">=(\d+)[.](\d+)"$', project, re.MULTILINE)
+    assert f'\npython_version = "{major}.{minor}"' in project, "mypy: what the library of that Python lacks"
+    assert f'\ntarget-version = "py{major}{minor}"' in project, "ruff: what its syntax lacks"
 
 
 def test_the_reference_page_is_current() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceBusy, DeviceUnavailable
 from ttrain.device.ttnn.mock import stub_compiler
@@ -54,6 +56,19 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceUnavailable, match=r"ttnn is not installed.*pip install 'ttrain\[tt\]'") as caught:
         environment.variables(TenstorrentConfig())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("minor", "has_wheel"), [(10, True), (11, False), (12, True), (13, False)])
+def test_the_extra_installs_ttnn_where_its_absence_is_told_with_it(
+    minor: int, has_wheel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, minor, 0))
+    assert (f"no wheel for Python 3.{minor}" in stub_compiler.missing_ttnn()) == (not has_wheel)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    (extra,) = re.findall(r'^tt = \["(.*)"\]$', project, re.MULTILINE)
+    marker = Requirement(extra).marker
+    machine = {"python_version": f"3.{minor}", "sys_platform": "linux", "platform_machine": "x86_64"}
+    assert marker is not None and marker.evaluate(machine) == has_wheel
 
 
 @pytest.fixture
