@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,18 +30,23 @@ def empty_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 class Ways:
-    """Ways that take known times, and how often one was made."""
+    """Ways that take known times, by a clock that only they move, and how often one was made."""
 
     def __init__(self, **seconds: float) -> None:
-        self.seconds, self.made = seconds, 0
+        self.seconds, self.made, self._now = seconds, 0, 0.0
 
     def make(self, name: str) -> Launch:
         self.made += 1
-        return partial(time.sleep, self.seconds[name])
+        return partial(self._run, name)
+
+    def _run(self, name: str) -> None:
+        self._now += self.seconds[name]
 
     def choose(self) -> str:
         costs._chosen.cache_clear()  # as a new process
-        return costs.fastest("something", {name: partial(self.make, name) for name in self.seconds})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: self._now))
+            return costs.fastest("something", {name: partial(self.make, name) for name in self.seconds})
 
 
 def test_a_clear_winner_is_taken_and_remembered() -> None:
