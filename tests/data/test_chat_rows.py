@@ -211,6 +211,9 @@ def test_what_introduces_a_reply_is_never_learnt(content: str) -> None:
         TokenizerTemplate({"chat_template": HEADED}, True).render([ASK, reply])
     text, ((start, end),) = TokenizerTemplate({"chat_template": BARE}, True).render([ASK, reply])
     assert text[start:end] == f" {content}</s>"
+    after = HEADED + "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
+    text, spans = TokenizerTemplate({"chat_template": after}, True).render([ASK, reply, reply])
+    assert [text[start:end] for start, end in spans] == [f"{content.strip()}</s>"] * 2
 
 
 # the child process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,7 +118,8 @@ class TokenizerTemplate:
 
     def _over(self, error: Exceeded) -> DataError:
         return DataError(
-            f"the chat template of {self._place} {error}. Mend it, or give data.template=chatml, plain or a text."
+            f"the chat template of {self._place} {error}. Mend it, shorten the conversation, or give "
+            "data.template=chatml, plain or a text."
         )
 
     def _job(self, chat: Chat, variants: list[tuple[list[Any], bool]]) -> Job:
@@ -166,8 +167,8 @@ class TokenizerTemplate:
             parts = range(1, len(messages) + 1) if chat.silent else ()
             return found + [(messages[:number], False) for number in parts]
         for number in chat.replies if self._replies else ():
-            found += [(messages[:number], False), (messages[:number], True)] if number else [([_PROBE], False)]
-            found.append((messages[: number + 1], False))
+            before = messages[:number] or [_PROBE]  # no template renders nothing
+            found += [(before, False), (before, True), (messages[: number + 1], False)]
         return found
 
     def _rendered(self, chat: Chat, answer: Any) -> Rendered:
@@ -178,25 +179,33 @@ class TokenizerTemplate:
                 raise ValueError(f"message {number} has as content an object, which the chat template can't write")
         if self._marks[0]:
             return _silenced(_unmarked(text, *self._marks), chat, [marks for _, _, marks in compared])
-        left = iter(compared)
-        return Rendered(text, tuple(self._reply(chat, text, number, left) for number in chat.replies if self._replies))
+        around = [compared[place : place + 3] for place in range(0, len(compared), 3)]
+        prompts = any(before != prompt for before, prompt, _ in around)
+        spans = (self._reply(chat, text, *each, prompts) for each in zip(chat.replies, around, strict=False))
+        return Rendered(text, tuple(spans))
 
-    def _reply(self, chat: Chat, text: str, number: int, compared: Iterator[list[int]]) -> Span:
-        """Return where reply `number` lies in the text: after what the template writes before a reply."""
-        shared, before, _ = next(compared) if number else (0, 0, 0)
-        prompt, asked, _ = next(compared)
-        same, end, _ = next(compared)
+    def _reply(self, chat: Chat, text: str, number: int, around: list[list[int]], prompts: bool) -> Span:
+        """Return where reply `number` lies in the text: after what the template writes before a reply.
+
+        `around` compares the text before it, its prompt, and the text up to its end. `prompts` is True where the
+        template writes prompts.
+        """
+        (shared, before, _), (prompt, asked, _), (same, end, _) = around
+        if not number:
+            return min(shared, end), end  # the probe's own prompt
         if shared < before or same < end:
             raise ValueError(
                 f"message {number + 1}: the tokenizer's chat template writes earlier messages another way once later "
                 "ones follow, so the reply can't be told from the rest. Use data.loss_on=all"
             )
-        if number and prompt == asked == before:
-            _, ((header, _, _),) = self._first(chat, ([*chat.messages[:number], _PROBE], False))
-            if text[before:header].strip():
+        if prompt == asked == before:
+            _, ((prompt, _, _),) = self._first(chat, ([*chat.messages[:number], _PROBE], False))
+            if not text[before:prompt].strip():  # a blank belongs to the word after it
+                return before, end
+            if not prompts:
                 raise ValueError(
                     f"message {number + 1}: the tokenizer's chat template ignores add_generation_prompt, so "
-                    f"{text[before:header]!r} before the reply would be learnt with it. Write it where "
+                    f"{text[before:prompt]!r} before the reply would be learnt with it. Write it where "
                     "add_generation_prompt is true, mark the replies with {% generation %}, or use data.loss_on=all"
                 )
         return max(before, min(prompt, end)), end

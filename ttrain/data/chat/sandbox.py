@@ -19,7 +19,7 @@ from ttrain.core.errors import DataError
 from ttrain.core.units import format_bytes
 
 SECONDS = 10  # of computing that one rendering may take
-MEMORY = 1 << 30  # bytes of address space that the child may take
+MEMORY = 1 << 29  # bytes of address space that the child may take
 OUT_OF_MEMORY = 3  # exit code of the child
 _SAFE = (3, 1, 6)  # earlier versions of Jinja2 have known ways out of their sandbox
 _KEPT = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # variables that the child sees; no secret is among them
