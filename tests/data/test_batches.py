@@ -127,6 +127,29 @@ def test_passes_are_shuffled_and_shifted_anew() -> None:
     assert not (np.diff(passes[0]) == 7).all()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    phases=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40)), min_size=1, max_size=5),
+    seed=st.integers(0, 2**40),
+)
+def test_a_pass_reads_no_token_twice_whatever_the_lengths(phases: list[tuple[int, int]], seed: int) -> None:
+    """Counted by the tokens' own positions. A longer length leaves out at most the rest of a piece."""
+    data, length = dataset(100, 13, 12, "epoch"), 96  # 8 pieces of 12, and 3 tokens that passes leave out
+    counts, number, position = np.zeros((99, 100), np.int64), 0, 0
+    for context, rows in [*phases, (12, 8)]:
+        view = data.at(context, number, position)
+        for each in range(number, number + rows):
+            begins = view.position(seed, each)
+            counts[begins // length] += np.bincount(view.batch("train", seed, each, 1)["tokens"][0], minlength=100)
+        number += rows
+        position = view.position(seed, number)
+        assert position % 12 + context <= 12
+    assert counts.max() == 1
+    passes = position // length
+    if not any(12 % context for context, _ in phases):
+        assert passes * length - counts[:passes].sum() <= 12 * len(phases)
+
+
 @pytest.mark.parametrize("order", ["random", "epoch"])
 def test_a_limit_repeats_the_first_sequences(order: str) -> None:
     data, free = dataset(500, 10, 4, order, limit=3), dataset(500, 10, 4, order)

@@ -157,8 +157,9 @@ class TokenDataset(TokenSequences):
 
     `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random a
     sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens from a random
-    one of the first tokens on, and takes each piece once. Neither reads across the end of the split. With order=read
-    sequences follow one another, and the start of the split follows its end.
+    one of the first tokens on, and takes each piece once; shorter sequences are parts of a piece, one after another.
+    Neither reads across the end of the split. With order=read sequences follow one another, and the start of the split
+    follows its end.
 
     Raises DataError when a split is shorter than context + 1 tokens.
     """
@@ -185,6 +186,7 @@ class TokenDataset(TokenSequences):
         _require_length("held-out", len(val), context, advice)
         # Plain arrays over the same bytes: indexing a memory map as such costs several times as much.
         self._splits = {"train": train.view(np.ndarray), "val": val.view(np.ndarray)}
+        self._longest = context
         self._resize(context, 0, 0)
         self.description = {
             **(description or {}),
@@ -229,19 +231,38 @@ class TokenDataset(TokenSequences):
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
         """See Indexed."""
-        numbers = sample_numbers(first, rows)
-        began, offset = np.uint64(self._first), np.uint64(self._offset)
+        numbers, length = sample_numbers(first, rows), len(self._splits["train"])
         if self._limit is not None:
             numbers = numbers % np.uint64(self._limit)
-            began = offset = np.uint64(0)
-        if self._order == "read":
-            starts: Words = offset + (numbers - began) * np.uint64(self.context)
-            return starts % np.uint64(len(self._splits["train"]))
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))
-        passes, pieces = shuffled_passes(seed, numbers, self._pieces("train"))
-        spare = np.uint64((len(self._splits["train"]) - 1) % self.context + 1)
-        return pieces * np.uint64(self.context) + random_words(derive_key(_PASSES, seed), passes) % spare
+        places = self._places(numbers, *((self._first, self._offset) if self._limit is None else (0, 0)))
+        if self._order == "read":
+            return places % np.uint64(length)
+        pieces, inside = np.divmod(places, np.uint64(self._longest))
+        passes, pieces = shuffled_passes(seed, pieces, (length - 1) // self._longest)
+        shift = random_words(derive_key(_PASSES, seed), passes) % np.uint64((length - 1) % self._longest + 1)
+        return pieces * np.uint64(self._longest) + shift + inside
+
+    def position(self, seed: int, number: int) -> int:
+        """See Resizable; with a limit the stream is not read in order."""
+        if self._limit is not None:
+            return super().position(seed, number)
+        return int(self._places(sample_numbers(number, 1), self._first, self._offset)[0])
+
+    def _places(self, numbers: Words, first: int, offset: int) -> Words:
+        """Return where sequences begin in the stream, uint64, if that of number `first` begins at `offset`.
+
+        The stream of order=epoch is made of pieces of the longest length; a sequence lies in one of them.
+        """
+        done, length = numbers - np.uint64(first), np.uint64(self.context)
+        if self._order != "epoch":
+            return np.uint64(offset) + done * length
+        piece, inside = divmod(offset, self._longest)
+        left, whole = np.uint64((self._longest - inside) // self.context), np.uint64(self._longest // self.context)
+        later = done - np.minimum(done, left)
+        starts: Words = (np.uint64(piece + 1) + later // whole) * np.uint64(self._longest) + later % whole * length
+        return np.where(done < left, np.uint64(offset) + done * length, starts)
 
     def _val_starts(self, numbers: Words) -> Words:
         return held_out(numbers, self._pieces("val")) * np.uint64(self.context)
