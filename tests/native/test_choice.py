@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from pytest import MonkeyPatch
 
 from tests.native.conftest import require_compiler
 from tests.native.test_steps import Device, losses, session
+from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels import product_libraries
@@ -20,9 +23,22 @@ from ttrain.device.torch.native import NativeKernels, Toolchain, choice
 from ttrain.device.torch.native.choice import FASTEST, OWN, decide
 from ttrain.device.torch.native.openmp import entry_points
 from ttrain.device.torch.native.request import Request
+from ttrain.engine.base import Trace, examples
+from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
+from ttrain.models.agillm import AGILLM
+from ttrain.models.gpt import GPT
+from ttrain.models.llama import Llama
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
+from ttrain.optim.adamw import AdamW
+from ttrain.optim.settings import AdamWConfig
 from ttrain.train.forecast.show import product_ways
+from ttrain.train.sampling.decode import cache_tensors
+from ttrain.train.sampling.source import check_sampling, sampling_traces
+from ttrain.train.settings import SampleConfig
+from ttrain.train.steps.step_graph import StepGraph
 
 A, B = (
     Request.make("matmul", [TensorSpec((8, width)), TensorSpec((width, 8))], [TensorSpec((8, 8))], {})
@@ -95,31 +111,84 @@ def compiler_of(engine: StaticEngine) -> NativeKernels:
     return engine.compiler
 
 
-@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
-def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_nothing(
-    compute: DType, folder: Path, tmp_path: Path, monkeypatch: MonkeyPatch
-) -> None:
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
+    """All products are compared, and a mix of own code and aten wins. What was run for it: products and steps."""
     require_compiler()
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(choice, "SMALLEST", 1)
-    measured: list[str] = []
+    found: list[str] = []
 
     def alone(launches: Mapping[str, Launch], *_: float) -> dict[str, float]:
         for launch in launches.values():
             launch()
-        measured.append("product")
-        return {name: 1e-3 if name == "aten" and len(measured) % 2 else 2e-3 for name in launches}
+        found.append("product")
+        return {name: 1e-3 if name == "aten" and len(found) % 2 else 2e-3 for name in launches}
 
     def in_turn(runs: Mapping[str, tuple[Launch, Launch]]) -> dict[str, float]:
         for ready, run in runs.values():
             ready()
             run()
             run()
-        measured.append("step")
+        found.append("step")
         return {name: 2e-3 if name == FASTEST else 3e-3 for name in runs}
 
     monkeypatch.setattr(choice, "seconds", alone)
     monkeypatch.setattr(choice, "in_turn", in_turn)
+    return found
+
+
+SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "context": 8, "vocabulary": 12}
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPT(GPTConfig(**SIZES, activation="relu_squared", qk_norm=True), DType.BF16),
+    "packed": lambda: Llama(LlamaConfig(**SIZES, hidden=16, kv_heads=1, window=3), DType.BF16).packing_documents(),
+    "agillm": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4), DType.BF16),
+    "alibi": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4, alibi="standard", objective="ar_only"), DType.BF16),
+    "mlp": lambda: MLP(MLPConfig(layers=2, width=16), DType.BF16),
+}
+
+
+def every_trace(model: Any) -> dict[str, tuple[StepGraph, Trace]]:
+    """All steps that a run, a sample in any mode, a chat or an evaluation builds of a model."""
+    whole, parts = (StepGraph(model, AdamW(AdamWConfig()), rows=2, accumulation=count) for count in (1, 2))
+    found = {name: (parts, trace) for name, trace in parts.train_steps().items()}
+    found |= {name: (whole, trace) for name, trace in {**whole.train_steps(), **whole.further_steps()}.items()}
+    if hasattr(model, "logits"):
+        found["scores"] = whole, lambda graph: graph.output("logits", model.logits(graph, 2, 5))
+    for mode in ("ar", "sat", "sat_variable", "speculative"):
+        config = SampleConfig(mode=mode)
+        with suppress(ConfigError):  # of a model without
+            check_sampling(model, config)
+            for traces in sampling_traces(model, config).values():
+                found |= {f"{mode} {name}": (whole, trace) for name, trace in traces.items()}
+    return found
+
+
+def built(engine: type[StaticEngine], device: Device, graph: StepGraph, trace: Trace) -> Any:
+    return engine(device, State(device, [*graph.state_tensors(), *cache_tensors([trace])])).build("step", trace)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_runs_on_its_example_inputs(name: str, folder: Path) -> None:
+    for step, (graph, trace) in every_trace(MODELS[name]()).items():
+        ready = built(StaticEngine, Device(folder, 1), graph, trace)
+        for output, values in ready(examples(ready.plan.graph)).items():
+            assert np.isfinite(values).all(), (step, output)
+
+
+@pytest.mark.parametrize("name", ["gpt", "packed"])
+def test_products_of_a_step_that_reads_a_text_are_compared_before_there_is_one(
+    name: str, folder: Path, measured: list[str]
+) -> None:
+    graph, trace = every_trace(MODELS[name]())["ar read_causal_8"]
+    built(TracedEngine, Compared(folder, 2), graph, trace)
+    assert measured[-1] == "step"
+
+
+@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
+def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_nothing(
+    compute: DType, folder: Path, tmp_path: Path, measured: list[str], monkeypatch: MonkeyPatch
+) -> None:
     step, engine = session(TracedEngine, folder, compute, 0.0, Compared)
     written = [name for name in engine.state.names() if not name.endswith("/gradient")]
     plain = session(StaticEngine, folder, compute, 0.0)

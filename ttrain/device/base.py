@@ -383,3 +383,8 @@ NUMPY_DTYPES = {
     DType.INT16: np.int16,
     DType.BOOL: np.bool_,
 }
+
+
+def filled(spec: TensorSpec, numbers: float | Sequence[float]) -> np.ndarray:
+    """Return an array for a tensor, of numbers that broadcast to its shape."""
+    return np.full(spec.shape, numbers, NUMPY_DTYPES[spec.dtype])

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.names import did_you_mean
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch, filled
 from ttrain.engine.state import State
 from ttrain.graph.graph import Graph, Node, RecordCounter, Value
 from ttrain.graph.place import place
@@ -157,6 +157,11 @@ class CountedRun:
             counters.allocations_after_first += self._engine.device.counters.allocations - self._allocations
             counters.nodes_after_first += RecordCounter.nodes - self._nodes
         self._first = False
+
+
+def examples(graph: Graph) -> dict[str, np.ndarray]:
+    """Arrays that a step may be given, by input, to run it before a run has made any."""
+    return {name: filled(value.spec, value.example) for name, value in graph.inputs.items()}
 
 
 def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:

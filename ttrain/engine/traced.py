@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
-
 from ttrain.core.errors import CaptureError
-from ttrain.device.base import NUMPY_DTYPES, Arena, Device, Launch, StepCompiler, chain
-from ttrain.engine.base import Trace
+from ttrain.device.base import Arena, Device, Launch, StepCompiler, chain
+from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
 from ttrain.graph.alias import overwritten
-from ttrain.graph.graph import Graph, Value
+from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.verify import verify
@@ -87,7 +84,7 @@ class TracedEngine(StaticEngine):
             for node, launch in zip(bound.nodes, bound.node_launches, strict=True)
             if all(plan.placement.owner_of(output).kind in passing for output in node.outputs)
         ]
-        ready = partial(self.device.upload_inputs, bound.inputs, zeros(graph.inputs))  # a run writes over them
+        ready = partial(self.device.upload_inputs, bound.inputs, examples(graph))  # a run writes over them
         return chain(ready, *compiler.join(kept))
 
     def bind(self, plan: Plan) -> BoundPlan:
@@ -148,13 +145,16 @@ class TracedStep(StaticStep):
             self._replay()
 
     def warm_up(self) -> bool:
-        """Run once on zeros what was never run, so that the device has all its memory; not what changes state."""
+        """Run a step that was never run once on example inputs, so that the device has all its memory.
+
+        False for a step that changes state: it is not run.
+        """
         if self._warm:
             return True
         if any(overwritten(node) for node in self.plan.graph.nodes):
             return False
         bound = self.take_addresses()
-        self.engine.device.upload_inputs(bound.inputs, zeros(self.plan.graph.inputs))
+        self.engine.device.upload_inputs(bound.inputs, examples(self.plan.graph))
         bound.run()
         self._warm = True
         return True
@@ -178,8 +178,3 @@ class TracedStep(StaticStep):
         """Drop the capture, before the device goes."""
         self._replay = None
         self._bound = None
-
-
-def zeros(inputs: Mapping[str, Value]) -> dict[str, np.ndarray]:
-    """Arrays for the inputs of a step, by name."""
-    return {name: np.zeros(value.spec.shape, NUMPY_DTYPES[value.spec.dtype]) for name, value in inputs.items()}

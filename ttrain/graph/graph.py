@@ -12,11 +12,16 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind, Stage
 
+Example = float | Sequence[float]
+
 
 class Value:
-    """A tensor of the graph: its spec, and the node that makes it. Holds no numbers."""
+    """A tensor of the graph: its spec, and the node that makes it. Holds no numbers.
 
-    __slots__ = ("graph", "index", "kind", "name", "number", "on_host", "producer", "spec")
+    `example`, of a step input: numbers that a step may be given, as something that broadcasts to the shape.
+    """
+
+    __slots__ = ("example", "graph", "index", "kind", "name", "number", "on_host", "producer", "spec")
 
     def __init__(
         self, graph: Graph, spec: TensorSpec, kind: Kind, name: str, producer: Node | None = None, index: int = 0
@@ -26,6 +31,7 @@ class Value:
         # Whether it lies in host memory beside a device that has its own; see place.py. Inputs never do.
         self.on_host = producer is not None and producer.on_host
         self.number = next(graph.numbers)
+        self.example: Example = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -284,11 +290,16 @@ class Graph:
     _segments: int = 0
     numbers: Iterator[int] = field(default_factory=count)  # of its values
 
-    def input(self, name: str, spec: TensorSpec) -> Value:
-        """The step input of that name, declared on first use."""
+    def input(self, name: str, spec: TensorSpec, example: Example = 0) -> Value:
+        """The step input of that name, declared on first use.
+
+        A step that is run to be measured, before a run has inputs for it, gets the `example`; see Value.
+        """
         if name in self.given:
             return self.given[name]
-        return self._named(self.inputs, name, spec, Kind.INPUT)
+        value = self._named(self.inputs, name, spec, Kind.INPUT)
+        value.example = example or value.example
+        return value
 
     def state_value(self, name: str, spec: TensorSpec, kind: Kind) -> Value:
         """The persistent tensor of that name, declared on first use."""

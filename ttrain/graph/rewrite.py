@@ -24,7 +24,7 @@ class Rewriter:
         self.old, self.new = old, Graph()
         self.map: dict[Value | None, Value] = {}
         for name, value in old.inputs.items():
-            self.map[value] = self.new.input(name, value.spec)
+            self.map[value] = self.new.input(name, value.spec, value.example)
         for name, value in old.state.items():
             self.map[value] = self.new.state_value(name, value.spec, value.kind)
             self.map[value].on_host = value.on_host

@@ -24,10 +24,11 @@ class Caches:
     """
 
     def __init__(self, graph: Graph, count: int, context: int, mask: str = CAUSAL) -> None:
-        place = TensorSpec((count,), DType.INT64)
-        self.tokens = graph.input(TOKENS, TensorSpec((1, count), DType.INT64))
-        self.positions, self.visible = graph.input(POSITIONS, place), graph.input(VISIBLE, place)
         self._graph, self._places, self._mask = graph, cache_places(context, mask), mask
+        place, last = TensorSpec((count,), DType.INT64), range(self._places - count, self._places)
+        self.tokens = graph.input(TOKENS, TensorSpec((1, count), DType.INT64))
+        self.positions = graph.input(POSITIONS, place, last)
+        self.visible = graph.input(VISIBLE, place, range(last.start + 1, last.stop + 1))
 
     def attend(
         self, path: str, q: Value, k: Value, v: Value, scale: float | None, mask: AttentionMask = EVERY_KEY

@@ -153,7 +153,9 @@ class Decoder(Module, ABC):
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """loss_weight * the sum of the cross-entropies in nats, in training with a future layer's: fp32 []."""
-        fields = {name: graph.input(name, spec) for name, spec in self.batch_specs(rows).items()}
+        whole = {POSITIONS: range(self.length)}  # for example one document in a row
+        specs = self.batch_specs(rows)
+        fields = {name: graph.input(name, spec, whole.get(name, 0)) for name, spec in specs.items()}
         hidden = self.hidden(graph, rows, training, fields.get(POSITIONS))
         with graph.scope("loss"):
             loss = self._cross_entropy(hidden, fields["targets"])

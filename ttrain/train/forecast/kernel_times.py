@@ -1,9 +1,9 @@
 """How long this machine's kernels take: each distinct kernel of a plan is timed, and its best time is kept.
 
-A kernel is timed on zeros in memory of its own. State that one update takes together lies side by side, as in a run.
-A kernel that takes long is timed on fewer rows, and that time scaled by operations and bytes. Where the time for
-measuring is over, the rest is estimated from these alone. A few kernels whose time is known are timed again by every
-plan, since the machine may have been busy before.
+A kernel is timed in memory of its own, on example inputs of its step and else on zeros. State that one update takes
+together lies side by side, as in a run. A kernel that takes long is timed on fewer rows, and that time scaled by
+operations and bytes. Where the time for measuring is over, the rest is estimated from these alone. A few kernels whose
+time is known are timed again by every plan, since the machine may have been busy before.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.spec import TensorSpec, run_offsets
 from ttrain.core.waiting import Waiting
-from ttrain.device.base import Device, Kernel, StepCompiler
+from ttrain.device.base import Device, Kernel, StepCompiler, filled
 from ttrain.graph.graph import Node
+from ttrain.graph.kinds import Kind
 from ttrain.train.forecast.peak import LEAST, Rates
 
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
@@ -240,6 +241,9 @@ def _bound(device: Device, table: Mapping[str, Kernel], node: Node) -> tuple[Cal
         members = [(index, value.spec) for index in group if (value := node.inputs[index]) is not None]
         for (index, _), buffer in zip(members, _side_by_side(device, [spec for _, spec in members]), strict=True):
             ins[index] = buffer
+    for buffer, value in zip(ins, node.inputs, strict=True):
+        if value is not None and value.kind is Kind.INPUT:
+            device.upload(buffer, filled(value.spec, value.example))
     outs = [
         ins[aliases[index]] if index in aliases else device.allocate(output.spec)
         for index, output in enumerate(node.outputs)

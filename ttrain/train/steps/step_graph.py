@@ -348,7 +348,7 @@ class StepGraph:
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
                 factor = None if limit is None else ops.clip_factor(norm, limit)
-            step = graph.input(STEP, SCALAR)
+            step = graph.input(STEP, SCALAR, 1)
             for (number, run), own in zip(self.updates, given, strict=True):
                 with graph.scope(run.run.name):
                     self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
