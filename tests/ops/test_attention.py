@@ -12,8 +12,11 @@ import torch
 from tests.ops.harness import Interpreter
 from ttrain import ops
 from ttrain.autodiff import backward
+from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels.common import TORCH_DTYPES
+from ttrain.device.torch.kernels.explicit import Block, ScoreBias
 from ttrain.graph import Graph
 
 BATCH, TIME, HEADS, WIDTH = 2, 11, 6, 4
@@ -92,3 +95,32 @@ def test_grouped_heads_copy_no_keys_and_rows_without_conditions_stay() -> None:
     assert names.count("attention") == 1 and "expand" not in names
     products = [node.outputs[0].shape for node in nodes if node.op.name == "matmul"]
     assert products == [(BATCH, 2, 3 * TIME, TIME), (BATCH, 2, 3 * TIME, WIDTH)]
+
+
+@pytest.mark.parametrize("few_shapes", [False, True])
+@pytest.mark.parametrize("rows", [2, 8, 64])
+@pytest.mark.parametrize("position_bias", ["none", "future", "distance"])
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("name", ["causal", "pairs", "full"])
+def test_a_mask_is_added_to_blocks_of_scores(
+    name: str, window: int | None, position_bias: str, rows: int, few_shapes: bool
+) -> None:
+    mask, time, heads = AttentionMask(name, position_bias, window), 45, 3
+    query, key = np.indices((time, time))
+    last = {"causal": query, "pairs": query // 2 * 2 + 1, "full": 0 * query + time}[name]
+    ahead = {"none": 0 * key, "future": np.maximum(key - query, 0), "distance": abs(key - query)}[position_bias]
+    wanted = -alibi_slopes(heads)[:, None, None] * ahead
+    wanted[:, (key > last) | (abs(key - query) >= (window or time))] = -np.inf
+    blocks = Block.all(mask, time, min(rows, time), few_shapes)
+    work = [
+        torch.empty(s.shape, dtype=TORCH_DTYPES[s.dtype]) for s in ScoreBias.workspace(mask, rows, time, DType.FP64)
+    ]
+    bias = ScoreBias(mask, heads, min(rows, time), time, torch.empty(0, dtype=torch.float64), work)
+    found = np.full(wanted.shape, -np.inf)
+    for block in blocks:
+        scores = torch.zeros(heads, block.stop - block.start, len(block.keys), dtype=torch.float64)
+        for launch in bias.adding(scores, block):
+            launch()
+        found[:, block.start : block.stop, block.keys.start : block.keys.stop] = scores.numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    assert not few_shapes or len({len(block.keys) for block in blocks}) <= 18

@@ -12,12 +12,15 @@ import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.random_bits import keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
+from ttrain.device.torch.kernels.random import Rows, mask_workspace, masking_rows
 from ttrain.graph import REGISTRY
 
 
-def expected_mask(size: int, seed: int, stream: int, p: float) -> np.ndarray:
-    """The mask in numpy's unsigned arithmetic, which wraps by itself."""
-    x = np.arange(size, dtype=np.uint32) + np.uint32(stream_key(seed, stream))
+def expected_mask(elements: int | np.ndarray, seed: int, stream: int, p: float) -> np.ndarray:
+    """The mask, of the elements with these numbers or of so many, in numpy's unsigned arithmetic, which wraps."""
+    x = np.asarray(np.arange(elements) if isinstance(elements, int) else elements).astype(np.uint32)
+    x += np.uint32(stream_key(seed, stream))
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x7FEB352D)
     x ^= x >> np.uint32(15)
@@ -51,6 +54,19 @@ def test_mask_is_the_hash_bit_for_bit(device: TorchDevice, seed: int) -> None:
     for stream, p in ((0, 0.5), (7, 0.1), (2**31 + 5, 0.999), (3, 0.001)):
         got = dropped(device, 1009, seed, stream, p)
         assert np.array_equal(got != 0, expected_mask(1009, seed, stream, p))
+
+
+@pytest.mark.parametrize("block", [1, 40, 1000])
+def test_rows_of_a_whole_that_nobody_holds_have_its_mask(block: int) -> None:
+    context = Context(torch.device("cpu"), block)
+    count, rows, width, at = 5, 4, 7, Rows(60_001, 50_003, 70_000)  # of more elements than 32 bits count
+    x = torch.ones(count, rows, width)
+    specs = [*mask_workspace(context, x.numel(), DType.FP32, rows * width), TensorSpec((at.time,), DType.INT32)]
+    work = [torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs]
+    masking_rows(context, x, x, at, torch.tensor(77), 0.4, 3, work)()
+    head, row, column = np.indices(x.shape)
+    elements = (head * at.time + at.row + row) * at.time + at.column + column
+    assert np.array_equal(x.numpy() != 0, expected_mask(elements, 77, 3, 0.4))
 
 
 def test_blocks_of_a_large_tensor_go_on_counting() -> None:

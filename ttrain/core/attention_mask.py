@@ -52,16 +52,24 @@ class AttentionMask:
         """True if it hides nothing and adds no bias."""
         return self == AttentionMask(FULL)
 
-    def attended(self, time: int) -> np.ndarray:
-        """bool [query, key]: what is not hidden."""
-        query, key = np.indices((time, time))
-        last = {CAUSAL: query, PAIRS: query | 1, FULL: np.full_like(query, time)}[self.name]
-        return (key <= last) & (abs(query - key) < (self.window or time))
+    def hidden(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """bool of the shape that both broadcast to: keys at these places that queries at these places don't attend to.
+
+        Both are integers.
+        """
+        last = {CAUSAL: query, PAIRS: query | 1, FULL: key}[self.name]
+        return (key > last) if self.window is None else (key > last) | (abs(query - key) >= self.window)
+
+    def keys(self, start: int, stop: int, time: int) -> range:
+        """Keys among which are all, of `time`, that the queries from `start` up to `stop` attend to."""
+        end, reach = {CAUSAL: stop, PAIRS: stop + stop % 2, FULL: time}[self.name], self.window or time
+        return range(max(start - reach + 1, 0), min(end, stop - 1 + reach, time))
 
     def score_bias(self, heads: int, time: int, hidden: float) -> np.ndarray:
         """fp32 [heads or 1, query, key] to add to scaled scores: `hidden` where a key is not attended to."""
-        bias = self.preference(heads, *np.indices((time, time))).astype(np.float32)
-        bias[:, ~self.attended(time)] = hidden
+        query, key = np.arange(time)[:, None], np.arange(time)
+        bias = self.preference(heads, query, key).astype(np.float32)
+        bias[:, self.hidden(query, key)] = hidden
         return bias
 
     def preference(self, heads: int, query: np.ndarray, key: np.ndarray) -> np.ndarray:

@@ -1,13 +1,13 @@
 """Softmax, and attention in two ways behind one row.
 
-explicit: batched products over [B*H, T, T] probabilities in workspace; bf16 products run on the matrix units.
+explicit: batched products over probabilities [B*H, rows, keys] in workspace, a block of query rows at a time; bf16
+    products run on the matrix units.
 flash: aten's blockwise attention, which never forms the probabilities; causal and without position bias only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -31,8 +31,9 @@ from ttrain.device.torch.kernels.common import (
 )
 from ttrain.device.torch.kernels.costs import fastest
 from ttrain.device.torch.kernels.explicit import (
+    Block,
     Documents,
-    bias_tensor,
+    ScoreBias,
     by_heads,
     explicit_backward,
     explicit_forward,
@@ -44,31 +45,51 @@ from ttrain.device.torch.kernels.layout import heads_view
 aten = torch.ops.aten
 
 
+_ROWS = 64  # of scores that a mask is added to at a time
+
+
 def _softmax_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     plain = attributes["scale"] == 1.0 and attributes["mask"].is_full
-    return [] if plain else _wide_copy(outs[0])
+    return [] if plain else [*_bias_workspace(ins[0], attributes), *_wide_copy(outs[0])]
+
+
+def _bias_workspace(x: TensorSpec, attributes: Attributes) -> list[TensorSpec]:
+    mask = attributes["mask"]
+    return ScoreBias.workspace(mask, _ROWS, x.shape[-1], x.dtype.wide) if mask.biased else []
 
 
 @row("softmax", _softmax_workspace, overwrites=(0,))
 def _softmax(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     x, y, factor, mask = ins[0], outs[0], attributes["scale"], attributes["mask"]
-    if not mask.is_full:
-        if not work:
-            return chain(_biased(x, y, factor, mask), softmax_into(y, y))
-        copy = work[0]
-        return chain(copying(copy, x), _biased(copy, copy, factor, mask), softmax_into(copy, copy), copying(y, copy))
-    if factor == 1.0:
+    if factor == 1.0 and mask.is_full:
         return softmax_into(x, y)
-    if x.dtype is not torch.bfloat16:
-        return chain(copying(y, x), *scaling(y, factor), softmax_into(y, y))
-    return chain(copying(work[0], x), *scaling(work[0], factor), softmax_into(work[0], work[0]), copying(y, work[0]))
+    wide = y if x.dtype is not torch.bfloat16 else work[-1]
+    launches = [copying(wide, x), *_biasing(wide, factor, mask, work), softmax_into(wide, wide)]
+    return chain(*launches, *([] if wide is y else [copying(y, wide)]))
 
 
-@row("log_sum_exp", lambda context, ins, outs, attributes: [ins[0].with_dtype(ins[0].dtype.wide)])
+def _log_sum_exp_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
+    return [*_bias_workspace(ins[0], attributes), ins[0].with_dtype(ins[0].dtype.wide)]
+
+
+@row("log_sum_exp", _log_sum_exp_workspace)
 def _log_sum_exp(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    scores, factor, mask = work[0], attributes["scale"], attributes["mask"]
-    biased = scaling(scores, factor) if mask.is_full else [_biased(scores, scores, factor, mask)]
+    scores, factor, mask = work[-1], attributes["scale"], attributes["mask"]
+    biased = _biasing(scores, factor, mask, work)
     return chain(copying(scores, ins[0]), *biased, partial(torch.logsumexp, scores, -1, out=outs[0]))
+
+
+def _biasing(x: Tensor, factor: float, mask: AttentionMask, work: Tensors) -> list[Launch]:
+    """x <- factor x + the bias of a mask, for x [..., T, T]."""
+    launches, time = scaling(x, factor), x.shape[-1]
+    if mask.is_full:
+        return launches
+    by_heads = x.view(-1, x.shape[-3] if mask.biased else 1, time, time)
+    bias = ScoreBias(mask, by_heads.shape[1], _ROWS, time, x, work[: 2 * mask.biased])
+    for start in range(0, time, _ROWS):
+        block = Block(start, min(start + _ROWS, time), range(time))
+        launches += bias.adding(by_heads[:, :, block.start : block.stop], block)
+    return launches
 
 
 def _document_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
@@ -78,20 +99,12 @@ def _document_workspace(context: Context, ins: Specs, outs: Specs, attributes: A
 @row("document_bias", _document_workspace)
 def _document_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     documents, bias = Documents(ins[0], work), outs[0]
-    time = bias.shape[2]
-    return chain(*documents.starting(), partial(bias.fill_, 0.0), *documents.hiding(bias, 0, time, time, HIDDEN))
+    whole = Block(0, bias.shape[2], range(bias.shape[2]))
+    return chain(*documents.starting(), partial(bias.fill_, 0.0), *documents.hiding(bias, whole, HIDDEN))
 
 
 def _wide_copy(x: TensorSpec) -> list[TensorSpec]:
     return [] if x.dtype.wide is x.dtype else [x.with_dtype(x.dtype.wide)]
-
-
-def _biased(x: Tensor, out: Tensor, factor: float, mask: AttentionMask) -> Launch:
-    """out <- factor x + the bias of a mask, for x [..., T, T]."""
-    heads, time = (x.shape[-3] if mask.biased else 1), x.shape[-1]
-    bias = bias_tensor(mask, heads, time, out.dtype, x.device)
-    shape = (-1, heads, *x.shape[-2:])
-    return partial(torch.add, bias, x.view(shape), alpha=factor, out=out.view(shape))
 
 
 @row("softmax_grad", overwrites=(0, 1))
@@ -152,6 +165,11 @@ def _measured_way(context: Context, dtype: DType, time: int, width: int, threads
     return fastest(f"attention {dtype} time={time} width={width}", ways)
 
 
+def _results(ins: Given, outs: Specs, attributes: Attributes) -> int:
+    """Bytes of the tensors that aten returns, before they are copied."""
+    return sum(spec.nbytes for spec in outs)
+
+
 def _flash_forward(context: Context) -> Kernel:
     def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         q, k, v = by_heads(ins[:3], attributes)
@@ -171,7 +189,7 @@ def _flash_forward(context: Context) -> Kernel:
 
         return launch
 
-    return Kernel(bind)
+    return Kernel(bind, outside=_results)
 
 
 def _flash_backward(context: Context) -> Kernel:
@@ -196,7 +214,7 @@ def _flash_backward(context: Context) -> Kernel:
 
         return launch
 
-    return Kernel(bind)
+    return Kernel(bind, outside=_results)
 
 
 def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bias: int) -> Kernel:
@@ -221,10 +239,14 @@ def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bia
     def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         return chosen(ins, attributes).workspace_specs(ins, outs, attributes)
 
+    def outside(ins: Given, outs: Specs, attributes: Attributes) -> int:
+        made = chosen(ins, attributes).outside
+        return 0 if made is None else made(ins, outs, attributes)
+
     def supports(ins: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
         return ins[bias] is None
 
-    return replace(Kernel(bind, workspace=workspace), supports=supports)
+    return Kernel(bind, workspace=workspace, outside=outside, supports=supports)
 
 
 def attention_rows(context: Context) -> dict[str, tuple[Kernel, Kernel]]:

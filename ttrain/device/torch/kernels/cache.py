@@ -9,7 +9,7 @@ import torch
 from ttrain.core.attention_mask import EVERY_KEY, HIDDEN, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Launch
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, row
+from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, row, shaped
 from ttrain.device.torch.kernels.explicit import softmax_into
 
 
@@ -81,7 +81,7 @@ def _cache_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attri
 
 def _columns(scratch: Tensor | None, count: int) -> Tensor | None:
     """[N, count] out of a buffer [N, C], packed."""
-    return None if scratch is None else scratch.view(-1)[: scratch.shape[0] * count].view(-1, count)
+    return None if scratch is None else shaped(scratch, (scratch.shape[0], count))
 
 
 def _cached_attention_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
@@ -103,7 +103,7 @@ def _cached_attention(context: Context, ins: Tensors, outs: Tensors, attributes:
     def attend(seen: int) -> None:
         hidden, distance, whole = (_columns(part, seen) for part in (*work[1:], None, None)[:3])
         assert hidden is not None
-        scores = work[0].view(-1)[: pairs * together * seen].view(pairs, together, seen)
+        scores = shaped(work[0], (pairs, together, seen))
         torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
         by_head = scores.view(batch, heads, rows, seen)
         bias.add(by_head, distance, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -94,6 +95,11 @@ def row(
 def rows_of(x: Tensor) -> Tensor:
     """x [..., C] as [N, C]."""
     return x.view(-1, x.shape[-1]) if x.numel() else x.reshape(0, x.shape[-1])
+
+
+def shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of a scratch buffer under another shape."""
+    return scratch.view(-1)[: math.prod(shape)].view(tuple(shape))
 
 
 @lru_cache(maxsize=256)

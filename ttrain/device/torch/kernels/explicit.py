@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 
-from ttrain.core.attention_mask import CAUSAL, FULL, AttentionMask
+from ttrain.core.attention_mask import FULL, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Kernel, Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Given, Specs, Tensor, Tensors, copying
+from ttrain.device.torch.kernels.common import Attributes, Context, Given, Specs, Tensor, Tensors, copying, shaped
 from ttrain.device.torch.kernels.layout import heads_view
-from ttrain.device.torch.kernels.random import mask_workspace, masking
+from ttrain.device.torch.kernels.random import Rows, mask_workspace, masking_rows
 
 aten = torch.ops.aten
 
@@ -42,13 +43,94 @@ def specs_by_heads(specs: Sequence[TensorSpec | None], attributes: Attributes) -
     return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x, heads in pairs]
 
 
-_DOCUMENT_ROWS = 512  # of queries at a time on a GPU, where no blockwise kernel knows documents
+_GPU_SCORES, _GPU_ROWS = 2**28, (128, 1024)  # of a block on a GPU: so many scores, in rows between these bounds
 
 
-@lru_cache(maxsize=4)  # of long sequences and many heads they are large
-def bias_tensor(mask: AttentionMask, heads: int, time: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[heads or 1, T, T]: what is added to scaled scores, -inf where a key is hidden."""
-    return torch.from_numpy(mask.score_bias(heads, time, -math.inf)).to(device, dtype)
+_SHAPES = 16  # about so many numbers of keys that blocks of bf16 have: oneDNN keeps code for each shape of a product
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query rows from `start` up to `stop`, and keys among which are all that they see."""
+
+    start: int
+    stop: int
+    keys: range
+
+    @classmethod
+    def all(cls, mask: AttentionMask, time: int, rows: int, few_shapes: bool) -> list[Block]:
+        """All queries in blocks of so many, which is an even number or all."""
+        step = -(-min(time, (mask.window or time) + rows) // _SHAPES) if few_shapes else 1
+        found = []
+        for start in range(0, time, rows):
+            stop = min(start + rows, time)
+            seen = mask.keys(start, stop, time)
+            keys = range(seen.start // step * step, min(-(-seen.stop // step) * step, time))
+            found.append(cls(start, stop, seen if step <= rows else keys))
+        return found
+
+    def columns(self, first: int, last: int) -> slice:
+        """Where the keys from `first` up to `last` lie among those of the block; empty where there are none."""
+        inside = range(max(first, self.keys.start), min(last, self.keys.stop))
+        return slice(inside.start - self.keys.start, inside.start - self.keys.start + len(inside))
+
+
+class ScoreBias:
+    """What a mask adds to scaled scores: -inf where a key is hidden, and the preference for near keys.
+
+    It is made for a block of `rows` queries at a time: nothing has an element for every query and key. `work` has what
+    `workspace` asks for.
+    """
+
+    def __init__(
+        self, mask: AttentionMask, heads: int, rows: int, time: int, like: Tensor, work: Sequence[Tensor]
+    ) -> None:
+        self.mask, self.rows, self.time, self.work = mask, rows, time, work
+        self.places = torch.arange(time if mask.biased else 0, dtype=torch.int32, device=like.device)
+        self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
+        near = mask.window or 0
+        self.edges = [0] * (mask.name != FULL) + [1 - near, near][: 1 + (mask.name == FULL)] * (near > 0)
+
+    @staticmethod
+    def workspace(mask: AttentionMask, rows: int, time: int, dtype: DType) -> list[TensorSpec]:
+        """How far apart queries and keys are, as integers and as the numbers that count."""
+        return [TensorSpec((rows, time), each) for each in ((DType.INT32, dtype) if mask.biased else ())]
+
+    def adding(self, scores: Tensor, block: Block) -> list[Launch]:
+        """scores [..., H or 1, rows, keys of the block] <- scores + bias."""
+        launches = self._preferring(scores, block) if self.mask.biased else []
+        seen = self.mask.keys(block.start, block.stop, self.time)
+        for outside in (block.columns(0, seen.start), block.columns(seen.stop, self.time)):
+            launches += [partial(scores[..., outside].fill_, -math.inf)] if outside.stop > outside.start else []
+        for edge in self.edges:
+            first = block.start + edge  # of as many keys as there are rows, among which some rows have hidden ones
+            columns = block.columns(first, first + self.rows + 1)
+            width, begin = columns.stop - columns.start, block.keys.start + columns.start - first
+            hidden = _hidden(self.mask, edge, self.rows, scores.device)[: block.stop - block.start]
+            hidden = hidden[:, begin : begin + width] if width else hidden[:, :0]
+            if hidden.any():
+                launches.append(partial(scores[..., columns].masked_fill_, hidden, -math.inf))
+        return launches
+
+    def _preferring(self, scores: Tensor, block: Block) -> list[Launch]:
+        future = self.mask.position_bias == "future"
+        columns = block.columns(block.start if future else 0, self.time)
+        keys = block.keys[columns]
+        whole, distance = (shaped(part, (block.stop - block.start, len(keys))) for part in self.work)
+        queries = self.places[block.start : block.stop, None]
+        return [
+            partial(torch.sub, self.places[keys.start : keys.stop], queries, out=whole),
+            partial(whole.clamp_, min=0) if future else whole.abs_,
+            copying(distance, whole),
+            partial(torch.addcmul, scores[..., columns], self.slopes, distance, value=-1, out=scores[..., columns]),
+        ]
+
+
+@lru_cache(maxsize=16)
+def _hidden(mask: AttentionMask, edge: int, rows: int, device: torch.device) -> Tensor:
+    """bool [rows, rows + 1]: the keys that are hidden of those which begin `edge` behind an even query, and so on."""
+    query = np.arange(rows)[:, None] + 2 * (mask.window or 0)
+    return torch.from_numpy(mask.hidden(query, query[0] + edge + np.arange(rows + 1))).to(device)
 
 
 def softmax_into(x: Tensor, y: Tensor) -> Launch:
@@ -77,13 +159,8 @@ class _Operand:
         if self.sliced:
             return [], self.scratch.flatten(0, 1)[:, start:stop]
         shape = (*self.scratch.shape[:2], stop - start, self.scratch.shape[3])
-        packed = _shaped(self.scratch, shape)
+        packed = shaped(self.scratch, shape)
         return [copying(packed, self.source[:, :, start:stop])], packed.view(self.pairs, -1, shape[3])
-
-
-def _shaped(scratch: Tensor, shape: Sequence[int]) -> Tensor:
-    """The first elements of a scratch buffer under another shape."""
-    return scratch.view(-1)[: math.prod(shape)].view(shape)
 
 
 class Documents:
@@ -100,10 +177,11 @@ class Documents:
         """Once, before the first block."""
         return [partial(torch.sub, self.numbers, self.positions, out=self.starts)]
 
-    def hiding(self, scores: Tensor, start: int, stop: int, keys: int, value: float = -math.inf) -> list[Launch]:
-        """scores [B, 1 or H, stop - start, keys] <- value where query and key are not of one document."""
-        hidden = _shaped(self.hidden, (self.starts.shape[0], 1, stop - start, keys))
-        rows, columns = self.starts[:, None, start:stop, None], self.starts[:, None, None, :keys]
+    def hiding(self, scores: Tensor, block: Block, value: float = -math.inf) -> list[Launch]:
+        """scores [B, 1 or H, rows, keys of a block] <- value where query and key are not of one document."""
+        (start, stop), keys = (block.start, block.stop), block.keys
+        hidden = shaped(self.hidden, (self.starts.shape[0], 1, stop - start, len(keys)))
+        rows, columns = self.starts[:, None, start:stop, None], self.starts[:, None, None, keys.start : keys.stop]
         return [partial(torch.ne, rows, columns, out=hidden), partial(scores.masked_fill_, hidden, value)]
 
     @staticmethod
@@ -113,49 +191,51 @@ class Documents:
         return [positions, TensorSpec((batch, rows, time), DType.BOOL)]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Query rows start to stop, and how many keys they see."""
-
-    start: int
-    stop: int
-    keys: int
-
-
 class _Explicit:
-    """What forward and backward share."""
+    """What forward and backward share. `work` has what `workspace` asks for, and behind it what the caller wants."""
 
     def __init__(
         self,
         context: Context,
         parts: Sequence[Tensor],
         seed: Tensor | None,
-        documents: Documents | None,
+        positions: Tensor | None,
         attributes: Attributes,
+        work: Sequence[Tensor],
     ) -> None:
-        self.context, self.seed, self.parts, self.documents = context, seed, parts, documents
+        self.context, self.seed, self.parts = context, seed, parts
         self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
         (self.batch, self.heads, self.time, _), dtype = parts[0].shape, parts[0].dtype
         self.pairs = self.batch * parts[1].shape[1]  # sequences of keys: heads of queries may share them
         self.scale, mask = attributes["scale"], attributes["mask"]
-        self.bias = bias_tensor(mask, self.heads, self.time, dtype, parts[0].device)
-        step = _query_rows(context, self.time, dtype is torch.bfloat16, self.p, documents is not None)
-        starts = range(0, self.time, step)
-        stops = [min(start + step, self.time) for start in starts]
-        self.blocks = [
-            _Block(start, stop, _keys_up_to(mask, stop, self.time)) for start, stop in zip(starts, stops, strict=True)
-        ]
+        rows = _query_rows(context, self.batch * self.heads, self.time, dtype is torch.bfloat16)
+        self.blocks = Block.all(mask, self.time, rows, dtype is torch.bfloat16 and context.on_cpu)
+        masks, biases, documents = 5 * (self.p > 0), 2 * mask.biased, 2 * (positions is not None)
+        rest = list(work)
+        self.masks, rest = rest[:masks], rest[masks:]
+        self.bias, rest = ScoreBias(mask, self.heads, rows, self.time, parts[0], rest[:biases]), rest[biases:]
+        self.documents = None if positions is None else Documents(positions, rest[:documents])
+        self.work = rest[documents:]
 
-    def probabilities(self, block: _Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
+    @staticmethod
+    def workspace(
+        context: Context, queries: TensorSpec, positions: TensorSpec | None, attributes: Attributes
+    ) -> tuple[TensorSpec, list[TensorSpec]]:
+        """Spec of a block's scores, and of what `work` begins with."""
+        (batch, heads, time, _), dtype, mask = queries.shape, queries.dtype, attributes["mask"]
+        rows = _query_rows(context, batch * heads, time, dtype is DType.BF16)
+        scores, found = queries.with_shape(batch * heads, rows, time), list[TensorSpec]()
+        if attributes.get("p", 0.0):
+            found += [*mask_workspace(context, scores.size, dtype, rows * time), TensorSpec((time,), DType.INT32)]
+        found += ScoreBias.workspace(mask, rows, time, dtype)
+        return scores, found + ([] if positions is None else Documents.workspace(positions, rows))
+
+    def probabilities(self, block: Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
         """scores <- bias + scale q k^T: all launches but the last; then their softmax in place."""
-        bias = self.bias[:, block.start : block.stop, : block.keys]
-        softmax, by_heads = softmax_into(scores, scores), self.by_heads(scores)
-        hiding = self.documents.hiding(by_heads, block.start, block.stop, block.keys) if self.documents else []
-        if self.pairs == self.batch * self.heads and (bias.shape[0] == 1 or self.batch == 1):
-            product: list[Launch] = [partial(torch.baddbmm, bias, q, k.mT, beta=1, alpha=self.scale, out=scores)]
-        else:
-            product = [scaled_product(q, k.mT, self.scale, scores), partial(torch.add, by_heads, bias, out=by_heads)]
-        return [*product, *hiding, softmax]
+        by_heads = self.by_heads(scores)
+        hiding = self.documents.hiding(by_heads, block) if self.documents else []
+        product = scaled_product(q, k.mT, self.scale, scores)
+        return [product, *self.bias.adding(by_heads, block), *hiding, softmax_into(scores, scores)]
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B*K, rows, n] as [B, H, rows of a head, n]."""
@@ -164,41 +244,27 @@ class _Explicit:
     def starting(self) -> list[Launch]:
         return self.documents.starting() if self.documents else []
 
-    def drop(self, x: Tensor, y: Tensor, work: Sequence[Tensor]) -> list[Launch]:
-        """y <- x with dropout; nothing without. Only where one block holds all rows, whose index the mask hashes."""
+    def drop(self, x: Tensor, y: Tensor, block: Block) -> list[Launch]:
+        """y <- x with dropout; nothing without. What is dropped does not depend on the blocks."""
         if not self.p:
             return []
         assert self.seed is not None
-        return [masking(self.context, x, y, self.seed, self.p, self.stream, work)]
+        at = Rows(block.start, block.keys.start, self.time)
+        x, y = (self.by_heads(part).flatten(0, 1) for part in (x, y))
+        return [masking_rows(self.context, x, y, at, self.seed, self.p, self.stream, self.masks)]
 
 
-def _keys_up_to(mask: AttentionMask, stop: int, time: int) -> int:
-    """Keys from the first on among which are all that the queries before `stop` see."""
-    if mask.name == FULL:
-        return time
-    return stop if mask.name == CAUSAL else min(stop + stop % 2, time)
-
-
-def _query_rows(context: Context, time: int, bf16: bool, p: float, documents: bool) -> int:
-    """Few rows skip more of what the mask hides, many make larger products. Dropout hashes indices of whole rows."""
-    if p or not (context.on_cpu or context.query_rows):
-        return min(time, _DOCUMENT_ROWS) if documents and not p else time
-    short, long = (64, 128) if bf16 else (32, 64)
-    return min(time, context.query_rows or (short if time < 512 else long))
-
-
-def _scores_spec(
-    context: Context, queries: TensorSpec, positions: TensorSpec | None, attributes: Attributes
-) -> tuple[TensorSpec, list[TensorSpec]]:
-    """Spec of one block's scores, and of what hides other documents."""
-    batch, heads, time, _ = queries.shape
-    rows = _query_rows(context, time, queries.dtype is DType.BF16, attributes.get("p", 0.0), positions is not None)
-    return queries.with_shape(batch * heads, rows, time), Documents.workspace(positions, rows) if positions else []
-
-
-def _documents(positions: Tensor | None, work: Sequence[Tensor]) -> tuple[Documents | None, Sequence[Tensor]]:
-    """What hides other documents, and the workspace without what that takes, the end of it."""
-    return (None, work) if positions is None else (Documents(positions, work[-2:]), work[:-2])
+def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
+    """Few rows skip more of what the mask hides, many make larger products. Even, so that no pair is cut, or all."""
+    if context.query_rows:
+        rows = context.query_rows
+    elif context.on_cpu:
+        short, long = (64, 128) if bf16 else (32, 64)
+        rows = short if time < 512 else long
+    else:
+        least, most = _GPU_ROWS
+        rows = min(max(_GPU_SCORES // (sequences * time), least), most)
+    return min(time, rows + rows % 2)
 
 
 def explicit_forward(context: Context) -> Kernel:
@@ -206,25 +272,25 @@ def explicit_forward(context: Context) -> Kernel:
 
     def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         parts = by_heads(ins[:3], attributes)
-        documents, work = _documents(ins[5], work)
-        shared = _Explicit(context, parts, ins[4], documents, attributes)
-        operands = [_Operand(part, scratch, shared.pairs) for part, scratch in zip(parts, work[:3], strict=True)]
-        results, all_scores, diagonal, *mask_work = work[3:]
+        shared = _Explicit(context, parts, ins[4], ins[5], attributes, work)
+        *scratch, results, all_scores, diagonal = shared.work
+        operands = [_Operand(part, packed, shared.pairs) for part, packed in zip(parts, scratch, strict=True)]
         y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
         launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
         for block in shared.blocks:
-            start, stop = block.start, block.stop
-            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, block.keys)
-            pack_v, v = operands[2].rows(0, block.keys)
-            scores = _shaped(all_scores, (*q.shape[:2], block.keys))
-            result = _shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
+            start, stop, keys = block.start, block.stop, (block.keys.start, block.keys.stop)
+            (pack_q, q), (pack_k, k), (pack_v, v) = (
+                operand.rows(*rows) for operand, rows in zip(operands, ((start, stop), keys, keys), strict=True)
+            )
+            scores = shaped(all_scores, (*q.shape[:2], len(block.keys)))
+            result = shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
             *product, softmax = shared.probabilities(block, q, k, scores)
-            own = shared.by_heads(scores).flatten(0, 1).diagonal(start, 1, 2)
-            picked, statistic = _shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
+            own = shared.by_heads(scores).flatten(0, 1).diagonal(start - block.keys.start, 1, 2)
+            picked, statistic = shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
             launches += [*pack_q, *pack_k, *pack_v, *product, copying(statistic, own), softmax]
             launches += _log_sum_exp(own, picked, statistic)
             launches += [
-                *shared.drop(scores, scores, mask_work),
+                *shared.drop(scores, scores, block),
                 partial(torch.bmm, scores, v, out=result.view(*q.shape[:2], -1)),
                 copying(y[:, :, start:stop], result),
             ]
@@ -233,10 +299,9 @@ def explicit_forward(context: Context) -> Kernel:
     def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[:3], attributes)
         results = queries.with_shape(*queries.shape[:3], values.shape[3])
-        scores, documents = _scores_spec(context, queries, ins[5], attributes)
+        scores, first = _Explicit.workspace(context, queries, ins[5], attributes)
         diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
-        masks = mask_workspace(context, scores.size, scores.dtype) if attributes.get("p", 0.0) else []
-        return [queries, keys, values, results, scores, diagonal, *masks, *documents]
+        return [*first, queries, keys, values, results, scores, diagonal]
 
     return Kernel(bind, workspace=workspace)
 
@@ -260,30 +325,32 @@ def explicit_backward(context: Context) -> Kernel:
 
     def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         parts = by_heads(ins[1:4], attributes)
-        documents, work = _documents(ins[8], work)
-        shared = _Explicit(context, parts, ins[7], documents, attributes)
+        shared = _Explicit(context, parts, ins[7], ins[8], attributes, work)
         sources = (*parts, heads_view(ins[0], 1, shared.heads)[0])
-        operands = [_Operand(source, scratch, shared.pairs) for source, scratch in zip(sources, work[:4], strict=True)]
-        dq, dk, dv, all_p, all_dp, *rest = work[4:]
-        all_dropped, mask_work = (rest[0], rest[1:]) if rest else (all_p, [])
+        *scratch, dq, dk, dv, all_p, all_dp, all_dropped = [*shared.work, *shared.work[-2:-1] * (not shared.p)]
+        operands = [_Operand(source, packed, shared.pairs) for source, packed in zip(sources, scratch, strict=True)]
         targets = by_heads(outs, attributes)
         launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
-        for block in reversed(shared.blocks):  # the last block writes all of dk and dv, the others add
-            start, stop, keys = block.start, block.stop, block.keys
-            (pack_q, q), (pack_k, k) = operands[0].rows(start, stop), operands[1].rows(0, keys)
-            (pack_v, v), (pack_dy, dy_rows) = operands[2].rows(0, keys), operands[3].rows(start, stop)
-            shape = (*q.shape[:2], keys)
-            p, dp, dropped = (_shaped(scratch, shape) for scratch in (all_p, all_dp, all_dropped))
-            dq_rows = _shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
-            dk_rows, dv_rows = dk.flatten(0, 1)[:, :keys], dv.flatten(0, 1)[:, :keys]
-            beta = 0 if block is shared.blocks[-1] else 1
+        whole = len(shared.blocks[-1].keys) == shared.time  # the last block writes all of dk and dv, the others add
+        launches += [] if whole else [dk.zero_, dv.zero_]
+        for block in reversed(shared.blocks):
+            start, stop, keys = block.start, block.stop, (block.keys.start, block.keys.stop)
+            (pack_q, q), (pack_k, k), (pack_v, v), (pack_dy, dy_rows) = (
+                operand.rows(*rows)
+                for operand, rows in zip(operands, ((start, stop), keys, keys, (start, stop)), strict=True)
+            )
+            shape = (*q.shape[:2], len(block.keys))
+            p, dp, dropped = (shaped(each, shape) for each in (all_p, all_dp, all_dropped))
+            dq_rows = shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
+            dk_rows, dv_rows = (each.flatten(0, 1)[:, slice(*keys)] for each in (dk, dv))
+            beta = 0 if whole and block is shared.blocks[-1] else 1
             launches += [
                 *(*pack_q, *pack_k, *pack_v, *pack_dy),
                 *shared.probabilities(block, q, k, p),
-                *shared.drop(p, dropped, mask_work),
+                *shared.drop(p, dropped, block),
                 partial(torch.baddbmm, dv_rows, dropped.mT, dy_rows, beta=beta, out=dv_rows),
                 partial(torch.bmm, dy_rows, v.mT, out=dp),
-                *shared.drop(dp, dp, mask_work),
+                *shared.drop(dp, dp, block),
                 partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
                 scaled_product(dp, k, shared.scale, dq_rows.view(q.shape)),
                 partial(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows),
@@ -294,9 +361,9 @@ def explicit_backward(context: Context) -> Kernel:
     def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
         queries, keys, values = specs_by_heads(ins[1:4], attributes)
         gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
-        scores, documents = _scores_spec(context, queries, ins[8], attributes)
-        masks = [scores, *mask_workspace(context, scores.size, scores.dtype)] if attributes.get("p", 0.0) else []
-        return [queries, keys, values, gradients, queries, keys, values, scores, scores, *masks, *documents]
+        scores, first = _Explicit.workspace(context, queries, ins[8], attributes)
+        blocks = [scores] * (3 if attributes.get("p", 0.0) else 2)
+        return [*first, queries, keys, values, gradients, queries, keys, values, *blocks]
 
     return Kernel(bind, workspace=workspace)
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, constant, copying, row
+from ttrain.device.torch.kernels.common import (
+    Attributes,
+    Context,
+    Specs,
+    Tensor,
+    Tensors,
+    constant,
+    copying,
+    row,
+    shaped,
+)
 
 _SIGN = 1 << 31
 
@@ -25,9 +36,12 @@ def counting(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, dtype=torch.int32, device=device)
 
 
-def mask_workspace(context: Context, size: int, dtype: DType) -> list[TensorSpec]:
-    """Scratch of `masking` for `size` elements: key, hash, a temporary, and the mask in x's dtype."""
-    block = min(size, context.block)
+def mask_workspace(context: Context, size: int, dtype: DType, row: int = 0) -> list[TensorSpec]:
+    """Scratch of `masking` for `size` elements: key, hash, a temporary, and the mask in x's dtype.
+
+    That of `masking_rows` holds whole heads of `row` elements.
+    """
+    block = max(min(size, context.block), row)
     hashes = TensorSpec((block,), DType.INT32)
     return [TensorSpec((8,), DType.INT32), hashes, hashes, TensorSpec((block,), dtype)]
 
@@ -36,24 +50,71 @@ def masking(
     context: Context, x: Tensor, y: Tensor, seed: Tensor, p: float, stream: int, work: Sequence[Tensor]
 ) -> Launch:
     """y <- x * mask / (1 - p) over the elements in row-major order; y may be x."""
-    keys, hashes, temporary, mask = work
+    keys, hashes, *_ = work
+    flat_x, flat_y, size = x.view(-1), y.view(-1), hashes.numel()
+    counter = counting(size, x.device)
     launches = [keying(context, seed, stream, keys)]
-    flat_x, flat_y = x.view(-1), y.view(-1)
-    counter = counting(hashes.numel(), x.device)
-    zero = constant(0.0, x.dtype, x.device)
-    for start in range(0, flat_x.numel(), hashes.numel()):
-        part_x, part_y = flat_x[start : start + hashes.numel()], flat_y[start : start + hashes.numel()]
-        n = part_x.numel()
-        if start:
-            launches.append(partial(torch.add, keys[0], constant(start, torch.int32, x.device), out=keys[1]))
-        launches += _hashing(counter[:n], keys[1 if start else 0], hashes[:n], temporary[:n])
-        launches += [
-            # The hash has its top bit flipped, so a signed comparison orders it as unsigned.
-            partial(torch.ge, hashes[:n], _int(signed(keep_threshold(p) ^ _SIGN), x), out=hashes[:n]),
-            copying(mask[:n], hashes[:n]),
-            partial(torch.addcmul, zero, part_x, mask[:n], value=1 / (1 - p), out=part_y),
-        ]
+    for start in range(0, flat_x.numel(), size):
+        part_x, part_y = flat_x[start : start + size], flat_y[start : start + size]
+        key, shifting = _shifted(keys, start)
+        counted = partial(torch.add, counter[: part_x.numel()], key, out=hashes[: part_x.numel()])
+        launches += [*shifting, counted, *_masking(part_x, part_y, p, work)]
     return chain(*launches)
+
+
+class Rows(NamedTuple):
+    """Rows from `row` on, and columns from `column` on, that x [N, R, K] holds of a whole [N, time, time]."""
+
+    row: int
+    column: int
+    time: int
+
+
+def masking_rows(
+    context: Context, x: Tensor, y: Tensor, at: Rows, seed: Tensor, p: float, stream: int, work: Sequence[Tensor]
+) -> Launch:
+    """y <- x * mask / (1 - p) with the mask of the whole that x is a part of; y may be x. Last in `work`: int32 [K]."""
+    (keys, hashes, *_, columns), (count, rows, width) = work, x.shape
+    together = min(max(hashes.numel() // (rows * at.time), 1), count)
+    first = _first_of_rows(together, rows, at.time, x.device)
+    row, counter = columns[:width], counting(columns.numel(), x.device)[:width]
+    launches = [keying(context, seed, stream, keys)]
+    for start in range(0, count, together):
+        part_x, part_y = x[start : start + together], y[start : start + together]
+        key, shifting = _shifted(keys, (start * at.time + at.row) * at.time + at.column)
+        counted = [
+            partial(torch.add, counter, key, out=row),
+            partial(torch.add, first[: part_x.shape[0]], row, out=shaped(hashes, part_x.shape)),
+        ]
+        launches += [*shifting, *counted, *_masking(part_x, part_y, p, work)]
+    return chain(*launches)
+
+
+@lru_cache(maxsize=8)
+def _first_of_rows(count: int, rows: int, time: int, device: torch.device) -> Tensor:
+    """int32 [count, rows, 1]: numbers of the first elements of rows in [count, time, time], which wrap at 2^32."""
+    heads, numbers = torch.arange(count)[:, None, None], torch.arange(rows)[:, None]
+    return ((heads * time + numbers) * time).to(torch.int32).to(device)
+
+
+def _shifted(keys: Tensor, start: int) -> tuple[Tensor, list[Launch]]:
+    """The key of elements from number `start` on, and what makes it; numbers wrap at 2^32."""
+    if not start:
+        return keys[0], []
+    number = constant(signed(start & 0xFFFFFFFF), torch.int32, keys.device)
+    return keys[1], [partial(torch.add, keys[0], number, out=keys[1])]
+
+
+def _masking(x: Tensor, y: Tensor, p: float, work: Sequence[Tensor]) -> list[Launch]:
+    """y <- x * mask / (1 - p), where the scratch for hashes holds the counters of the elements with the key added."""
+    hashes, temporary, mask = (shaped(part, x.shape) for part in work[1:4])
+    return [
+        *mixing(hashes, temporary, flip=True),
+        # The hash has its top bit flipped, so a signed comparison orders it as unsigned.
+        partial(torch.ge, hashes, _int(signed(keep_threshold(p) ^ _SIGN), x), out=hashes),
+        copying(mask, hashes),
+        partial(torch.addcmul, constant(0.0, x.dtype, x.device), x, mask, value=1 / (1 - p), out=y),
+    ]
 
 
 def _int(number: int, x: Tensor) -> Tensor:
@@ -72,10 +133,6 @@ def mixing(x: Tensor, temporary: Tensor, flip: bool) -> list[Launch]:
         if multiplier is not None:
             launches.append(partial(torch.mul, x, _int(signed(multiplier), x), out=x))
     return [*launches, partial(torch.bitwise_xor, x, _int(-_SIGN, x), out=x)] if flip else launches
-
-
-def _hashing(counter: Tensor, key: Tensor, hashes: Tensor, temporary: Tensor) -> list[Launch]:
-    return [partial(torch.add, counter, key, out=hashes), *mixing(hashes, temporary, flip=True)]
 
 
 def keying(context: Context, seed: Tensor, stream: int, keys: Tensor) -> Launch:
