@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.nn.lora import attach
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
+from ttrain.optim.groups import check_groups, trained, width_factor
+from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig
+from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.step_graph import StepGraph
 
 WIDTH, CONTEXT, VOCABULARY, ROWS, RANK = 16, 8, 11, 2, 4
@@ -118,10 +121,56 @@ def test_only_training_drops_inputs_and_every_use_has_a_mask_of_its_own() -> Non
     assert session.evaluate(batch)["loss"] == session.evaluate(batch)["loss"]
     losses = [session.train(batch, 1, {"lr": 0.0}, seed=seed)["loss"] for seed in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2] and session.evaluate(batch)["loss"] not in losses
+    assert len({stream for _, stream in masks(session.graph.trace_train)}) == 8
+
+
+def masks(trace: Any) -> list[tuple[str, int]]:
+    """Scope and stream of every dropout mask of forward."""
     graph = Graph()
-    session.graph.trace_train(graph)
-    forward = [node for node in graph.nodes if node.op.name == "dropout" and node.stage.value == "forward"]
-    assert len(forward) == len({node.attributes["stream"] for node in forward}) == 8
+    trace(graph)
+    drops = [node for node in graph.nodes if node.op.name == "dropout" and node.stage.value == "forward"]
+    return [(node.scope, node.attributes["stream"]) for node in drops]
+
+
+@pytest.mark.parametrize("family", ["gpt", "agillm"])
+def test_masks_depend_on_layers_and_not_on_what_else_a_step_records(family: str) -> None:
+    make: Any = (GPT, GPTConfig) if family == "gpt" else (AGILLM, AGILLMConfig)
+    sizes = {**SIZES, "rank": 8} if family == "agillm" else SIZES
+    model = make[0](make[1](**sizes, dropout=0.1))
+    attach(model, lora(dropout=0.2))
+    plain, resident = StepGraph(model, AdamW(AdamWConfig()), ROWS), Resident(model.batch_specs(ROWS))
+    found = masks(plain.trace_train)
+    assert len({stream for _, stream in found}) == len(found)
+    others = [replace(plain, resident=resident), replace(plain, watched=True), replace(plain, accumulation=2)]
+    assert all(masks(other.trace_train) == found for other in others)
+
+
+def test_a_wider_model_under_mup_slows_the_matrix_that_sums_over_the_width_alone() -> None:
+    """As muP has it for matrices from width to a fixed number of features, and back (LoRA+: Hayou et al., 2024)."""
+    model = gpt(lora=lora(), parametrization="mup", base_width=WIDTH // 4)
+    for optimizer, slower in ((AdamWConfig(), 1 / 4), (LionConfig(), 1 / 4), (AdafactorConfig(), 1 / 2)):
+        factors = {
+            path: width_factor(parameter, optimizer)
+            for path, parameter in trained(model.parameters(), optimizer).items()
+        }
+        assert {factor for path, factor in factors.items() if path.endswith("lora.a.weight")} == {slower}
+        assert {factor for path, factor in factors.items() if path.endswith("lora.b.weight")} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"group_lr": {"embedding": 2.0}}, {"clip_scope": ["blocks.*.*.*.lora", "*.0.attention.qkv.weight"]}]
+)
+def test_keys_for_what_adapters_freeze_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"adapters alone are trained, such as blocks\.0\.attention\.qkv\.lora\.b"):
+        check_groups(gpt(lora=lora()).parameters(), AdamWConfig(**settings))
+    with pytest.raises(ConfigError, match=r"optimizer\.adamw_lr=0\.1: muon updates all"):
+        check_groups(gpt(lora=lora()).parameters(), MuonConfig(adamw_lr=0.1))
+
+
+def test_a_rank_may_exceed_a_side() -> None:
+    """PEFT takes it."""
+    parameters = gpt(lora=lora(rank=40)).parameters()
+    assert parameters["blocks.0.attention.qkv.lora.a.weight"].shape == (40, 16)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +195,6 @@ def test_one_layer_alone_is_named_by_its_path() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rank": 17}, r"lora\.rank=17: blocks\.0\.attention\.qkv has a weight \[48, 16\]\. Give at most 16"),
         ({"targets": ["qkw"]}, r"no linear layer of a block is 'qkw'\. Did you mean 'qkv'\?"),
         ({"targets": ["head"]}, "no linear layer of a block is 'head'"),
         ({"targets": []}, "nothing would be trained"),

@@ -163,6 +163,9 @@ def test_recomputed_blocks_are_pruned_too() -> None:
         ({"freeze": [""]}, "no parameter's name begins so"),
         ({"clip_scope": ["blocks"], "clip_norm": None}, "nothing is clipped with optimizer.clip_norm=null"),
         ({"group_lr": {"blocks.*.nrm": 2.0}}, r"optimizer.group_lr.blocks.\*.nrm: no parameter's name begins so"),
+        ({"freeze": ["head"], "group_lr": {"head": 2.0}}, "optimizer.group_lr.head: changes no rate"),
+        ({"group_lr": {"blocks": 2.0, "blocks.*": 3.0}}, "optimizer.group_lr.blocks: changes no rate"),
+        ({"freeze": ["head"], "clip_scope": ["blocks", "head"]}, "optimizer.clip_scope.head: nothing of it is trained"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(settings: dict[str, Any], message: str) -> None:

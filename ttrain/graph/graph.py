@@ -12,8 +12,6 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind, Stage
 
-Example = float | Sequence[float]
-
 
 class Value:
     """A tensor of the graph: its spec, and the node that makes it. Holds no numbers.
@@ -31,7 +29,7 @@ class Value:
         # Whether it lies in host memory beside a device that has its own; see place.py. Inputs never do.
         self.on_host = producer is not None and producer.on_host
         self.number = next(graph.numbers)
-        self.example: Example = 0
+        self.example: float | Sequence[float] = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -290,14 +288,12 @@ class Graph:
     _segments: int = 0
     numbers: Iterator[int] = field(default_factory=count)  # of its values
 
-    def input(self, name: str, spec: TensorSpec, example: Example = 0) -> Value:
+    def input(self, name: str, spec: TensorSpec, example: float | Sequence[float] = 0) -> Value:
         """The step input of that name, declared on first use.
 
         A step that is run to be measured, before a run has inputs for it, gets the `example`; see Value.
         """
-        if name in self.given:
-            return self.given[name]
-        value = self._named(self.inputs, name, spec, Kind.INPUT)
+        value = self.given.get(name) or self._named(self.inputs, name, spec, Kind.INPUT)
         value.example = example or value.example
         return value
 

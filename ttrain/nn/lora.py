@@ -7,59 +7,63 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from weakref import ref
 
 from ttrain import ops
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, listed
-from ttrain.graph import Value
+from ttrain.graph import Graph, Value
 from ttrain.nn.initialize import Constant
 from ttrain.nn.layers import Linear
-from ttrain.nn.module import Module
+from ttrain.nn.module import Module, Parameter
 from ttrain.nn.settings import LoraConfig
 
 ALL = "all-linear"
-_STREAMS = 1 << 20  # of random bits from here on: no dropout of a model is numbered so high
+_STREAMS = 1 << 20  # of random bits for the adapters of one pass of the model, behind those of its own dropouts
 
 
 class Adapter(Module):
     """x [..., inputs] -> alpha/rank B A dropout(x) [..., outputs], A [rank, inputs], B [outputs, rank].
 
-    A starts as torch.nn.Linear's weight does, B with zeros, so that nothing is added at first.
+    A starts as torch.nn.Linear's weight does, B with zeros, so that nothing is added at first. `number` tells the
+    dropout masks of the adapters of a model apart. Under muP only A, which sums over the width, learns more slowly in a
+    wider model.
     """
 
-    def __init__(self, inputs: int, outputs: int, rank: int, config: LoraConfig) -> None:
+    def __init__(self, weight: Parameter, rank: int, config: LoraConfig, number: int) -> None:
+        """`weight` [outputs, inputs] is that of the layer."""
+        outputs, inputs = weight.shape
         self.a = Linear(inputs, rank, bias=False)
         self.b = Linear(rank, outputs, bias=False, weight_initializer=Constant(0.0))
-        self.scale, self._p = config.scale, config.dropout
+        self.a.weight.width_ratio = weight.width_ratio
+        self.scale, self._p, self._number = config.scale, config.dropout, number
+        # The graph of the last use, and how many uses it had before: a layer may have several in a step.
+        self._last: tuple[Callable[[], Graph | None], int] = (lambda: None), 0
 
     def __call__(self, x: Value) -> Value:
         seed = x.graph.inputs.get("seed")  # steps without it, such as evaluation, drop nothing
         if seed is not None:
-            x = ops.dropout(x, seed, self._p, _STREAMS + len(x.graph.nodes))  # a layer may be used more than once
+            graph, again = self._last
+            again = again + 1 if graph() is x.graph else 0
+            self._last = ref(x.graph), again
+            x = ops.dropout(x, seed, self._p, (1 + again) * _STREAMS + self._number)
         return self.b(self.a(x) * self.scale)
 
 
 def attach(model: Module, config: LoraConfig) -> None:
     """Freeze a model and give the linear layers that the config names their adapters.
 
-    Raises ConfigError for a target that names no layer, and where the rank exceeds a side of one.
+    Raises ConfigError for a target that names no layer.
     """
     assert config.rank, "there is nothing to attach"
     layers = {path: layer for path, layer in model.modules() if isinstance(layer, Linear) and _in_block(path)}
     original = getattr(model, "original_name", None)
     key = "lora.targets" if config.from_ is None else f"lora.targets, those of lora.from={config.from_}"
     chosen = targets(config.targets, {path: names(path, original) for path in layers}, key)
-    for path in chosen:
-        if config.rank > min(layers[path].weight.shape):
-            raise ConfigError(
-                f"lora.rank={config.rank}: {path} has a weight {list(layers[path].weight.shape)}. Give at most "
-                f"{min(layers[path].weight.shape)}, or leave it out of lora.targets."
-            )
     for parameter in model.parameters().values():
         parameter.trainable = False
-    for path in chosen:
-        outputs, inputs = layers[path].weight.shape
-        layers[path].lora = Adapter(inputs, outputs, config.rank, config)
+    for number, path in enumerate(chosen):
+        layers[path].lora = Adapter(layers[path].weight, config.rank, config, number)
     model.name_parameters()
 
 

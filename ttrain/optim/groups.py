@@ -45,10 +45,10 @@ class ParameterRun:
 def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, compute: DType) -> list[ParameterRun]:
     """All trained parameters, each in one run; within a run they keep the model's order.
 
-    Raises ConfigError as check_groups does.
+    Raises ConfigError as check_prefixes does.
     """
     config = optimizer.config
-    check_groups(parameters, config)
+    check_prefixes(parameters, config)
     found: dict[tuple[str, bool, DType, bool, Rule], list[Parameter]] = {}
     for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
@@ -152,6 +152,13 @@ def learning_rates(
 
 
 def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
+    """Raise ConfigError for what a run can't mean: what `check_prefixes` refuses, and prefixes that change nothing."""
+    check_prefixes(parameters, config)
+    if problems := _idle(parameters, config):
+        raise ConfigError(problems)
+
+
+def check_prefixes(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
     """Raise ConfigError with every prefix that leads to no parameter, and where nothing is left to train or clip."""
     prefixes: dict[str, Iterable[str]] = {
         "group_lr": config.group_lr, "clip_scope": config.clip_scope, "freeze": config.freeze,
@@ -182,6 +189,33 @@ def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _idle(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> list[str]:
+    """One problem for each key that changes nothing of what is trained."""
+    changing = trained(parameters, config)
+    fix = "Leave it out, or let some of it be trained."
+    if any(not parameter.trainable for parameter in parameters.values()):
+        example = next((path for path in changing if path.endswith(".b.weight")), next(iter(changing)))
+        fix = f"With lora.rank the adapters alone are trained, such as {example}. Name some, or leave it out."
+    rated = {longest(path, config.group_lr) for path in changing}
+    given: dict[str, list[str]] = {"clip_scope": config.clip_scope, "unfreeze": config.unfreeze}
+    found = [
+        f"optimizer.{key}.{prefix}: nothing of it is trained. {fix}"
+        for key, prefixes in given.items()
+        for prefix in prefixes
+        if not any(leads_to(prefix, path) for path in changing)
+    ]
+    found += [
+        f"optimizer.group_lr.{prefix}: changes no rate, since nothing of it is trained, or longer prefixes name all "
+        f"that is. {fix}"
+        for prefix in config.group_lr
+        if prefix not in rated
+    ]
+    own = getattr(config, "adamw_lr", None)
+    if own is not None and all(map(orthogonalised, changing.values())):
+        found.append(f"optimizer.adamw_lr={own}: {config.name} updates all that is trained at optimizer.lr. {fix}")
+    return found
 
 
 def _below(path: str, config: OptimizerConfig) -> bool:

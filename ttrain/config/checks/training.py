@@ -95,6 +95,16 @@ def _optimizer(optimizer: Any) -> Iterator[str]:
 
 
 @check
+def _adapters_under_mup(model: Any, lora: LoraConfig, optimizer: OptimizerConfig) -> Iterator[str]:
+    mup = getattr(model, "parametrization", "standard") == "mup"
+    if lora.rank and mup and isinstance(optimizer, SGDConfig | MuonConfig):
+        yield (
+            f"optimizer={optimizer.name}: has no rule for the rates of adapters under model.parametrization=mup. Give "
+            "optimizer=adamw, or model.parametrization=standard."
+        )
+
+
+@check
 def _stochastic_rounding(optimizer: OptimizerConfig, precision: PrecisionConfig) -> Iterator[str]:
     if optimizer.stochastic_rounding and precision.name != "bf16_pure":
         yield (
