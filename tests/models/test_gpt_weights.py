@@ -9,6 +9,7 @@ import torch
 from tests.models.plain_gpt import PlainGPT
 from ttrain.core.errors import CheckpointError
 from ttrain.models.gpt import GPT
+from ttrain.models.gpt_weights import config_from_transformers, config_to_transformers
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import initial_values
 
@@ -24,6 +25,16 @@ def test_there_and_back(tied: bool, bias: bool, transposed: bool) -> None:
     back = model.from_original(model.to_original(values, transposed))
     assert back.keys() == values.keys()
     assert all(np.array_equal(back[path], value) for path, value in values.items())
+
+
+@pytest.mark.parametrize("p", [None, 0.0, 0.25])
+def test_dropout_goes_in_and_out(p: float | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = {} if p is None else dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), p)
+    told = config_from_transformers(transformers.GPT2Config(**given).to_dict())
+    assert told["dropout"] == (0.1 if p is None else p)
+    back = transformers.GPT2Config(**config_to_transformers(GPTConfig(**told)))
+    assert {back.attn_pdrop, back.embd_pdrop, back.resid_pdrop} == {told["dropout"]}
 
 
 def test_weights_load_into_a_nanogpt_shaped_module() -> None:

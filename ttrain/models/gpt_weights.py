@@ -53,6 +53,7 @@ _ALWAYS = {  # what Transformers lets a config choose, and this model has so
     "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }  # fmt: skip
+_DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # for which this model has one probability
 _HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
 _AGREE = "layers, width, vocabulary, context, bias and tied"  # that the sizes of weights follow from
 _QKV = "c_attn.weight"
@@ -133,6 +134,10 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
     wrong += [f"n_inner={inner}"] if inner not in (None, 4 * width) else []
     wrong += [] if activation_of(activation) in ACTIVATIONS else [f"activation_function={activation}"]
+    dropouts = {key: float(config.get(key, 0.1)) for key in _DROPOUTS}
+    if len({*dropouts.values()}) > 1:
+        told = ", ".join(f"{key}={value}" for key, value in dropouts.items())
+        raise CheckpointError(f"its config.json has {told}, expected one probability for all. Write one into it.")
     if wrong:
         raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
     return {
@@ -142,6 +147,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
         "context": config.get("n_positions", 1024),
         "vocabulary": config.get("vocab_size", 50257),
         "bias": True,
+        "dropout": dropouts["attn_pdrop"],
         "activation": activation_of(activation),
         "tied": config.get("tie_word_embeddings", True),
     }
@@ -160,7 +166,7 @@ def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[s
         "vocab_size": config.vocabulary,
         "activation_function": name_of_activation(config.activation),
         **_ALWAYS,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        **dict.fromkeys(_DROPOUTS, config.dropout),
         "tie_word_embeddings": config.tied,
     }
 
