@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.data.settings import TextConfig
 from ttrain.models.settings import AGILLMConfig
-from ttrain.optim.settings import ScheduleFreeConfig
+from ttrain.optim.settings import OptimizerConfig, ScheduleConfig, ScheduleFreeConfig
+from ttrain.train.settings import SampleConfig, TrainConfig
 
 _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
 
@@ -25,9 +28,10 @@ def notices(config: Config) -> Iterator[str]:
             "lora.rank trains adapters beside a model of random numbers. train.init_from=<run or file> or model.from="
             "<folder> gives a trained one."
         )
-    idle = [key for key in sorted(config.source.explicit) if key.startswith("lora.") and key != "lora.rank"]
-    if idle and not config.lora.rank:
-        yield f"{idle[0]} is given without lora.rank, so the whole model is trained."
+    alone = [key for key in sorted(config.source.explicit) if key.startswith("lora.") and key != "lora.rank"]
+    if alone and not config.lora.rank:
+        yield f"{alone[0]} is given without lora.rank, so the whole model is trained."
+    yield from idle(config, ("model", "optimizer", "schedule", "train", "sample"))
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
     if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
         yield (
@@ -45,3 +49,41 @@ def notices(config: Config) -> Iterator[str]:
     shortest = min([model.context or _SHORTEST_PAIRS, *train.length_schedule]) if isinstance(model, AGILLMConfig) else 0
     if 0 < shortest < _SHORTEST_PAIRS and model.objective == "joint":
         yield f"sequences of {shortest} tokens hold no SAT window, so they train the AR head alone."
+
+
+def idle(config: Config, sections: Collection[str]) -> Iterator[str]:
+    """One sentence for each key of these sections that another key leaves nothing to change for."""
+    for key, without, why in _idle(config.model, config.optimizer, config.schedule, config.train, config.sample):
+        section, _, name = key.partition(".")
+        settings = getattr(config, section)
+        declared = {each.name: each.default for each in dataclasses.fields(settings)}
+        if section in sections and without and name in declared and getattr(settings, name) != declared[name]:
+            yield f"{key}={getattr(settings, name)} changes nothing: {why}."
+
+
+def _idle(
+    model: Any, optimizer: OptimizerConfig, schedule: ScheduleConfig, train: TrainConfig, sample: SampleConfig
+) -> Iterator[tuple[str, bool, str]]:
+    """Keys, when they are idle, and why they are then."""
+    none = optimizer.decay_rule == "none"
+    yield "schedule.final", schedule.name == "constant", "schedule=constant does not fall"
+    yield "schedule.decay", schedule.name != "wsd", "it is for schedule=wsd"
+    yield "schedule.decay", schedule.decay_from is not None, "schedule.decay_from takes its place"
+    yield "optimizer.weight_decay", none, "with optimizer.decay_rule=none nothing decays"
+    yield "optimizer.decay_rule", optimizer.weight_decay == 0 and not none, "optimizer.weight_decay is 0"
+    yield "optimizer.cautious", none or optimizer.weight_decay == 0, "nothing decays"
+    yield "train.phase_steps", not (train.length_schedule or train.batch_schedule), "there are no phases"
+    yield "train.early_stop", train.eval_every is None, "with train.eval_every=null there is one evaluation, at the end"
+    yield "train.init_anyway", train.init_from is None, "there is no train.init_from"
+    for key in ("base_width", "base_head_width"):
+        yield f"model.{key}", getattr(model, "parametrization", "") == "standard", "it is for model.parametrization=mup"
+    scaling = getattr(model, "rotary_scaling", None)
+    for key in ("factor", "low", "high", "context"):
+        unread = scaling in (None, "none") or (scaling == "linear" and key != "factor")
+        yield f"model.rotary_{key}", unread, f"model.rotary_scaling={scaling} does not read it"
+    for key in ("sat_target", "sat_stride", "sat_max_windows", "gate_weight"):
+        yield f"model.{key}", getattr(model, "objective", "") == "ar_only", "model.objective=ar_only has no SAT pass"
+    for key in ("top_k", "top_p", "min_p", "seed"):
+        yield f"sample.{key}", sample.temperature == 0, "sample.temperature=0 always takes the likeliest token"
+    unpunished = sample.repetition == 1 and not (sample.presence or sample.frequency)
+    yield "sample.penalty_window", unpunished, "sample has no penalty"

@@ -45,6 +45,7 @@ class Opened:
 @contextmanager
 def opened_model(config: Config) -> Iterator[Opened]:
     """The model of run.dir, else of model.from, on the device."""
+    from ttrain.config.notices import idle
     from ttrain.train.sampling.source import Source, check_sampling
 
     if config.run.dir is None:
@@ -60,8 +61,8 @@ def opened_model(config: Config) -> Iterator[Opened]:
             raise UserError(
                 f"device {device.name} computes no values, so there is no text. Give device=cpu or another."
             )
-        if device.caution is not None:
-            print(f"WARNING: {device.caution}", file=sys.stderr)
+        for warning in (*filter(None, [device.caution]), *idle(config, ["sample"])):
+            print(f"WARNING: {warning}", file=sys.stderr)
         with Waiting("Loading the model"):
             session = stack.enter_context(closing(build.build_session(model, device, *config.step_parts, False)))
             given.load(session.state)
