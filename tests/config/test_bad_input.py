@@ -98,7 +98,6 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: 
         (["model.heads=3"], "model.heads=3: must divide model.width=128. Nearest that does: 2."),
         (["model=gpt2", "model.preset=355M", "model.heads=7"], "model.heads=7: must divide model.width=1024."),
         (["model.preset=125M"], "model.preset=125M: no such preset. Did you mean '124M'?"),
-        (["model=llama", "model.preset=x-135m"], "model.preset=x-135m: no such preset. Did you mean 'SmolLM2-135M'"),
         (["model.preset=null"], "model.layers, model.heads, model.width, model.context: no value."),
         (["train.accumulation=3"], "train.accumulation=3: must divide train.batch_size=16. Nearest that does: 2."),
         (["train.accumulation=1e9"], "train.accumulation=1000000000: must divide train.batch_size=16."),
