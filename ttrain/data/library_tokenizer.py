@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
-from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen, visible_bytes
+from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, UnseenText, unseen
 
 Marks = NDArray[np.bool_]  # of the tokens of a text
 
 _PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
 CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
+_NO_TOKEN = "\ue000no token\ue000"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -74,8 +75,7 @@ class LibraryTokenizer(Tokenizer):
         self.unknown = self._unknown(described["model"])
         steps = _parts(described.get("normalizer"))
         self.normalizers = [str(step["type"]) for step in steps if step["type"] != "Sequence"]
-        self._drops = _may_drop(described)
-        self._known: set[str] = set()
+        _refuse_unknown(self._model)
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
         pieces = cut(texts)
@@ -169,15 +169,13 @@ class LibraryTokenizer(Tokenizer):
             elif part["type"] == "Metaspace":
                 part["prepend_scheme"] = "never"
         described["normalizer"] = _without(described.get("normalizer"), "Prepend")
-        return self._model if described == self._described else _library_model(json.dumps(described))
+        return self._model if described == self._described else _refuse_unknown(_library_model(json.dumps(described)))
 
     def _encode(self, pieces: list[str], model: Any) -> Iterator[Ids]:
         for encoding in self._encodings(pieces, model):
             yield np.asarray(encoding.ids, self.dtype)
 
     def _encodings(self, pieces: list[str], model: Any, offsets: bool = False) -> list[Any]:
-        if self._drops and pieces:
-            self._require_known(set().union(*pieces))
         encode = model.encode_batch if offsets else model.encode_batch_fast
         try:
             encodings: list[Any] = encode(pieces, add_special_tokens=False)
@@ -185,7 +183,7 @@ class LibraryTokenizer(Tokenizer):
             failing = next((piece for piece in pieces if self._fails(piece)), None)
             if failing is None:
                 raise DataError(f"the tokenizers library cannot encode the text: {error}. Give another.") from None
-            raise unseen([self._narrowed(failing)], self) from None
+            raise self._unseen(failing) from None
         return encodings
 
     def _fails(self, text: str) -> bool:
@@ -195,40 +193,12 @@ class LibraryTokenizer(Tokenizer):
             return True
         return False
 
-    def _narrowed(self, text: str) -> str:
-        """The first word of a text that can't be encoded, or the first character where others of that word can be."""
-        for parts in (str.splitlines, str.split):
-            text = next((part for part in parts(text) if self._fails(part)), text)
-        failing = [character for character in text if self._fails(character)]
-        return failing[0] if 0 < len(failing) < len(text) else text
-
-    def _require_known(self, characters: set[str]) -> None:
-        """Byte-pair encoding drops in silence what it has neither an id nor an unknown token for."""
-        fresh = characters - self._known
-        missing = [character for character in sorted(fresh) if not self._keeps(character)]
-        if missing:
-            raise unseen(missing, self)
-        self._known |= fresh
-
-    def _keeps(self, character: str) -> bool:
-        """Whether the tokens of a character, alone and at any place in a word, make up what the model was handed."""
-        return all(self._keeps_all(probe) for probe in (character, character * 3))
-
-    def _keeps_all(self, probe: str) -> bool:
-        encoding = self._model.encode(probe, add_special_tokens=False)
-        normalizer, pre_tokenizer = self._model.normalizer, self._model.pre_tokenizer
-        text = probe if normalizer is None else normalizer.normalize_str(probe)
-        words = [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
-        made = b"".join(map(self._bytes_of, encoding.tokens))
-        return made == "".join(words).encode() or self._model.decode(encoding.ids, skip_special_tokens=False) == probe
-
-    def _bytes_of(self, token: str) -> bytes:
-        """What a token of byte-pair encoding covers of a word."""
-        model = self._described["model"]
-        if model.get("byte_fallback") and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""
-        return token.removeprefix(prefix).removesuffix(suffix).encode()
+    def _unseen(self, text: str) -> UnseenText:
+        """The error for a text that can't be encoded: it names the characters of the first word that can't."""
+        word = next((word for word in text.split() if self._fails(word)), text)
+        # Some models know a character at the start or the end of a word alone.
+        failing = {character for character in word if self._fails(character) or self._fails(character * 3)}
+        return unseen([word] if failing == {*word} else failing, self)
 
     def _unknown(self, model: dict[str, Any]) -> int | None:
         if model.get("unk_id") is not None:
@@ -290,16 +260,14 @@ def _switch_off(described: dict[str, Any]) -> Iterator[str]:
         yield "The tokenizer's normalizer Strip is left off: blanks at the ends of a text are kept."
 
 
-def _may_drop(described: dict[str, Any]) -> bool:
-    """Whether characters can be missing in the ids without an error: where there are too few symbols for bytes."""
-    model = described["model"]
-    if model.get("type") != "BPE" or model.get("unk_token") is not None:
-        return False
-    whole = not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
-    kinds = {part["type"] for key in ("normalizer", "pre_tokenizer") for part in _parts(described.get(key))}
-    of_bytes = "ByteLevel" in kinds and all(symbol in model["vocab"] for symbol in visible_bytes())
-    falls_back = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
-    return not (whole and (of_bytes or falls_back))
+def _refuse_unknown(model: Any) -> Any:
+    """The model, which fails where byte-pair encoding would drop in silence what it has no id for.
+
+    It does so where it has an unknown token that is none of its tokens.
+    """
+    if getattr(model.model, "unk_token", "") is None:
+        model.model.unk_token = _NO_TOKEN
+    return model
 
 
 def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
