@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import islice, takewhile
+from itertools import accumulate, groupby, islice, takewhile, tee
 from pathlib import Path
 from string import ascii_letters
 from typing import Any, cast
@@ -35,10 +35,7 @@ def parse_tokenizer(text: str) -> Tokenizer:
         raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
     if isinstance(described, dict):
         described = {**described, "truncation": None, "padding": None}  # no tokenizer here obeys them
-    if described == ByteTokenizer().described:
-        return ByteTokenizer()
-    characters = _characters_of(described)
-    return CharTokenizer(characters) if characters is not None else LibraryTokenizer(text)
+    return _own(described) or LibraryTokenizer(text)
 
 
 def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
@@ -79,34 +76,28 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
         pieces = cut(texts)
-        yield from self._encode(list(islice(pieces, 1)), self._model)
-        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
-            yield from self._encode(batch, self._continuing)
+        yield from map(self._ids, self._encodings([*islice(pieces, 1)], self._model))
+        while batch := [*islice(pieces, _PIECES_AT_ONCE)]:
+            yield from map(self._ids, self._encodings(batch, self._continuing))
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
         """See Tokenizer. Several texts go through the library in one call, which it spreads over the processor."""
-        for group in _groups(texts, CALL_CHARACTERS):
-            pieces = [list(cut([text])) for text in group]
-            starts = self._encode([piece for several in pieces for piece in several[:1]], self._model)
-            others = self._encode([piece for several in pieces for piece in several[1:]], self._continuing)
-            for several in pieces:
-                start, rest = islice(starts, min(1, len(several))), islice(others, max(0, len(several) - 1))
-                yield np.concatenate([np.zeros(0, self.dtype), *start, *rest])
+        for _, encodings in self._documents(texts):
+            yield np.concatenate([np.zeros(0, self.dtype), *map(self._ids, encodings)])
 
     def encode_marked(self, texts: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> Iterator[tuple[Ids, Marks]]:
         """Ids of texts as `encode_documents` makes them, and whether a token holds characters of the text's parts."""
-        for text, parts in texts:
-            pieces, found, marks, before = list(cut([text])), list[Ids](), list[Marks](), 0
-            for number, piece in enumerate(pieces):
-                (encoding,) = self._encodings([piece], self._continuing if number else self._model, True)
-                ends = np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + before
-                inside = np.zeros(len(ends), np.bool_)
-                for start, end in parts:  # a token that covers nothing, as one of blanks may, counts where it stands
-                    inside |= (ends[:, 0] < end) & (np.maximum(ends[:, 1], ends[:, 0] + 1) > start)
-                found.append(np.asarray(encoding.ids, self.dtype))
-                marks.append(inside)
-                before += len(piece)
-            yield np.concatenate([np.zeros(0, self.dtype), *found]), np.concatenate([np.zeros(0, np.bool_), *marks])
+        texts, again = tee(texts)
+        for (pieces, encodings), (_, parts) in zip(self._documents((text for text, _ in texts), True), again):
+            starts = accumulate(map(len, pieces), initial=0)
+            places = [np.array(each.offsets, np.int64).reshape(-1, 2) + start for each, start in zip(encodings, starts)]
+            first, end = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
+            end = np.maximum(
+                end, first + 1
+            )  # a token that covers nothing, as one of blanks may, counts where it stands
+            marks = [(first < stop) & (end > start) for start, stop in parts]
+            ids = np.concatenate([np.zeros(0, self.dtype), *map(self._ids, encodings)])
+            yield ids, np.any([np.zeros(len(ids), np.bool_), *marks], axis=0)
 
     @property
     def start(self) -> list[int]:
@@ -171,9 +162,18 @@ class LibraryTokenizer(Tokenizer):
         described["normalizer"] = _without(described.get("normalizer"), "Prepend")
         return self._model if described == self._described else _refuse_unknown(_library_model(json.dumps(described)))
 
-    def _encode(self, pieces: list[str], model: Any) -> Iterator[Ids]:
-        for encoding in self._encodings(pieces, model):
-            yield np.asarray(encoding.ids, self.dtype)
+    def _ids(self, encoding: Any) -> Ids:
+        return np.asarray(encoding.ids, self.dtype)
+
+    def _documents(self, texts: Iterable[str], offsets: bool = False) -> Iterator[tuple[list[str], list[Any]]]:
+        """Pieces of each text and what the library makes of them, of about `CALL_CHARACTERS` in one call."""
+        for group in _groups(texts, CALL_CHARACTERS):
+            pieces = [list(cut([text])) for text in group]
+            starts = iter(self._encodings([piece for several in pieces for piece in several[:1]], self._model, offsets))
+            rest = [piece for several in pieces for piece in several[1:]]
+            others = iter(self._encodings(rest, self._continuing, offsets) if rest else [])
+            for several in pieces:
+                yield several, [next(others if number else starts) for number in range(len(several))]
 
     def _encodings(self, pieces: list[str], model: Any, offsets: bool = False) -> list[Any]:
         encode = model.encode_batch if offsets else model.encode_batch_fast
@@ -197,8 +197,8 @@ class LibraryTokenizer(Tokenizer):
         """The error for a text that can't be encoded: it names the characters of the first word that can't."""
         word = next((word for word in text.split() if self._fails(word)), text)
         # Some models know a character at the start or the end of a word alone.
-        failing = {character for character in word if self._fails(character) or self._fails(character * 3)}
-        return unseen([word] if failing == {*word} else failing, self)
+        failing = {character for character in {*word} if self._fails(character) or self._fails(character * 3)}
+        return unseen(failing if 0 < len(failing) < len({*word}) else [word], self)
 
     def _unknown(self, model: dict[str, Any]) -> int | None:
         if model.get("unk_id") is not None:
@@ -225,16 +225,16 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
     return LibraryTokenizer(model.to_str())
 
 
-def _characters_of(described: Any) -> str | None:
-    """The characters of a JSON that CharTokenizer wrote; None for any other."""
-    model = described.get("model") if isinstance(described, dict) else None
-    if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(model.get("vocab"), dict):
+def _own(described: Any) -> Tokenizer | None:
+    """The tokenizer of bytes or characters that a JSON is of; None for any other."""
+    if described == ByteTokenizer().described:
+        return ByteTokenizer()
+    try:
+        characters = "".join(described["model"]["vocab"]) if described["model"]["type"] == "WordLevel" else ""
+        tokenizer = CharTokenizer(characters)
+    except (LookupError, TypeError, ValueError):
         return None
-    characters = list(model["vocab"])
-    if not characters or any(len(character) != 1 or "\ud800" <= character <= "\udfff" for character in characters):
-        return None
-    joined = "".join(characters)
-    return joined if CharTokenizer(joined).described == described else None
+    return tokenizer if characters and tokenizer.described == described else None
 
 
 def _library_model(text: str) -> Any:
@@ -291,11 +291,8 @@ def _start(post_processor: dict[str, Any] | None) -> list[int]:
         if "cls" in part:
             return [part["cls"][1]]
         if "single" in part:
-            names = [
-                piece["SpecialToken"]["id"]
-                for piece in takewhile(lambda piece: "Sequence" not in piece, part["single"])
-            ]
-            return [number for name in names for number in part["special_tokens"][name]["ids"]]
+            before = takewhile(lambda piece: "SpecialToken" in piece, part["single"])
+            return [number for piece in before for number in part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
     return []
 
 
@@ -310,13 +307,6 @@ def _without(step: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:
 
 def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
     """The texts in lists of about `size` characters."""
-    group: list[str] = []
-    held = 0
-    for text in texts:
-        group.append(text)
-        held += len(text)
-        if held >= size:
-            yield group
-            group, held = [], 0
-    if group:
-        yield group
+    texts, again = tee(texts)
+    for _, group in groupby(zip(accumulate(map(len, again)), texts), lambda pair: pair[0] // size):
+        yield [text for _, text in group]

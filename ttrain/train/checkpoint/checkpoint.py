@@ -39,7 +39,7 @@ from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
 from ttrain.train.checkpoint.state_match import match
-from ttrain.train.checkpoint.tensor_files import check_header, lazy_tensors, tensors_in
+from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.settings import with_current_keys
 
@@ -111,7 +111,7 @@ class Checkpoint:
         if sha256_file(path) != entry["sha256"]:
             raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
         if path.suffix == ".safetensors":
-            check_header(path)
+            list(tensors_of(path))  # raises for a file that is none
 
     @property
     def config(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
-from ttrain.train.checkpoint.tensor_files import LazyTensor, check_header, tensors_of
+from ttrain.train.checkpoint.tensor_files import LazyTensor, tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -153,7 +153,6 @@ def read_folder(folder: Path) -> dict[str, LazyTensor]:
     files = [folder / name for name in ([WEIGHTS] if indexed is None else sorted(set(indexed.values())))]
     found: dict[str, LazyTensor] = {}
     for file in files:
-        check_header(file)
         found |= {tensor.name: tensor for tensor in tensors_of(file)}
     if indexed is not None:
         wrong = [name for name, file in indexed.items() if name not in found or found[name].path.name != file]

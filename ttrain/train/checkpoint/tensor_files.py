@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import stored_part
 from ttrain.models.weight_checks import Weights
 from ttrain.train.protocols import Array
-
-MAX_HEADER_BYTES = 100_000_000  # of a safetensors file: the limit of the library
 
 
 def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
@@ -87,20 +84,6 @@ def tensors_in(shards: Iterable[Path]) -> dict[str, LazyTensor]:
     return found
 
 
-def check_header(path: Path) -> None:
-    """A safetensors file starts with the length of its JSON header, 8 bytes little-endian."""
-    with open(path, "rb") as file:
-        start = file.read(9)
-    if len(start) < 9:
-        raise CheckpointError(f"{path} is not a safetensors file: it has {len(start)} bytes. Bring it anew.")
-    limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
-    (length,) = struct.unpack("<Q", start[:8])
-    if not 2 <= length <= limit or start[8:9] != b"{":
-        raise CheckpointError(
-            f"{path} is not a safetensors file: its header should have 2 to {limit} bytes, not {length}."
-        )
-
-
 def tensors_of(path: Path) -> Iterator[LazyTensor]:
     """Every tensor of a file, from its header alone."""
     with _open_shard(path) as shard:
@@ -127,4 +110,4 @@ def _open_shard(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="numpy") as shard:
             yield shard
     except (SafetensorError, TypeError, OSError) as error:  # TypeError: a dtype that numpy does not have
-        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
+        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}. Bring it anew.") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,20 +55,19 @@ def _read_pt(path: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickle protocols that only files with more in them have
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
-    except pickle.UnpicklingError as error:
-        reason = str(error)
-        if "weights_only" not in reason and "Unsupported" not in reason:
-            raise CheckpointError(f"{path} is not a .pt file that can be read: {_first_line(reason)}") from None
-        raise CheckpointError(
-            f"{path} is damaged or holds more than tensors and plain values; reading it could run code, so it is not "
-            "read. Save the state dictionaries alone with torch.save."
-        ) from None
     except Exception as error:  # the bytes of a damaged file can make the reader fail in any way
-        if "TorchScript" in str(error):
+        told, unpickling = str(error), isinstance(error, pickle.UnpicklingError)
+        if unpickling and ("weights_only" in told or "Unsupported" in told):
+            raise CheckpointError(
+                f"{path} is damaged or holds more than tensors and plain values; reading it could run code, so it is "
+                "not read. Save the state dictionaries alone with torch.save."
+            ) from None
+        if "TorchScript" in told:
             reason = "it is a TorchScript archive, which is a program. Save the state dictionary with torch.save"
+        elif unpickling or isinstance(error, OSError | RuntimeError | ValueError | EOFError):
+            reason = _first_line(told)
         else:
-            told = isinstance(error, OSError | RuntimeError | ValueError | EOFError)
-            reason = _first_line(str(error)) if told else f"its content is damaged ({type(error).__name__})"
+            reason = f"its content is damaged ({type(error).__name__})"
         raise CheckpointError(f"{path} is not a .pt file that can be read: {reason}.") from None
 
 
@@ -220,23 +218,11 @@ def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: b
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes weights as fp32, one after the other, so that no second copy of all is made. Replaces the file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
-    for name, weight in weights.items():
-        size = 4 * int(np.prod(weight.shape, dtype=np.int64))
-        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    """Writes weights as fp32, with texts in the header. Replaces the file."""
+    from safetensors.numpy import save_file
 
-    def write(beside: Path) -> None:
-        with open(beside, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for weight in weights.values():
-                file.write(as_fp32(weight).data.cast("B") if np.prod(weight.shape) else b"")
-
-    write_file(path, write)
+    header = {"format": "pt", **(metadata or {})}
+    write_file(path, lambda beside: save_file({name: as_fp32(each) for name, each in weights.items()}, beside, header))
 
 
 def write_pt(path: Path, content: Mapping[str, Any]) -> None:
@@ -261,9 +247,11 @@ def write_pt(path: Path, content: Mapping[str, Any]) -> None:
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
     """Replaces a file with what `write` makes, in a folder that is made. Raises UserError where that fails."""
+    from safetensors import SafetensorError
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, write)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError on top of the system's error
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError on top of the system's error
         system = error.__context__ if isinstance(error.__context__, OSError) else error
         raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
