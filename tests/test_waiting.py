@@ -24,10 +24,13 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_what_takes_long_is_told_again_and_again_until_it_is_done() -> None:
+def test_what_takes_long_is_told_again_and_again_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = [100.0]
-    with Waiting("Baking", said.append, after=0.001, every=0.001, clock=lambda: now[0]) as baking:
+    monkeypatch.setattr(waiting, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting, "AFTER", 0.001)
+    monkeypatch.setattr(waiting, "EVERY", 0.001)
+    with Waiting("Baking", said.append) as baking:
         now[0] = 104.0
         until(lambda: len(said) > 1)
         baking.at(5, 25)

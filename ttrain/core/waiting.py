@@ -1,13 +1,12 @@
-"""What is under way, said where it takes longer than people like to wait without a word."""
+"""Words about what is under way, where it takes longer than people like to wait without one."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
+from time import monotonic
 from typing import TypeVar
 
 from ttrain.core.units import format_duration
@@ -21,49 +20,40 @@ Item = TypeVar("Item")
 class Waiting:
     """Says what is under way as long as it is open: after AFTER seconds, then every EVERY.
 
-    Lines go to the standard error stream unless `say` takes them, from a thread of their own.
+    Lines go to the standard error stream unless `say` takes them, from a thread of their own. So they show in a log
+    too, and above a bar that is under way.
     """
 
-    def __init__(
-        self,
-        what: str,
-        say: Callable[[str], None] | None = None,
-        after: float | None = None,
-        every: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._what, self._say, self._clock = what, say or _to_stderr, clock
-        self._after, self._every = AFTER if after is None else after, EVERY if every is None else every
+    def __init__(self, what: str, say: Callable[[str], None] | None = None) -> None:
+        self._what, self._say = what, say or _to_stderr
         self._parts: tuple[int, int] | None = None
         self._ended = threading.Event()
-        self._started = clock()
+        self._started = monotonic()
 
     def __enter__(self) -> Waiting:
         threading.Thread(target=self._run, daemon=True, name=f"waiting: {self._what}").start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """It is done; nothing more is said."""
+        """Say nothing more: it is done."""
         self._ended.set()
 
     def at(self, done: int, total: int) -> None:
-        """How much of it is done."""
+        """Take in how much of it is done."""
         self._parts = done, total
 
     def each(self, items: Sequence[Item]) -> Iterator[Item]:
-        """The items, counted as they are done."""
+        """Yield the items, counted as they are done."""
         for number, item in enumerate(items):
             self.at(number, len(items))
             yield item
 
     def text(self) -> str:
-        """What is said now."""
-        seconds = self._clock() - self._started
+        """Return what is said now."""
+        seconds = monotonic() - self._started
         if self._parts is None:
             return f"{self._what}: {format_duration(seconds)} so far."
         done, total = self._parts
@@ -71,15 +61,15 @@ class Waiting:
         return f"{self._what}: {done} of {total} after {format_duration(seconds)}{left}."
 
     def _run(self) -> None:
-        pause = self._after
+        pause = AFTER
         while not self._ended.wait(pause):
             self._say(self.text())
-            pause = self._every
+            pause = EVERY
 
 
-def waited_for(items: Iterable[Item], what: str, say: Callable[[str], None] | None = None) -> Iterator[Item]:
-    """The items, with a word about how far it is where they take long."""
-    with Waiting(what, say) as waiting:
+def waited_for(items: Iterable[Item], what: str) -> Iterator[Item]:
+    """Yield the items, with a word about how far it is where they take long."""
+    with Waiting(what) as waiting:
         yield from waiting.each(list(items))
 
 

@@ -172,8 +172,8 @@ class SampleConfig(CheckpointConfig):
 
     prompt: str | None = option(
         None,
-        "text that the model continues; null starts from a line break, or where the tokenizer has none from the token "
-        "between documents, or any",
+        "text that the model continues; null takes held-out text at the end of a run, and for task=sample a line "
+        "break, or where the tokenizer has none the token between documents, or any",
     )
     prompts: str | None = option(
         None,
