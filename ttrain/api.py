@@ -113,14 +113,16 @@ class Training:
         self.steps = step
         return result
 
-    def evaluate(self, batch: Batch) -> float:
+    def evaluate(self, batch: Batch) -> float | None:
         """The loss of train.batch_size / parallel.slices / train.accumulation rows, without dropout, of the averages of
-        the weights where the config keeps some; changes nothing.
+        the weights where the config keeps some; changes nothing. None where no row has a target.
         """
-        from ttrain.models.base import loss_weights
+        from ttrain.models.base import LOSS_WEIGHT, loss_weights
         from ttrain.train.steps.session import averaged
 
         fields, counts = self._session.prepare(batch)
+        if not counts[LOSS_WEIGHT]:
+            return None
         with averaged(self._built):
             return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import cache_home
 from tests.models.session import Session, token_batch
 from tests.train.conftest import FakeWandb
-from ttrain import load_config
+from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
 from ttrain.models.agillm import AGILLM
@@ -172,3 +172,12 @@ def test_the_noise_is_not_that_of_a_micro_batch_without_targets() -> None:
     noise = NoiseScale(1)
     found = TrainStep(steps, 1, 0, session.graph.model.prepare, noise=noise)(given, {"lr": 0.0}, 1)
     assert found.grad_norm > 0 and math.isfinite(found.loss or math.nan) and noise.noise == noise.signal == 0.0
+
+
+def test_a_batch_of_ones_own_without_targets_has_no_loss() -> None:
+    config = load_config(*QUIET, "model.vocabulary=7", "model.context=8", "train.batch_size=2", "engine=dynamic")
+    batch = token_batch(7, 2, 8, index=1)
+    none = {**batch, "targets": np.full_like(batch["targets"], -1)}
+    with Training(config) as training:
+        assert training.step(none).loss is None and training.evaluate(none) is None
+        assert (training.step(batch).loss or 0) > 1 and (training.evaluate(batch) or 0) > 1
