@@ -22,7 +22,7 @@ from ttrain.data.chat.conversation import Chat
 from ttrain.data.chat.jinja import TokenizerTemplate
 from ttrain.data.chat.messages import Rendered, Template
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Reader, find_sources
+from ttrain.data.sources import DocumentReader, find_sources
 
 pytestmark = pytest.mark.usefixtures("empty_place")
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}
@@ -50,7 +50,7 @@ def texts(folder: Path, jinja_text: str, *rows: Any, table: bool = False, **opti
     given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer", **options}
     config = DocumentsConfig(sources=[str(file)], **given)
     found = find_sources(config)
-    return [document.text for document in Reader(config).in_turn(found, [len] * len(found))]
+    return [document.text for document in DocumentReader(config).in_turn(found, [len] * len(found))]
 
 
 def expected(folder: Path, template: str, messages: Any, tools: Any = None) -> str:
@@ -274,7 +274,7 @@ def test_rows_behind_the_last_document_are_of_no_matter(folder: Path) -> None:
     given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer"}
     for most in (190, None):
         config = DocumentsConfig(sources=["a.jsonl", "b.jsonl"], max_documents=most, **given)
-        documents = Reader(config).in_turn(find_sources(config), [len] * 2)
+        documents = DocumentReader(config).in_turn(find_sources(config), [len] * 2)
         found = [next(documents).text for _ in range(190)]
         assert found == [str(n // 2 if n % 2 else -1 - n // 2) for n in range(190)]
         with pytest.raises(

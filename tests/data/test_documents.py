@@ -21,7 +21,7 @@ from ttrain.data.documents import DocumentDataset, open_documents
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, train_bpe
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig, TokensConfig
-from ttrain.data.sources import Reader, find_sources, stamp
+from ttrain.data.sources import DocumentReader, find_sources, stamp
 from ttrain.data.stream import DocumentStream
 from ttrain.data.tokenizer import ByteTokenizer, Tokenizer
 from ttrain.data.tokens import open_tokens
@@ -61,7 +61,7 @@ def opened(*sources: str, context: int = 8, **options: Any) -> DocumentDataset:
 def read(*sources: str, **options: Any) -> list[str]:
     config = config_of(*sources, **options)
     found = find_sources(config)
-    return [document.text for document in Reader(config).in_turn(found, [lambda raw: None] * len(found))]
+    return [document.text for document in DocumentReader(config).in_turn(found, [lambda raw: None] * len(found))]
 
 
 def refused(*sources: str, **options: Any) -> str:
@@ -485,7 +485,7 @@ def test_the_cache_is_used_again_until_a_file_or_a_key_changes(cache: Path, monk
     first = opened(source)
     (folder,) = cache.iterdir()
     with monkeypatch.context() as patch:
-        patch.setattr(Reader, "documents", None)  # the files are not read again
+        patch.setattr(DocumentReader, "documents", None)  # the files are not read again
         again = opened(source, order="read", shuffle_buffer=9, limit=5, context=4)
     assert again.description["sha256"] == first.description["sha256"]
     opened(source, held_out=0.5)
@@ -593,14 +593,14 @@ def test_what_a_killed_process_left_is_removed(cache: Path) -> None:
 
 def test_a_source_that_changes_while_it_is_read(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     source = many("a.jsonl", 30)
-    original = Reader.in_turn
+    original = DocumentReader.in_turn
 
-    def appended(self: Reader, *given: Any) -> Any:
+    def appended(self: DocumentReader, *given: Any) -> Any:
         with open(source, "a") as file:
             file.write('{"text": "late"}\n')
         return original(self, *given)
 
-    monkeypatch.setattr(Reader, "in_turn", appended)
+    monkeypatch.setattr(DocumentReader, "in_turn", appended)
     assert "changed while being read" in refused(source)
     assert not list(cache.iterdir())
 

@@ -26,7 +26,7 @@ from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
 from ttrain.data.prepare import prepare
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Reader, find_sources
+from ttrain.data.sources import DocumentReader, find_sources
 from ttrain.data.tokenizer import ByteTokenizer
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
@@ -48,7 +48,7 @@ def config_of(*sources: str, **options: Any) -> DocumentsConfig:
 def read(*sources: str, **options: Any) -> list[str]:
     config = config_of(*sources, **options)
     found = find_sources(config)
-    return [document.text for document in Reader(config).in_turn(found, [len] * len(found))]
+    return [document.text for document in DocumentReader(config).in_turn(found, [len] * len(found))]
 
 
 def refused(*sources: str, **options: Any) -> str:
@@ -98,7 +98,7 @@ def test_documents_are_those_of_the_rows(form: str) -> None:
     """And every byte of the file is told once, in order, so that progress and checksum are those of the file."""
     source, told = written(form), bytearray()
     config = config_of(source, delimiter="")
-    documents = list(Reader(config).in_turn(find_sources(config), [told.extend]))
+    documents = list(DocumentReader(config).in_turn(find_sources(config), [told.extend]))
     assert [document.text for document in documents] == WORDS
     assert bytes(told) == Path(source).read_bytes()
     assert form.startswith("a.txt") or [document.place for document in documents][::59] == [
@@ -245,7 +245,7 @@ def test_bad_rows_are_named_or_skipped() -> None:
     )
     assert "a.parquet:2: is not UTF-8 text: 0xff at byte 1. Mend" in refused("a.parquet")
     config = config_of("a.parquet", bad_rows="skip")
-    reader = Reader(config)
+    reader = DocumentReader(config)
     assert [document.text for document in reader.in_turn(find_sources(config), [len])] == ["one", "two"]
     assert reader.skipped.bad_rows == 2 and reader.skipped.blank == 1
     assert reader.skipped.first_bad is not None and reader.skipped.first_bad.startswith("a.parquet:2: is not UTF-8")
@@ -316,9 +316,9 @@ def test_memory_does_not_grow_with_the_file() -> None:
     script = (
         "import sys\n"
         "from ttrain.data.settings import DocumentsConfig\n"
-        "from ttrain.data.sources import Reader, find_sources\n"
+        "from ttrain.data.sources import DocumentReader, find_sources\n"
         "config = DocumentsConfig(sources=[sys.argv[1]], tokenizer='byte')\n"
-        "count = sum(len(found.text) for found in Reader(config).in_turn(find_sources(config), [len]))\n"
+        "count = sum(len(found.text) for found in DocumentReader(config).in_turn(find_sources(config), [len]))\n"
         "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "print(count, int(peak.split()[1]) // 1024)\n"  # ru_maxrss begins with that of the process that forked
     )

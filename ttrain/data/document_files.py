@@ -28,7 +28,7 @@ from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.library_tokenizer import LibraryTokenizer, Marks, train_bpe
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Document, Reader, Skipped, Source, has_rows
+from ttrain.data.sources import Document, DocumentReader, Skipped, Source, has_rows
 from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
 from ttrain.data.tokenizer import (
     SAMPLE_CHARACTERS,
@@ -126,7 +126,7 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
         digest.update(raw)
         on_bytes(raw)
 
-    reader, hashes, samples = Reader(config), array("Q"), list[str]()
+    reader, hashes, samples = DocumentReader(config), array("Q"), list[str]()
 
     def texts() -> Iterator[str]:
         for document in reader.in_turn(sources, [partial(counted, digest) for digest in digests]):
@@ -162,7 +162,7 @@ def _hints(sources: list[Source]) -> str:
 
 def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[str]) -> str:
     """Return the place of the first document with a match, and the number of its character."""
-    for document in Reader(config).in_turn(sources, [lambda _: None] * len(sources)):
+    for document in DocumentReader(config).in_turn(sources, [lambda _: None] * len(sources)):
         if found := wanted.search(document.text):
             return f"{document.place}, character {found.start() + 1} of the document"
     return f"data.sources={','.join(source.given for source in sources)}"
@@ -232,7 +232,7 @@ class _Encoder:
 def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
     """Yield the training documents, each with a line break after it, so that no merge spans two."""
     taken = 0
-    documents = Reader(config).in_turn(sources, [on_bytes] * len(sources))
+    documents = DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))
     for document, left_out in zip(documents, scan.held_out, strict=False):
         if not left_out:
             yield document.text + "\n"
@@ -250,7 +250,7 @@ def _write_splits(
     on_bytes: OnBytes,
 ) -> dict[str, Any]:
     """Write the files of both splits. Raises DataError where the sources changed since they were counted."""
-    encoded, number = encoder.encode(Reader(config).in_turn(sources, [on_bytes] * len(sources))), -1
+    encoded, number = encoder.encode(DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))), -1
     with ExitStack() as files:
         writers = {split: files.enter_context(SplitWriter(folder, split, encoder.replies)) for split in FILES}
         for number, (document, ids, marks) in enumerate(encoded):

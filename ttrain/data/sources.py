@@ -103,7 +103,7 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
     return sources
 
 
-class Reader:
+class DocumentReader:
     """Reads the documents of a config. `skipped` counts the rows and documents that it leaves out."""
 
     def __init__(

@@ -21,7 +21,7 @@ from ttrain.tasks.opening import of_folder, of_run
 
 if TYPE_CHECKING:
     from ttrain.data.tokenizer import Tokenizer
-    from ttrain.train.sampling.source import Source
+    from ttrain.train.sampling.source import TokenSource
     from ttrain.train.sampling.stream import Stop
 
 
@@ -30,7 +30,7 @@ class Opened:
     """A model that is ready to write."""
 
     config: Config  # of a run with the keys of sample that the user gave
-    source: Source
+    source: TokenSource
     tokenizer: Tokenizer
     end_token: str | None
     template: Callable[[], Any]  # see OpenedModel.conversations
@@ -46,7 +46,7 @@ class Opened:
 def opened_model(config: Config) -> Iterator[Opened]:
     """The model of run.dir, else of model.from, on the device."""
     from ttrain.config.notices import idle
-    from ttrain.train.sampling.source import Source, check_sampling
+    from ttrain.train.sampling.source import TokenSource, check_sampling
 
     if config.run.dir is None:
         given = of_folder(config, "makes no text.")
@@ -66,7 +66,7 @@ def opened_model(config: Config) -> Iterator[Opened]:
         with Waiting("Loading the model"):
             session = stack.enter_context(closing(build.build_session(model, device, *config.step_parts, False)))
             given.load(session.state)
-            source = Source(given.steps(session), config.sample, tokenizer.vocabulary)
+            source = TokenSource(given.steps(session), config.sample, tokenizer.vocabulary)
         yield Opened(config, source, tokenizer, given.end_token, given.conversations)
 
 

@@ -14,7 +14,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
 from ttrain.tasks.sample import ending_of
-from ttrain.train.sampling.source import Source
+from ttrain.train.sampling.source import TokenSource
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -53,13 +53,13 @@ def asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Prompts that the model is given; it answers each with its number, the end of a message and more."""
     tokenizer, prompts = read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json"), list[str]()
 
-    def tokens(self: Source, prompt: list[int], number: int) -> Iterator[int]:
+    def tokens(self: TokenSource, prompt: list[int], number: int) -> Iterator[int]:
         prompts.append(tokenizer.decode(prompt))
         if "stop here" in prompts[-1]:
             raise KeyboardInterrupt
         yield from tokenizer.encode(f" it is {number}<|im_end|>\nand more")
 
-    monkeypatch.setattr(Source, "tokens", tokens)
+    monkeypatch.setattr(TokenSource, "tokens", tokens)
     return prompts
 
 
@@ -89,7 +89,7 @@ def test_a_terminal_is_shown_control_characters_escaped(
 ) -> None:
     raw, escaped = "\x1b]0;é\x07\ta\n\r\x0b\x7f\x9b", "\\x1b]0;é\\x07\ta\n\\x0d\\x0b\\x7f\\x9b"
     tokenizer, shown = read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json"), escaped if terminal else raw
-    monkeypatch.setattr(Source, "tokens", lambda self, prompt, number: iter(tokenizer.encode(raw)))
+    monkeypatch.setattr(TokenSource, "tokens", lambda self, prompt, number: iter(tokenizer.encode(raw)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert talk(run, monkeypatch, "one\n") == 0 and capsys.readouterr().out == f"{shown}\n"
     (tmp_path / "prompts.txt").write_text("what\n")

@@ -27,7 +27,7 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, scores_of
 from ttrain.train.sampling.draw import Sampler
 from ttrain.train.sampling.lengths import StepsByLength
-from ttrain.train.sampling.source import Source, print_source, sampling_traces
+from ttrain.train.sampling.source import TokenSource, print_source, sampling_traces
 from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.session import Session
@@ -52,7 +52,7 @@ class Opened:
             state.write(path, value)
         self.engine = ENGINES[engine](state.device, state)
         steps = StepsByLength(Session(graph, state, self.engine), lambda length: None)
-        self.source = Source(steps, config, model.vocabulary)
+        self.source = TokenSource(steps, config, model.vocabulary)
         self.source.make_room(model.context)
         self.content = {
             part: {name: torch.from_numpy(w) for name, w in weights.items()}

@@ -19,8 +19,8 @@ from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sampling.draw import (
     Acceptance,
+    ContextWindow,
     Sampler,
-    Window,
     draw_pairs,
     draw_speculative,
     draw_tokens,
@@ -142,7 +142,7 @@ class Successor:
 
 def test_the_window_moves_over_the_text() -> None:
     model = Successor()
-    drawn = list(draw_tokens(whole_text_scores(model, 8), [5, 6], Window(4), Sampler(SampleConfig()), tokens=5))
+    drawn = list(draw_tokens(whole_text_scores(model, 8), [5, 6], ContextWindow(4), Sampler(SampleConfig()), tokens=5))
     assert drawn == [7, 0, 1, 2, 3]
     assert model.fed == [([5, 6, 0, 0], 1), ([5, 6, 7, 0], 2), ([5, 6, 7, 0], 3), ([6, 7, 0, 1], 3), ([7, 0, 1, 2], 3)]
 
@@ -150,7 +150,9 @@ def test_the_window_moves_over_the_text() -> None:
 @pytest.mark.parametrize(("slide", "lengths"), [(1, [3, 4, 4, 4, 4]), (2, [3, 4, 3, 4, 3]), (3, [3, 4, 2, 3, 4])])
 def test_a_text_may_lose_several_tokens_at_once(slide: int, lengths: list[int]) -> None:
     model = Successor()
-    drawn = draw_tokens(whole_text_scores(model, 8), [5, 6, 7], Window(4, slide), Sampler(SampleConfig()), tokens=5)
+    drawn = draw_tokens(
+        whole_text_scores(model, 8), [5, 6, 7], ContextWindow(4, slide), Sampler(SampleConfig()), tokens=5
+    )
     assert list(drawn) == [0, 1, 2, 3, 4]
     assert [position + 1 for _, position in model.fed] == lengths
     assert all(fed[position] == (7 + number) % 8 for number, (fed, position) in enumerate(model.fed))
@@ -158,7 +160,7 @@ def test_a_text_may_lose_several_tokens_at_once(slide: int, lengths: list[int]) 
 
 def test_the_window_is_never_empty() -> None:
     for context, slide, expected in ((64, None, 8), (4, None, 1), (1, None, 1), (8, 99, 7), (1, 5, 1), (8, 3, 3)):
-        window = Window.of(context, slide)
+        window = ContextWindow.of(context, slide)
         assert window.slide == expected
         assert all(1 <= len(window(list(range(length)))) <= context for length in range(1, 40))
 
@@ -166,7 +168,9 @@ def test_the_window_is_never_empty() -> None:
 def test_a_long_prompt_keeps_its_end() -> None:
     model = Successor()
     assert list(
-        draw_tokens(whole_text_scores(model, 8), [0, 1, 2, 3, 4, 5], Window(4), Sampler(SampleConfig()), tokens=1)
+        draw_tokens(
+            whole_text_scores(model, 8), [0, 1, 2, 3, 4, 5], ContextWindow(4), Sampler(SampleConfig()), tokens=1
+        )
     ) == [6]
     assert model.fed == [([2, 3, 4, 5], 3)]
 
@@ -175,7 +179,7 @@ def test_nan_logits_are_an_error() -> None:
     with pytest.raises(NonFiniteError, match="logits hold NaN"):
         list(
             draw_tokens(
-                whole_text_scores(Successor(float("nan")), 8), [0], Window(4), Sampler(SampleConfig()), tokens=1
+                whole_text_scores(Successor(float("nan")), 8), [0], ContextWindow(4), Sampler(SampleConfig()), tokens=1
             )
         )
 
@@ -265,7 +269,15 @@ class Pairs:
 )
 def test_pairs_are_drawn_two_or_as_the_gate_says(gate: int, gated: bool, lengths: list[int]) -> None:
     model = Pairs(gate)
-    assert list(draw_pairs(model, [0], Window(4), Sampler(SampleConfig()), 7, gated=gated)) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(draw_pairs(model, [0], ContextWindow(4), Sampler(SampleConfig()), 7, gated=gated)) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert [len(text) for text in model.texts] == lengths
 
 
@@ -274,7 +286,7 @@ def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
         return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), np.zeros(2, np.float32)
 
     sampler = Sampler(SampleConfig(temperature=0, presence=5.0, penalty_window=1))
-    assert list(draw_pairs(draft, [2], Window(8), sampler, 4)) == [0, 1, 0, 1]
+    assert list(draw_pairs(draft, [2], ContextWindow(8), sampler, 4)) == [0, 1, 0, 1]
 
 
 TABLE = np.random.default_rng(8).normal(0, 1.5, (4, 4)).astype(np.float32)  # logits by the last token
@@ -307,7 +319,14 @@ def test_speculative_text_has_the_distribution_of_the_verifier(settings: dict[st
     acceptance, counts = Acceptance(), dict.fromkeys(expected, 0)
     for stream in range(runs):
         drawn = draw_speculative(
-            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, start, Window(99), sampler, 3, stream, acceptance
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)),
+            table_rows,
+            start,
+            ContextWindow(99),
+            sampler,
+            3,
+            stream,
+            acceptance,
         )
         counts[tuple(drawn)] += 1  # a text that the verifier never writes is a KeyError
     frequent = [text for text, count in expected.items() if count > 4]
@@ -328,7 +347,7 @@ def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
     def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
         return np.stack([LOGITS] * 2), np.zeros(2)
 
-    drawn = list(draw_speculative(draft, verify, [0], Window(8), Sampler(SampleConfig()), 13, 0, acceptance))
+    drawn = list(draw_speculative(draft, verify, [0], ContextWindow(8), Sampler(SampleConfig()), 13, 0, acceptance))
     assert len(drawn) == 13
     # Three tokens a call while two drafts fit into the context, then one a call from the moved window.
     assert calls == [2, 2, 1, *[0] * 5]
@@ -338,7 +357,12 @@ def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
 def test_a_speculative_text_never_gets_too_long() -> None:
     for tokens in range(1, 6):
         drawn = draw_speculative(
-            lambda text: (DRAFTS[text[-1]], np.zeros(2)), table_rows, [0], Window(99), Sampler(SampleConfig()), tokens
+            lambda text: (DRAFTS[text[-1]], np.zeros(2)),
+            table_rows,
+            [0],
+            ContextWindow(99),
+            Sampler(SampleConfig()),
+            tokens,
         )
         assert len(list(drawn)) == tokens
 

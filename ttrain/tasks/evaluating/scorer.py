@@ -25,7 +25,7 @@ from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.train.loop.evaluate import BITS_PER_BYTE, Evaluation, EvaluationResult
 from ttrain.train.protocols import Inputs, Outputs
 from ttrain.train.sampling.lengths import StepsByLength
-from ttrain.train.sampling.source import Source, check_sampling
+from ttrain.train.sampling.source import TokenSource, check_sampling
 from ttrain.train.sampling.stream import end_id
 from ttrain.train.settings import without_phases
 from ttrain.train.steps.step_graph import StepGraph
@@ -63,10 +63,10 @@ class Scorer:
         return int(self.given.model.context)
 
     @cached_property
-    def source(self) -> Source:
+    def source(self) -> TokenSource:
         """What writes text as `sample` says. Raises ConfigError where the model can't do that."""
         check_sampling(self.given.model, self.given.config.sample)
-        return Source(self.steps, self.given.config.sample, self.tokenizer.vocabulary)
+        return TokenSource(self.steps, self.given.config.sample, self.tokenizer.vocabulary)
 
     def loss(self, data: Texts, told: Callable[[int], object] = lambda rows: None, what: str = "text") -> float:
         """Return the mean cross-entropy of all targets in nats; `told` gets how many rows are done.

@@ -147,16 +147,16 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
 
 
 @dataclass(frozen=True)
-class Window:
+class ContextWindow:
     """What a model sees of a text: at most `context` tokens at its end. A longer text loses `slide` tokens at once."""
 
     context: int
     slide: int = 1
 
     @staticmethod
-    def of(context: int, slide: int | None) -> Window:
+    def of(context: int, slide: int | None) -> ContextWindow:
         """With `slide` as sample.slide gives it: an eighth of the context where it is None, and never all of it."""
-        return Window(context, max(1, min(context // 8 if slide is None else slide, context - 1)))
+        return ContextWindow(context, max(1, min(context // 8 if slide is None else slide, context - 1)))
 
     def __call__(self, text: list[int]) -> list[int]:
         lost = -(-max(0, len(text) - self.context) // self.slide) * self.slide
@@ -164,7 +164,7 @@ class Window:
 
 
 def draw_tokens(
-    scores: Scores, prompt: list[int], window: Window, sampler: Sampler, tokens: int, stream: int = 0
+    scores: Scores, prompt: list[int], window: ContextWindow, sampler: Sampler, tokens: int, stream: int = 0
 ) -> Iterator[int]:
     """Yields `tokens` token ids that continue the prompt, one from each call of `scores`.
 
@@ -178,7 +178,13 @@ def draw_tokens(
 
 
 def draw_pairs(
-    draft: Draft, prompt: list[int], window: Window, sampler: Sampler, tokens: int, stream: int = 0, gated: bool = False
+    draft: Draft,
+    prompt: list[int],
+    window: ContextWindow,
+    sampler: Sampler,
+    tokens: int,
+    stream: int = 0,
+    gated: bool = False,
 ) -> Iterator[int]:
     """The same, two tokens from each call of `draft`; where `gated`, one or two as the gate says.
 
@@ -210,7 +216,7 @@ def draw_speculative(
     draft: Draft,
     verify: Verify,
     prompt: list[int],
-    window: Window,
+    window: ContextWindow,
     sampler: Sampler,
     tokens: int,
     stream: int = 0,
@@ -289,7 +295,7 @@ def print_samples(
     Samples begin with the prompt where `echo` says so.
     `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
     """
-    window, sampler = Window.of(step.inputs["tokens"].shape[1], config.slide), Sampler(config)
+    window, sampler = ContextWindow.of(step.inputs["tokens"].shape[1], config.slide), Sampler(config)
     scores = whole_text_scores(step, tokenizer.vocabulary)
 
     def draw(number: int) -> Iterator[int]:

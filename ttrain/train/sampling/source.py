@@ -16,9 +16,9 @@ from ttrain.train.protocols import Array
 from ttrain.train.sampling.decode import Reader, reading_traces, scores_of
 from ttrain.train.sampling.draw import (
     Acceptance,
+    ContextWindow,
     Sampler,
     Scores,
-    Window,
     checked,
     draw_pairs,
     draw_speculative,
@@ -66,7 +66,7 @@ def sampling_traces(model: Any, config: SampleConfig, length: int | None = None)
 
 
 @dataclass
-class Source:
+class TokenSource:
     """Tokens of samples, from steps that are built for texts as long as the longest so far."""
 
     steps: StepsByLength
@@ -107,7 +107,7 @@ class Source:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
         config, sampler = self.config, Sampler(self.config)
         self.make_room(len(prompt) + config.tokens)
-        shared = (prompt, Window.of(self._length, config.slide), sampler, config.tokens, number)
+        shared = (prompt, ContextWindow.of(self._length, config.slide), sampler, config.tokens, number)
         if config.mode == "ar":
             return draw_tokens(self._whole or self._next, *shared)
         if config.mode == "speculative":
@@ -146,7 +146,7 @@ class Clock:
         return f"After the first: {self.tokens} tokens in {self.seconds:.2f} s, {speed}."
 
 
-def print_source(source: Source, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
+def print_source(source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
     """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
     clock, found = Clock(), source.acceptance
 
