@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hydra.types import RunMode
 
 from tests.conftest import cache_home
 from ttrain.cli import main, parse_arguments, run_task
 from ttrain.config import registry
 from ttrain.config.build import planned_ranks
-from ttrain.config.compose import MAIN_CONFIG, Composer
+from ttrain.config.compose import Composer
 from ttrain.config.help import EXAMPLES
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
@@ -58,7 +57,6 @@ OTHER_PROGRAMS = {
     "torchrun": "waits for other machines; tests/parallel starts ranks",
     "srun": "needs a cluster",
     "export SRUN_CPUS_PER_TASK": "as above",
-    'eval "$(ttrain -sc install=bash)"': "changes the shell; tests/config/test_cli.py asks for the completions",
 }
 NOT_RUN: dict[str, Callable[[Config], bool]] = {
     "needs a card that this machine may not have": lambda config: (
@@ -160,14 +158,14 @@ def composed(overrides: list[str]) -> list[Config]:
     from ttrain.sweep.search import example
 
     flags, overrides = parse_arguments(overrides)
-    with Composer(flags.config_name or MAIN_CONFIG, flags.config_dir) as composer:
+    with Composer(flags.config_name, flags.config_dir) as composer:
         if not flags.multirun:
             return [composer.typed(overrides)]
-        master = composer.compose(overrides, RunMode.MULTIRUN)
-        assert not composer.loader.problems
+        master = composer.compose(overrides, sweep=True)
+        assert not master.problems
         sweep = SweepOverrides.read(composer, master)
         found = sweep.combinations() if sweep.setting("search", master) is None else [example(sweep)]
-        jobs = [compose_job(composer, master, job) for job in (found[0], *found[1:][-1:])]
+        jobs = [compose_job(composer, job) for job in (found[0], *found[1:][-1:])]
     assert not [job.problem for job in jobs if job.problem]
     return [job.config for job in jobs if job.config is not None]
 
@@ -270,7 +268,7 @@ def test_commands_in_running_text_compose(folder: Path) -> None:
         assert overrides is not None
         flags, _ = parse_arguments(overrides)
         try:
-            if not (flags.help or flags.version or flags.shell_completion):
+            if not (flags.help or flags.version):
                 composed(overrides)
         except ConfigError as error:
             wrong[line] = str(error)
@@ -392,7 +390,7 @@ def test_keys_and_options_exist() -> None:
     )
     wrong: list[str] = []
     with Composer() as composer:
-        options = composer.groups()
+        options = {group: composer.files.options(group) for group in composer.files.groups()}
     for page, span in [(of, span) for of in PAGES for span in spans(of)]:
         key, equals, value = span.partition("=")
         section = key.partition(".")[0]
@@ -407,7 +405,7 @@ def test_the_table_of_choices_lists_every_option() -> None:
     """An option that is added belongs there too."""
     rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", (REPO / "docs" / "choosing.md").read_text("utf-8"), re.MULTILINE)
     with Composer() as composer:
-        options = composer.groups()
+        options = {group: composer.files.options(group) for group in composer.files.groups()}
     assert len(rows) >= 8
     for group, listed in rows:
         assert sorted(re.findall(r"`([\w-]+)`", listed)) == sorted(options[group]), f"the row of {group}"

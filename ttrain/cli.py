@@ -11,13 +11,11 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from hydra._internal.utils import get_args_parser
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 import ttrain
 from ttrain.config import registry
-from ttrain.config.compose import Composer, one_sentence
+from ttrain.config.compose import Composer
 from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
 from ttrain.config.schema import Config, sections, to_dict
@@ -36,21 +34,31 @@ from ttrain.core.names import did_you_mean
 from ttrain.parallel.place import leader_speaks, place, rank_here
 
 _ABSENT = object()
-VERSION_FLAGS = ("--version", "-V")
 DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
 
 
 class Flags(argparse.ArgumentParser):
-    """Hydra's flags, with errors as ours."""
+    """The flags of the command line; whatever else is on it are overrides."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("overrides", nargs="*")
+        self.add_argument("--help", "-h", action="store_true")
+        self.add_argument("--version", "-V", action="store_true")
+        self.add_argument("--multirun", "-m", action="store_true")
+        self.add_argument("--cfg", "-c", choices=["job"])
+        self.add_argument("--package", "-p")
+        self.add_argument("--config-name", "-cn")
+        self.add_argument("--config-dir", "-cd")
+        self.add_argument("--config-path", "-cp")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}. Flags: {', '.join(sorted(flag_names()))}; all else is key=value.")
-
-
-def flag_names() -> list[str]:
-    """Hydra's real flags, such as --cfg and -m."""
-    return [name for action in get_args_parser()._actions for name in action.option_strings]
+        raise ConfigError(f"command line: {message}. Flags: {', '.join(sorted(self.names))}; all else is key=value.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,22 +111,14 @@ def _run(arguments: list[str]) -> int:
     with Composer(flags.config_name, flags.config_dir, flags.config_path) as composer:
         if flags.help:
             print(help_text(composer))
-        elif flags.hydra_help:
-            composer.hydra.hydra_help(None, get_args_parser(), argparse.Namespace(overrides=[]))
-        elif flags.shell_completion:
-            sys.argv[0] = "ttrain"  # the command to complete, also when started as python -m ttrain
-            composer.hydra.shell_completion(composer.config_name, overrides)
-        elif flags.info:
-            with one_sentence(composer.loader):
-                composer.hydra.show_info(flags.info, composer.config_name, overrides)
         elif flags.cfg:
-            _show_config(composer, overrides, flags)
+            _show_config(composer.typed(overrides), flags.package)
         else:
             if settled := settle_without_home():
                 _say(settled)
             if not flags.multirun:
                 composed = composer.compose(overrides)
-                if composed.hydra.mode != RunMode.MULTIRUN:  # which a config file may ask for too
+                if not composed.asks_for_sweep:
                     return _run_one(composer.check(composed), overrides)
             from ttrain.sweep import command
 
@@ -152,27 +152,23 @@ def _run_one(config: Config, overrides: list[str]) -> int:
 
 
 def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Hydra's flags and the overrides, key=value. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so.
+    """Return flags and overrides, key=value. `--a=b` means `a=b` unless --a is a flag; W&B agents write it so.
 
     So do `-a=b` and a dash as a word processor sets it.
     """
-    real = {*flag_names(), *VERSION_FLAGS}
-    plain = []
+    parser, plain = Flags(), []
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        if argument and argument[0] in DASHES and (name not in real or (equals and name == "--run")):
+        if argument and argument[0] in DASHES and name not in parser.names:
             bare = argument.lstrip(DASHES)
             argument = bare if equals and not bare.startswith("=") else argument if argument.isascii() else f"--{bare}"
         plain.append(argument)
-    parser = Flags(add_help=False, allow_abbrev=False, conflict_handler="resolve", parents=[get_args_parser()])
-    parser.add_argument(*VERSION_FLAGS, action="store_true", help="Show ttrain's version and exit")
     flags, unknown = parser.parse_known_intermixed_args(plain)
     if unknown:
-        raise ConfigError(f"{unknown[0]}: unknown flag. {_key_hint(unknown[0]) or did_you_mean(unknown[0], real)}")
-    if flags.experimental_rerun:
-        raise ConfigError("--experimental-rerun: refused, because it would load a pickle. Use resume=<run>.")
-    if sum(map(bool, (flags.run, flags.multirun, flags.cfg, flags.shell_completion, flags.info))) > 1:
-        raise ConfigError("only one of --run, --multirun, --cfg, --info and --shell-completion can be given.")
+        hint = _key_hint(unknown[0]) or did_you_mean(unknown[0], parser.names)
+        raise ConfigError(f"{unknown[0]}: unknown flag. {hint}")
+    if flags.multirun and flags.cfg:
+        raise ConfigError("only one of --multirun and --cfg can be given.")
     return flags, flags.overrides
 
 
@@ -190,17 +186,13 @@ def run_task(config: Config) -> Any:
     return registry.component("task", config.task.name).load()(config)
 
 
-def _show_config(composer: Composer, overrides: list[str], flags: argparse.Namespace) -> None:
-    """Print the composed config. What we print is complete and has passed every check."""
-    config = composer.typed(overrides)
-    if flags.cfg != "job":
-        composer.hydra.show_cfg(composer.config_name, overrides, flags.cfg, flags.package, flags.resolve)
-        return
+def _show_config(config: Config, package: str | None) -> None:
+    """Print the composed config, or a part of it. What we print is complete and has passed every check."""
     shown: Any = OmegaConf.create(to_dict(config))
-    if flags.package not in (None, "_global_"):
-        shown = OmegaConf.select(shown, flags.package, default=_ABSENT)
+    if package not in (None, "_global_"):
+        shown = OmegaConf.select(shown, package, default=_ABSENT)
         if shown is _ABSENT:
-            raise ConfigError(f"--package {flags.package}: no such key. {did_you_mean(flags.package, to_dict(config))}")
+            raise ConfigError(f"--package {package}: no such key. {did_you_mean(package, to_dict(config))}")
     print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else as_word(shown))
 
 

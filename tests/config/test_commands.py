@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import composed
 from ttrain.cli import main
-from ttrain.config.compose import packaged
+from ttrain.config.files import packaged
 from ttrain.config.schema import Config
 from ttrain.tasks.training import expected, supervised
 from ttrain.train.runs.record import command_line, override

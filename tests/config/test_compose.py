@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ttrain.config.components import BUILT_IN
-from ttrain.config.compose import load, packaged
+from ttrain.config.compose import load
+from ttrain.config.files import packaged
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
@@ -52,7 +53,7 @@ def shipped_options() -> list[str]:
     return [*found, *(f"recipe={path.stem}" for path in sorted(packaged("recipes").glob("*.yaml")))]
 
 
-ALWAYS_THERE = (".=config", "hydra=default")
+ALWAYS_THERE = (".=config",)
 
 
 @pytest.mark.parametrize("override", [override for override in shipped_options() if override not in ALWAYS_THERE])
@@ -63,7 +64,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(override: str) -> Non
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 96
+    assert len(shipped_options()) == 95
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ttrain.config.compose import packaged
+from ttrain.config.files import packaged
 from ttrain.config.help import MAIN_KEYS
 from ttrain.config.reference import reference
 

@@ -168,6 +168,7 @@ def test_an_option_given_as_a_path(tmp_path: Path) -> None:
         ("hydra.verbose=true", "HYDRA_FULL_ERROR=1"),
         ("hydra.help.header=x", "Leave it out."),
         ("hydra.foo=1", "Leave it out."),
+        ("hydra.searchpath=[x]", "Give --config-dir <folder>."),
     ],
 )
 def test_a_key_of_hydra_that_does_nothing_is_refused_with_ours(override: str, instead: str) -> None:
@@ -181,7 +182,7 @@ def test_a_key_of_hydra_that_does_nothing_in_a_file(tmp_path: Path, text: str) -
     (tmp_path / "mine.yaml").write_text(f"defaults: [config, _self_]\n{text}\n", "utf-8")
     with pytest.raises(ConfigError, match=r"hydra\.\w+\.\w+: has no effect with ttrain \(set in mine\.yaml\)"):
         load(config_name="mine", config_dir=tmp_path)
-    (tmp_path / "logs.yaml").write_text("defaults: [config, {override hydra/job_logging: default}]\n", "utf-8")
+    (tmp_path / "logs.yaml").write_text("defaults: [config, {override hydra/job_logging: none}]\n", "utf-8")
     with pytest.raises(ConfigError, match="hydra/job_logging: has no effect"):
         load(config_name="logs", config_dir=tmp_path)
 

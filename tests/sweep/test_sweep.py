@@ -53,7 +53,7 @@ def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Swee
     overrides = [entry["overrides"] for entry in started()]
     assert len(overrides) == 4
     assert overrides[1][:4] == ["engine=dynamic", "optimizer.lr=0.2", "train.steps=5", f'run.dir="{path / names[1]}"']
-    assert overrides[1][4:] == ["hydra.mode=RUN", "hydra.job.num=1", "hydra.job.id=1"]
+    assert overrides[1][4:] == ["hydra.job.num=1", "hydra.job.id='1'"]
     assert (path / names[0] / "log.txt").read_text() == "job speaks\n"
     status = statuses(path)["001"]
     assert (status["state"], status["exit_code"], status["objective"], status["attempts"]) == ("finished", 0, 0.2, 1)

@@ -5,46 +5,61 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-import hydra.version
+import hydra
 import yaml
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-import ttrain
 from ttrain.config import registry
-from ttrain.config.components import BUILT_IN
-from ttrain.config.loader import NULL_OPTION, SchemaLoader, ignored
+from ttrain.config.files import RECIPE_GROUP, YAML, ConfigFiles, store_options
+from ttrain.config.hydra_keys import ignored, refused
 from ttrain.config.overrides import parse
 from ttrain.config.saved import with_model_folder
-from ttrain.config.schema import Config
-from ttrain.config.validate import Findings, typed_config
+from ttrain.config.schema import Config, Source, sections
+from ttrain.config.validate import Findings, section_type, typed_config
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
+from ttrain.core.options import default_of, key_of
+from ttrain.train.runs.record import as_text
 
-MAIN_CONFIG = "config"
-RECIPE_GROUP = "recipe"
-YAML = ".yaml"
+NULL_OPTION = "null"  # the name of a device, which YAML reads as no value
+ON_COMMAND_LINE = {  # keys that run code of the user's choice, so that no file may give them
+    "plugins": ("a config file can't name a plugin", "plugins=[...]"),
+    "supervise.on_restart": ("a config file can't name a command to run", "it"),
+}
 
 
-def packaged(folder: str) -> Path:
-    """`conf` or `recipes`: inside the installed package, or beside it in a clone."""
-    package = Path(ttrain.__file__).resolve().parent
-    inside = package / folder
-    return inside if inside.is_dir() else package.parent / folder
+@dataclass
+class Composed:
+    """A tree that is not yet checked against the schema, and where it came from."""
+
+    job: DictConfig  # ttrain's part, with every key of the schema
+    root: DictConfig  # as Hydra composed it, with its own part under `hydra`
+    overrides: list[Override]
+    problems: list[str]  # of the overrides that were left out
+
+    @property
+    def asks_for_sweep(self) -> bool:
+        """True if a file or hydra.mode says that this is a sweep."""
+        return bool(self.root.hydra.mode == RunMode.MULTIRUN)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """Group -> option."""
+        chosen = self.root.hydra.runtime.choices.items()
+        return {group: option for group, option in chosen if option is not None and not group.startswith("hydra")}
 
 
 class Composer:
@@ -53,109 +68,105 @@ class Composer:
     def __init__(
         self, config_name: str | None = None, config_dir: str | Path | None = None, conf: str | Path | None = None
     ) -> None:
-        hydra.version.setbase("1.3")
-        given = {"--config-dir": config_dir, "--config-name": config_name, "--config-path": conf}
-        flags = tuple(part for flag, value in given.items() if value is not None for part in (flag, str(value)))
-        main = packaged("conf") if conf is None else _folder("--config-path", conf)
-        own = None if config_dir is None else _added_folder(config_dir, main)
-        self.config_name, folders = _config_name(MAIN_CONFIG if config_name is None else config_name, own, main)
-        _store_recipes(packaged("recipes"))
-        path = create_config_search_path(str(main))
-        for folder in reversed(folders):
-            path.prepend("command-line", f"file://{folder}")
-        self.loader = SchemaLoader(path)
-        self.loader.only_theirs, self.loader.flags = conf is not None, flags
-        self.hydra = Hydra(task_name="ttrain", config_loader=self.loader)
+        self.files = ConfigFiles(config_name, config_dir, conf)
 
     def __enter__(self) -> Composer:
         GlobalHydra.instance().clear()
-        GlobalHydra.instance().initialize(self.hydra)
+        self._hydra = hydra.initialize_config_dir(str(self.files.folders[0]), job_name="ttrain", version_base="1.3")
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._hydra.__exit__(*exception)
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
 
-    def compose(self, overrides: Sequence[str] = (), mode: RunMode = RunMode.RUN) -> DictConfig:
-        """The composed and completed tree, Hydra's own node included. Not yet checked against the schema."""
+    def compose(self, overrides: Sequence[str] = (), sweep: bool = False) -> Composed:
+        """Compose the tree of these overrides; in a `sweep` those with several values are parsed and left out."""
         registry.load_installed_plugins()
-        registry.load_plugins(self._plugins(overrides))
-        _store_plugin_options()
-        accepted, problems = self._options(overrides, mode)
-        with one_sentence(self.loader):
-            composed = self.hydra.compose_config(self.config_name, accepted, run_mode=mode)
-        self.loader.problems[:0] = problems
-        self.loader.bad_sections |= {problem.partition("=")[0] for problem in problems}
+        registry.load_plugins(_plugins(overrides))
+        parsed, problems = self.parsed(overrides, sweep)
+        recipes = " ".join(str(override.input_line) for override in parsed if override.key_or_group == RECIPE_GROUP)
+        store_options(None if self.files.flags or "glob(" in recipes else recipes)  # a user's file may name any
+        with self.one_sentence(problems):
+            single = [override for override in parsed if not override.is_sweep_override()]
+            root = self._compose(self._lines(single))
+            job = _completed(root)
+            for override in single:
+                if not self._is_hydras(override):
+                    _apply(job, override)
+        composed = Composed(job, root, parsed, problems)
+        _name_overrides(composed)
+        problems += self._problems_of_files(composed)
         return composed
 
     def typed(self, overrides: Sequence[str] = ()) -> Config:
         """Compose and check; raises ConfigError with every problem found."""
         return self.check(self.compose(overrides))
 
-    def check(self, composed: DictConfig) -> Config:
-        """The typed config of the tree composed last; raises ConfigError with every problem found."""
-        HydraConfig.instance().set_config(composed)
-        loader = self.loader
-        findings = Findings(list(loader.problems), set(loader.bad_sections), loader.origins)
-        with one_sentence(loader):
-            job = OmegaConf.create({key: composed._get_node(key) for key in composed if key != "hydra"})
-            values, source = _resolved(job, findings), loader.source()
-            for group, name in loader.names.items():
-                given = values.get(group, {})
-                if isinstance(given, dict) and given.get("name") != name:
+    def check(self, composed: Composed) -> Config:
+        """Return the typed config of a tree; raises ConfigError with every problem found."""
+        HydraConfig.instance().set_config(composed.root)
+        bad = {problem.partition("=")[0] for problem in composed.problems}
+        findings = Findings(list(composed.problems), bad, cache(lambda: self._origins(composed)))
+        with self.one_sentence(composed.problems):
+            values, source = _resolved(composed.job, findings), self._source(composed)
+            for override in composed.overrides:
+                group, _, key = override.key_or_group.rpartition(".")
+                chosen = composed.root.get(group) if key == "name" and group in registry.groups() else None
+                if chosen is not None and (given := values[group].get("name")) != chosen.get("name"):
                     findings.add(
-                        f"{group}.name={given.get('name')}: a component is chosen by its group; "
-                        f"give {group}={given.get('name')}.",
-                        group,
+                        f"{group}.name={given}: a component is chosen by its group; give {group}={given}.", group
                     )
             model = values.get("model")
             if isinstance(model, dict) and model.get("from") not in (None, "???"):
                 values, source = with_model_folder(values, source, findings)
             return typed_config(values, source, findings)
 
-    def groups(self) -> dict[str, list[str]]:
-        """Every config group of ours with its options."""
-        found = [group for group in self.loader.list_groups("") if group != "hydra"]
-        return {group: self.loader.get_group_options(group) for group in found}
+    def job_flags(self, composed: Composed) -> tuple[str, ...]:
+        """The flags with which one job is started; where a file may ask for a sweep they say that this is none."""
+        asks = self.files.flags and composed.root.hydra.mode is not None
+        return (*self.files.flags, *(["hydra.mode=RUN"] if asks else []))
 
-    def _plugins(self, overrides: Sequence[str]) -> list[str]:
-        modules: list[str] = []
-        for override in overrides:
-            if override.lstrip("+").startswith("plugins="):
-                value = parse(override).value()
-                modules += value if isinstance(value, list) else [str(value)]
-        return modules
+    def _compose(self, lines: list[str]) -> DictConfig:
+        root = hydra.compose(self.files.name, lines, return_hydra_config=True)
+        unchosen = [group for group, option in root.hydra.runtime.choices.items() if option is None]
+        named = [group for group in unchosen if NULL_OPTION in self.files.options(group)]
+        if not named:
+            return root
+        lines = [*lines, *(f"{group}={as_text(NULL_OPTION)}" for group in named)]
+        return hydra.compose(self.files.name, lines, return_hydra_config=True)
 
-    def _options(self, overrides: Sequence[str], mode: RunMode) -> tuple[list[str], list[str]]:
-        """The overrides that Hydra can compose, and one problem for each that it can't."""
-        accepted: list[str] = []
+    def parsed(self, overrides: Sequence[str], sweep: bool) -> tuple[list[Override], list[str]]:
+        """The overrides that can be composed, and one problem for each that can't."""
+        accepted: list[Override] = []
         problems: list[str] = []
         for override in overrides:
             try:
-                parsed = parse(override, sweep=mode == RunMode.MULTIRUN)
-                if self.loader.repository.group_exists(parsed.key_or_group):  # `recipe=x.yaml` is recipe=x
-                    parsed = parse(re.sub(r"\.yaml(?=,|$)", "", str(parsed.input_line)), mode == RunMode.MULTIRUN)
-                problem = self._option_problem(parsed, mode)
+                parsed = parse(override, sweep)
+                if self.files.is_group(parsed.key_or_group):  # `recipe=x.yaml` is recipe=x
+                    parsed = parse(re.sub(r"\.yaml(?=,|$)", "", str(parsed.input_line)), sweep)
+                problem = self._problem(parsed, sweep)
             except ConfigError as error:
                 problem = str(error)
             if problem:
                 problems.append(problem)
             else:
-                accepted.append(str(parsed.input_line))
+                accepted.append(parsed)
         return accepted, problems
 
-    def _option_problem(self, override: Override, mode: RunMode) -> str | None:
+    def _problem(self, override: Override, sweep: bool) -> str | None:
         key, line = override.key_or_group, str(override.input_line)
         if override.is_hydra_override():
             if "_target_" in line:
                 return f"{line}: the key _target_ is refused."
             return next(iter(ignored([key])), None)
-        if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP and mode != RunMode.MULTIRUN:
-            return f"{line}: a comma means a sweep, which needs -m. For a list write {key}=[...]; quote text twice."
-        if override.is_delete() or not self.loader.repository.group_exists(key):
+        if override.is_sweep_override() and not sweep:
+            how = "a comma means a sweep, which" if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP else "a sweep"
+            return f"{line}: {how} needs -m. For a list write {key}=[...]; quote text twice."
+        if override.is_delete() or not self.files.is_group(key):
             return None
-        valid = self.loader.get_group_options(key, ObjectType.CONFIG)
-        override.config_loader = self.loader
+        valid = self.files.options(key)
+        override.config_loader = cast(Any, SimpleNamespace(get_group_options=self.files.options))
         chosen = list(override.sweep_iterator()) if override.is_choice_sweep() else [override.value()]
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
@@ -166,18 +177,152 @@ class Composer:
         return None
 
     def _option_hint(self, group: str, name: str, valid: list[str]) -> str:
-        """The nearest option; for a path, how an own file is chosen."""
+        """Name the nearest option; for a path, tell how an own file is chosen."""
         path = at_home(name)
-        own = next((file for file in (path, path.with_name(f"{path.name}.yaml")) if file.is_file()), None)
+        own = next((file for file in (path, path.with_name(f"{path.name}{YAML}")) if file.is_file()), None)
         if own is not None and own.parent.name == group and own.stem not in valid:
             return f"For a file of yours give --config-dir {own.parent.parent} {group}={own.stem}."
         return did_you_mean(path.name, valid)
+
+    def _is_hydras(self, override: Override) -> bool:
+        """True for what Hydra has to know while it composes; other keys are set once the schema is below them."""
+        return override.is_hydra_override() or self.files.is_group(override.key_or_group)
+
+    def _lines(self, overrides: Sequence[Override]) -> list[str]:
+        """The arguments that Hydra is given."""
+        search = ", ".join(as_text(f"file://{folder}") for folder in self.files.folders[1:])
+        return [f"hydra.searchpath=[{search}]", *map(self._for_hydra, filter(self._is_hydras, overrides))]
+
+    def _for_hydra(self, override: Override) -> str:
+        """The override as Hydra's grammar has it: `+` for a group that no defaults list names, `null` as a name."""
+        if override.is_hydra_override() or override.is_delete() or override.package is not None:
+            return str(override.input_line)
+        group, option = override.key_or_group, override.value()
+        if option is None and NULL_OPTION in self.files.options(group):
+            option = NULL_OPTION
+        value = as_text(str(option)) if isinstance(option, str | QuotedString) else override.get_value_element_as_str()
+        return f"{'' if group in self.files.defaults() else '+'}{group}={value}"
+
+    def _problems_of_files(self, composed: Composed) -> list[str]:
+        """What files give that only the command line may give, or that would do nothing."""
+        given = {override.key_or_group for override in composed.overrides}
+        problems = []
+        for key, (why, instead) in ON_COMMAND_LINE.items():
+            value = OmegaConf.select(composed.job, key, throw_on_missing=False)
+            if value and key not in given:
+                where = self._origins(composed).get(key)
+                problems.append(f"{key}={value!r}: {why} (set in {where}). Give {instead} on the command line.")
+        if self.files.flags:
+            plain = hydra.compose(None, return_hydra_config=True)
+            problems += refused(plain.hydra, composed.root.hydra, lambda key: self._origins(composed).get(key))
+        return problems
+
+    def _source(self, composed: Composed) -> Source:
+        explicit: set[str] = set()
+        mine = [override for override in composed.overrides if not override.is_hydra_override()]
+        for override in mine:
+            group = override.key_or_group
+            if not self.files.is_group(group):
+                explicit.add(group)
+                continue
+            explicit |= {group} & {*sections()}
+            if isinstance(option := composed.choices.get(group), str):
+                explicit |= {*self.files.sets(group, option)}
+        lines = tuple(str(override.input_line) for override in mine)
+        return Source(composed.choices, lines, self.job_flags(composed), frozenset(explicit))
+
+    def _origins(self, composed: Composed) -> dict[str, str]:
+        """Dotted key or section -> the file that set it last; empty for what the command line gave."""
+        lines = self._lines(composed.overrides)
+        loader = GlobalHydra.instance().config_loader()
+        origins: dict[str, str] = {}
+        for default in loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults:
+            for key in self.files.keys(default.config_path, default.package):
+                parts = key.split(".")
+                parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+                origins.update(dict.fromkeys(parents, f"{default.config_path}{YAML}"))
+        given = [override.key_or_group for override in composed.overrides if not self._is_hydras(override)]
+        return {key: file for key, file in origins.items() if not any(f"{key}.".startswith(f"{own}.") for own in given)}
+
+    @contextmanager
+    def one_sentence(self, problems: Sequence[str] = ()) -> Iterator[None]:
+        """Turn what Hydra, OmegaConf or the YAML reader raise about the user's input into a ConfigError."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except MissingConfigException as error:
+            raise ConfigError(self._missing_problem(error)) from error
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+            raise ConfigError([*problems, _flat(error)]) from error
+        except RecursionError as error:
+            raise ConfigError("the defaults list of a config file includes itself; break the circle.") from error
+
+    def _missing_problem(self, error: MissingConfigException) -> str:
+        missing = str(error.missing_cfg_file)
+        group, _, name = missing.rpartition("/")
+        theirs = " --config-path stands for ttrain's own files; --config-dir adds to them."
+        hint = theirs if self.files.only_theirs else ""
+        return f"there is no config {missing}{YAML}. {did_you_mean(name, self.files.options(group))}{hint}"
 
 
 def load(overrides: Sequence[str] = (), config_name: str | None = None, config_dir: str | Path | None = None) -> Config:
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
         return composer.typed(overrides)
+
+
+def _plugins(overrides: Sequence[str]) -> list[str]:
+    modules: list[str] = []
+    for override in overrides:
+        if override.lstrip("+").startswith("plugins="):
+            value = parse(override).value()
+            modules += value if isinstance(value, list) else [str(value)]
+    return modules
+
+
+def _completed(root: DictConfig) -> DictConfig:
+    """The tree with every key of the schema that files left out, in the schema's order, and without Hydra's part."""
+    given = cast("dict[str, Any]", OmegaConf.to_container(root, resolve=False))
+    del given["hydra"]
+    whole: dict[str, Any] = {}
+    for section in sections():
+        node = given.pop(section, None)
+        schema = section_type(section, node.get("name") if isinstance(node, dict) else None)
+        if schema is None:  # a single option, or a group of which nothing that is registered is chosen
+            single = section not in registry.groups() and node is None
+            whole[section] = default_of(Config.__dataclass_fields__[section]) if single else node
+        elif isinstance(node, dict | None):
+            whole[section] = {key_of(declared): default_of(declared) for declared in fields(schema)} | (node or {})
+        else:
+            whole[section] = node
+    return OmegaConf.create({**whole, **given})
+
+
+def _apply(tree: DictConfig, override: Override) -> None:
+    """Set or delete one key of the command line."""
+    key = override.key_or_group
+    if not override.is_delete():
+        OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+        return
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(tree, parent) if parent else tree
+    if not isinstance(node, DictConfig) or name not in node:
+        raise ConfigError(f"~{key}: there is no such key.")
+    del node[name]
+
+
+def _name_overrides(composed: Composed) -> None:
+    """Fill in what ${hydra:job.override_dirname} stands for."""
+    job = composed.root.hydra.job
+    how = job.config.override_dirname
+    lines = [
+        str(override.input_line).lstrip("+")
+        for override in composed.overrides
+        if not override.is_hydra_override() and override.key_or_group not in how.exclude_keys
+    ]
+    with read_write(composed.root):
+        job.override_dirname = how.item_sep.join(sorted(lines)).replace("=", how.kv_sep)
 
 
 def _resolved(node: DictConfig, findings: Findings) -> dict[Any, Any]:
@@ -196,30 +341,6 @@ def _resolved(node: DictConfig, findings: Findings) -> dict[Any, Any]:
     return plain
 
 
-@contextmanager
-def one_sentence(loader: SchemaLoader) -> Iterator[None]:
-    """Turn what Hydra, OmegaConf or the YAML reader raise about the user's input into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except MissingConfigException as error:
-        raise ConfigError(_missing_problem(loader, error)) from error
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        where = f"{loader.reading}.yaml: " if loader.reading else ""
-        raise ConfigError([*loader.problems, where + _flat(error)]) from error
-    except RecursionError as error:
-        raise ConfigError("the defaults list of a config file includes itself; break the circle.") from error
-
-
-def _missing_problem(loader: SchemaLoader, error: MissingConfigException) -> str:
-    missing = str(error.missing_cfg_file)
-    group, _, name = missing.rpartition("/")
-    valid = set(loader.get_group_options(group, ObjectType.CONFIG)) - {"_dummy_empty_config_"}
-    hint = " --config-path stands for ttrain's own files; --config-dir adds to them." if loader.only_theirs else ""
-    return f"there is no config {missing}.yaml. {did_you_mean(name, valid)}{hint}"
-
-
 def _flat(error: BaseException) -> str:
     """The error and its causes as one line without Hydra's links."""
     parts: list[str] = []
@@ -229,72 +350,3 @@ def _flat(error: BaseException) -> str:
         parts += [text] if text and text not in " ".join(parts) else []
         current = current.__cause__
     return ": ".join(parts) or type(error).__name__
-
-
-def _folder(flag: str, given: str | Path) -> Path:
-    """The folder that a flag names, absolute. Raises ConfigError where it is none."""
-    path = at_home(given)
-    if path.is_dir() and str(given):
-        return path.resolve()
-    if not path.exists():
-        raise ConfigError(f"{flag} {given}: there is no such folder (looked for {path.absolute()}).")
-    hint = f" For this file give --config-name {given}." if path.suffix == YAML else ""
-    raise ConfigError(f"{flag} {given}: is a file; give the folder of your YAML files.{hint}")
-
-
-def _added_folder(given: str | Path, ours: Path) -> Path:
-    """The folder of `--config-dir`. Raises ConfigError where a file in it would be hidden by one of ours."""
-    path = _folder("--config-dir", given)
-    hidden = _shadowed(path, ours)
-    if hidden:
-        raise ConfigError(
-            f"{given}: {', '.join(hidden)} has the name of a config that ttrain ships and would be ignored. Rename it."
-        )
-    return path
-
-
-def _shadowed(directory: Path, ours: Path) -> list[str]:
-    """YAML files of a user's folder that ours would hide, because Hydra takes the first of one name."""
-    if directory == ours:
-        return []
-    files = sorted(path.relative_to(ours) for path in ours.rglob(f"*{YAML}"))
-    return [str(path) for path in files if (directory / path).is_file()]
-
-
-def _config_name(given: str, own: Path | None, ours: Path) -> tuple[str, list[Path]]:
-    """Hydra's name of the config that `--config-name` means, and the folders to search before `ours`.
-
-    The name may end in .yaml and lie in a folder below `own` or `ours`; else it is the path of a file. The folder of
-    the file comes first, so that what it names beside it is found. Raises ConfigError with where it was looked for.
-    """
-    name = given.removesuffix(YAML)
-    places = list(dict.fromkeys(place for place in (own, ours, Path.cwd()) if place is not None))
-    for place in places if name else ():
-        file = (place / at_home(f"{name}{YAML}")).resolve()
-        if file.is_file():
-            searched = [] if own is None else [own]
-            if file.parent not in (own, ours):
-                searched.insert(0, _added_folder(file.parent, ours))
-            return file.stem, searched
-    known = [path.stem for place in places[:-1] for path in place.glob(f"*{YAML}")]
-    hint = did_you_mean(Path(name).name, known)
-    if Path(given).suffix in (".yml", ".json"):
-        hint = f"The name of a config ends in {YAML}; rename the file."
-    raise ConfigError(f"--config-name {given}: there is no {name}{YAML} in {', '.join(map(str, places))}. {hint}")
-
-
-@cache  # read once a process
-def _store_recipes(folder: Path) -> None:
-    for path in sorted(folder.glob("*.yaml")):
-        node = OmegaConf.load(path)
-        assert isinstance(node, DictConfig)
-        ConfigStore.instance().store(
-            group=RECIPE_GROUP, name=path.stem, node=node, package="_global_", provider="recipes"
-        )
-
-
-def _store_plugin_options() -> None:
-    """A plugin's component needs no YAML: its registered name is an option of its group."""
-    for row in registry.rows():
-        if (row.group, row.name) not in BUILT_IN:
-            ConfigStore.instance().store(group=row.group, name=row.name, node={"name": row.name}, provider="plugin")

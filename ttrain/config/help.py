@@ -32,7 +32,6 @@ EXAMPLES = (
     ("ttrain -m engine=dynamic,static run.seed=1,2", "a sweep: one run per combination"),
     ("ttrain --cfg job", "print the complete config instead of running"),
     ("ttrain --config-dir my_conf model=mine", "use your own YAML files beside those of ttrain"),
-    ('eval "$(ttrain -sc install=bash)"', "tab completion; also zsh and fish: see --hydra-help"),
 )
 
 
@@ -45,8 +44,8 @@ def help_text(composer: Composer) -> str:
         "Groups (the default in brackets)\n" + _table(_group_rows(composer, config)),
         "Main keys (docs/config.md lists every key; so does --cfg job)\n" + _table(_key_rows(config)),
         "Examples\n" + "\n".join(f"  {command}\n      {meaning}" for command, meaning in EXAMPLES),
-        "Flags: --help, --version, --cfg job, --multirun or -m, --config-dir, --config-name, --info,\n"
-        "--shell-completion or -sc; --hydra-help explains Hydra's. --key=value is accepted as key=value.\n"
+        "Flags: --help, --version, --cfg job, --package, --multirun or -m, --config-name, --config-dir,\n"
+        "--config-path. --key=value is accepted as key=value.\n"
         "Exit codes: 0 done, 2 wrong input, 75 device busy, 130 interrupted, others a failure of ttrain.",
     ]
     return "\n\n".join(parts)
@@ -54,13 +53,11 @@ def help_text(composer: Composer) -> str:
 
 def _group_rows(composer: Composer, config: Config) -> list[tuple[str, str]]:
     order = list(Config.__dataclass_fields__)
-    groups = sorted(
-        composer.groups().items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)
-    )
+    groups = sorted(composer.files.groups(), key=lambda group: order.index(group) if group in order else len(order))
     chosen = config.source.choices
     return [
-        (group, ", ".join(f"[{option}]" if option == chosen.get(group) else option for option in options))
-        for group, options in groups
+        (group, ", ".join(f"[{name}]" if name == chosen.get(group) else name for name in composer.files.options(group)))
+        for group in groups
     ]
 
 

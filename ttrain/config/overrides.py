@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from ttrain.config import registry
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import NO_VALUE, VERBATIM, expected, hints_of, section_type, without_none
 from ttrain.core.errors import ConfigError
+from ttrain.train.runs.record import as_text
 
 FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data", "sample"), VERBATIM, strict=True))
 OPTIONAL_GROUPS = ("recipe", "debug")  # of which none may be chosen
@@ -94,8 +95,7 @@ def _is_python(override: str, hints: list[Any]) -> bool:
 def _quoted(override: str) -> str:
     """The override with its value as literal text, in which `${...}` is no interpolation."""
     key, _, value = override.partition("=")
-    literal = value.replace("${", r"\${")
-    return f"{key}={QuotedString(literal, Quote.double).with_quotes()}"
+    return f"{key}={as_text(value)}"
 
 
 def _hints(override: str) -> Iterator[Any]:

@@ -25,6 +25,12 @@ Such a file may start from ours with `defaults: [adamw]`. A whole experiment is 
 options in it, add `override model: gpt2` to its defaults. A file holds names and values only: `_target_` and plugins
 are refused there. The `.yaml` of a name may be left out or given.
 
+**Flags.** `--help` (`-h`), `--version` (`-V`), `--multirun` (`-m`), `--cfg job` (`-c`) with `--package <key>` (`-p`),
+`--config-name` (`-cn`), `--config-dir` (`-cd`) and `--config-path` (`-cp`), which stands for the folder of ttrain's own
+files. Other flags of Hydra are refused: `--hydra-help`, `--info`, `--resolve`, `--run`, `--shell-completion`,
+`--experimental-rerun`, and `--cfg hydra` or `all`. `--cfg job` resolves everything. `hydra.searchpath` is refused too;
+`--config-dir` adds a folder.
+
 **Text.** A value that only text can be is taken as text, and `sample.prompt` exactly as the shell passes it. Elsewhere
 the rules are Hydra's: a list is `[a,b]`, a mapping `{a: 1}`, and text with commas is quoted twice, as in
 `'run.dir="a,b"'`. `null` as a value means none; `device=null` is the device of that name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -34,7 +34,7 @@ class Findings:
 
     problems: list[str] = field(default_factory=list)
     bad_sections: set[str] = field(default_factory=set)
-    origins: Mapping[str, str] = field(default_factory=dict)  # key -> the file that set it
+    origins: Callable[[], Mapping[str, str]] = dict  # key -> the file that set it; looked up for a problem only
 
     def add(self, problem: str, *sections_: str) -> None:
         self.problems.append(problem)
@@ -44,12 +44,15 @@ class Findings:
         """The problem with the recipe or preset that set its key, which the user did not give himself."""
         key, _, rest = problem.partition("=")
         value, told, advice = rest.partition(": ")
-        if not self.origins.get(key, "").startswith(("recipe/", "debug/")) or not told or "(set in" in problem:
+        if not told or "(set in" in problem:
+            return problem
+        if not self.origins().get(key, "").startswith(("recipe/", "debug/")):
             return problem
         return f"{key}={value}{self.origin(key)}: {advice}"
 
     def origin(self, key: str) -> str:
-        return f" (set in {self.origins[key]})" if key in self.origins else ""
+        file = self.origins().get(key)
+        return "" if file is None else f" (set in {file})"
 
 
 def typed_config(values: Mapping[str, Any], source: Source | None = None, findings: Findings | None = None) -> Config:

@@ -9,10 +9,7 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from hydra.types import RunMode
-from omegaconf import DictConfig
-
-from ttrain.config.compose import Composer
+from ttrain.config.compose import Composed, Composer
 from ttrain.config.schema import Source, SweepConfig
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.sweep import outcome
@@ -27,46 +24,46 @@ def run(composer: Composer, overrides: Sequence[str]) -> int:
 
     Raises ConfigError, and leaves no folder behind, where no job can be composed.
     """
-    master = composer.compose(overrides, RunMode.MULTIRUN)
-    if composer.loader.problems:
-        raise ConfigError(composer.loader.problems)
+    master = composer.compose(overrides, sweep=True)
+    if master.problems:
+        raise ConfigError(master.problems)
     sweep = SweepOverrides.read(composer, master)
     if sweep.setting("search", master) is not None:
         return _search(composer, master, sweep, overrides)
-    jobs = [compose_job(composer, master, job, sweep.own) for job in sweep.combinations()]
+    jobs = [compose_job(composer, job, sweep.own) for job in sweep.combinations()]
     settings = _settings(jobs)
     check_directories(jobs)
     folder = SweepFolder.open(
-        _directory(settings, master), _identity([*composer.loader.flags, *(job.key for job in jobs)]), overrides
+        _directory(settings, master), _identity([*composer.files.flags, *(job.key for job in jobs)]), overrides
     )
     try:
         before = [job.number for job in jobs]
         folder.adopt(jobs)
         for job, number in zip(jobs, before, strict=True):
             if job.number != number and job.config is not None:
-                compose_job(composer, master, job, sweep.own)  # ${hydra:job.num} is another one now
+                compose_job(composer, job, sweep.own)  # ${hydra:job.num} is another one now
         remaining = [job for job in jobs if folder.status(job).get("state") != FINISHED]
         _say(f"sweep {folder.path}: {len(jobs)} jobs, {len(jobs) - len(remaining)} done before")
         for job in remaining:
             if job.problem is not None:
                 _say(f"job {job.name} can't run: {job.problem}")
-        runner = Runner(folder, settings, composer.loader.flags, _say)
+        runner = Runner(folder, settings, composer.job_flags(master), _say)
         runner.run(Queue(remaining))
-        return _finish(folder, jobs, settings, runner, composer.loader.job_flags)
+        return _finish(folder, jobs, settings, runner, composer.job_flags(master))
     finally:
         folder.close()
 
 
-def _search(composer: Composer, master: DictConfig, sweep: SweepOverrides, overrides: Sequence[str]) -> int:
+def _search(composer: Composer, master: Composed, sweep: SweepOverrides, overrides: Sequence[str]) -> int:
     from ttrain.sweep.search import Search, example
 
     if not sweep.swept:
         raise ConfigError("sweep.search: nothing to search. Give ranges, such as optimizer.lr=interval(1e-4,1e-2).")
-    first = compose_job(composer, master, example(sweep), sweep.own)
+    first = compose_job(composer, example(sweep), sweep.own)
     settings = _settings([first])
     assert first.config is not None
     ranges = [str(override.input_line) for override in sweep.swept]
-    identity = _identity([*composer.loader.flags, *sweep.fixed, *ranges, str(settings.search)])
+    identity = _identity([*composer.files.flags, *sweep.fixed, *ranges, str(settings.search)])
     directory = _directory(settings, master)
     earlier = read_sweep(Path(directory)) if directory else None
     if earlier and earlier.get("identity") != identity:
@@ -77,13 +74,13 @@ def _search(composer: Composer, master: DictConfig, sweep: SweepOverrides, overr
         evaluations = train.steps // (train.eval_every or train.steps)
 
         def compose(job: Job) -> Job:
-            return compose_job(composer, master, job, sweep.own)
+            return compose_job(composer, job, sweep.own)
 
         search = Search(sweep, settings, folder, seed, compose, evaluations)
         _say(f"sweep {folder.path}: search by {settings.search}, {len(search.jobs)} of {settings.trials} jobs known")
-        runner = Runner(folder, settings, composer.loader.flags, _say)
+        runner = Runner(folder, settings, composer.job_flags(master), _say)
         runner.run(search)
-        return _finish(folder, search.jobs, settings, runner, composer.loader.job_flags)
+        return _finish(folder, search.jobs, settings, runner, composer.job_flags(master))
     finally:
         folder.close()
 
@@ -103,12 +100,10 @@ def _settings(jobs: Sequence[Job]) -> SweepConfig:
     raise ConfigError(problems)
 
 
-def _directory(settings: SweepConfig, master: DictConfig) -> str | None:
+def _directory(settings: SweepConfig, master: Composed) -> str | None:
     """sweep.dir, or Hydra's own name for it where the command line gives that."""
-    if settings.dir is None and any(
-        str(override).startswith("hydra.sweep.dir=") for override in master.hydra.overrides.hydra
-    ):
-        return str(master.hydra.sweep.dir)
+    if settings.dir is None and any(override.key_or_group == "hydra.sweep.dir" for override in master.overrides):
+        return str(master.root.hydra.sweep.dir)
     return settings.dir
 
 

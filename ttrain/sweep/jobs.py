@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
 
-from ttrain.config.compose import Composer, one_sentence
+from ttrain.config.compose import Composed, Composer
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 
@@ -39,6 +36,11 @@ class Job:
         )
 
     @property
+    def numbered(self) -> list[str]:
+        """Overrides that give ${hydra:job.num} its value."""
+        return [f"hydra.job.num={self.number}", f"hydra.job.id='{self.number}'"]
+
+    @property
     def name(self) -> str:
         """The job's folder: its number, and what is special about it."""
         label = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.axes.items())
@@ -48,21 +50,22 @@ class Job:
 
 @dataclass(frozen=True)
 class SweepOverrides:
-    """The parsed overrides of a sweep: those of every job, and the swept ones."""
+    """The parsed overrides of a sweep: those of every job and the swept ones, and those of Hydra."""
 
     overrides: list[Override]
+    hydra: list[str]
 
     @classmethod
-    def read(cls, composer: Composer, master: DictConfig) -> SweepOverrides:
+    def read(cls, composer: Composer, master: Composed) -> SweepOverrides:
         """Overrides of the command line, after those of `hydra.sweeper.params` in a config file."""
-        _refuse_other_sweeper(master)
-        params = master.hydra.sweeper.get("params") or {}
-        overrides = [f"{key}={value}" for key, value in params.items()]
-        overrides += list(OmegaConf.to_container(master.hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
-        with one_sentence(composer.loader):
-            parsed = OverridesParser.create(config_loader=composer.loader).parse_overrides(overrides)
-        last = {override.get_key_element(): override for override in parsed}
-        return cls(list(last.values()))
+        params = master.root.hydra.sweeper.get("params") or {}
+        parsed, problems = composer.parsed([f"{key}={value}" for key, value in params.items()], sweep=True)
+        if problems:
+            raise ConfigError(problems)
+        ours = [*parsed, *(override for override in master.overrides if not override.is_hydra_override())]
+        last = {override.get_key_element(): override for override in ours}
+        hydra = [str(override.input_line) for override in master.overrides if override.is_hydra_override()]
+        return cls(list(last.values()), hydra)
 
     @property
     def swept(self) -> list[Override]:
@@ -79,15 +82,16 @@ class SweepOverrides:
 
     @property
     def own(self) -> list[str]:
-        """Overrides of the sweep itself; jobs are checked with them and run without."""
-        return [str(override.input_line) for override in self.overrides if override.key_or_group.startswith("sweep.")]
+        """Overrides of the sweep itself and of Hydra; jobs are checked with them and run without."""
+        given = [each for each in self.overrides if each.key_or_group.startswith("sweep.")]
+        return [*(str(override.input_line) for override in given), *self.hydra]
 
-    def setting(self, key: str, master: DictConfig) -> Any:
+    def setting(self, key: str, master: Composed) -> Any:
         """A key of the section `sweep`: from the overrides where they give it, else as composed."""
         for override in self.overrides:
             if override.key_or_group == f"sweep.{key}":
                 return override.value()
-        return master.sweep.get(key)
+        return master.job.sweep.get(key)
 
     def combinations(self) -> list[Job]:
         """Every combination in the order of the overrides, the last axis fastest; not composed yet."""
@@ -99,11 +103,10 @@ class SweepOverrides:
                 )
             if override.key_or_group.startswith("sweep."):
                 raise ConfigError(f"{override.input_line}: keys of the sweep itself can't be swept.")
-        (lists,) = BasicSweeper.split_arguments(self.overrides, None)
         keys = [override.get_key_element() for override in self.overrides]
         swept = {override.get_key_element() for override in self.swept}
         jobs = []
-        for number, overrides in enumerate(lists):
+        for number, overrides in enumerate(itertools.product(*map(_alternatives, self.overrides))):
             pairs = dict(zip(keys, overrides, strict=True))
             own = tuple(override for key, override in pairs.items() if not key.lstrip("+").startswith("sweep."))
             axes = {key.lstrip("+"): override.partition("=")[2] for key, override in pairs.items() if key in swept}
@@ -111,22 +114,19 @@ class SweepOverrides:
         return jobs
 
 
-def _refuse_other_sweeper(master: DictConfig) -> None:
-    target = str(master.hydra.sweeper.get("_target_", ""))
-    if not target.endswith("BasicSweeper"):
-        raise ConfigError(
-            f"hydra/sweeper: ttrain runs sweeps itself, so {target.rpartition('.')[2]} can't be used. "
-            f"For a search give sweep.search=tpe."
-        )
+def _alternatives(override: Override) -> list[str]:
+    """The override as each job has it."""
+    key = override.get_key_element()
+    if override.is_sweep_override():
+        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+    return [str(override.input_line) if override.is_delete() else f"{key}={override.get_value_element_as_str()}"]
 
 
-def compose_job(composer: Composer, master: DictConfig, job: Job, own: Sequence[str] = ()) -> Job:
+def compose_job(composer: Composer, job: Job, own: Sequence[str] = ()) -> Job:
     """The job with its checked config, or with the problem that it has. `own` are the overrides of the sweep itself."""
     try:
-        with one_sentence(composer.loader):
-            tree = ConfigLoaderImpl.load_sweep_config(composer.loader, master, [*job.overrides, *own])
-            tree.hydra.job.num, tree.hydra.job.id = job.number, str(job.number)
-            job.config = composer.check(tree)
+        composed = composer.compose([*job.overrides, *own, *job.numbered])
+        job.config = composer.check(composed)
     except ConfigError as error:
         job.problem = str(error)
     return job

@@ -144,7 +144,7 @@ class Runner:
         log = path / LOG
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
-        command = [*srun, *PROGRAM, *self._flags, *overrides, "hydra.mode=RUN", *_numbered(job)]
+        command = [*srun, *PROGRAM, *self._flags, *overrides, *job.numbered]
         child = Child(command, self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
@@ -251,11 +251,6 @@ class Runner:
         if not self.failed:
             return 0
         return self.failed[0] if self.failed[0] in (EXIT_USER, 75) else EXIT_FAILURE
-
-
-def _numbered(job: Job) -> list[str]:
-    """So that ${hydra:job.num} means the same in the job's own process."""
-    return [f"hydra.job.num={job.number}", f"hydra.job.id={job.number}"]
 
 
 def _on_card(job: Job) -> bool:

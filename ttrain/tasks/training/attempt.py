@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.rates import train_on
 from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.tasks.training.ending import summarize
 from ttrain.tasks.training.expected import pace_of
+from ttrain.tasks.training.rates import train_on
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.progress import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, list_checkpoints

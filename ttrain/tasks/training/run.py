@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.config import build
 from ttrain.config.notices import notices
-from ttrain.config.rates import Rate
 from ttrain.config.schema import Config
 from ttrain.core.units import format_count
 from ttrain.parallel.world import World
+from ttrain.tasks.training.rates import Rate
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import ttrain
 from ttrain.config import build
-from ttrain.config.rates import Rate, rate_jump
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
@@ -21,6 +20,7 @@ from ttrain.optim.groups import check_groups
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.tasks.training.prompt import sample_prompt
+from ttrain.tasks.training.rates import Rate, rate_jump
 from ttrain.tasks.training.run import Run
 from ttrain.tasks.training.targets import check_targets
 from ttrain.train.checkpoint.progress import Progress

@@ -57,8 +57,13 @@ def override(key: str, value: object) -> str:
     """Return `key=value`, quoted where the command line would read text as a list, a sweep or null."""
     text = str(value)
     if isinstance(value, str | Path) and not _PLAIN.fullmatch(text):
-        text = QuotedString(text.replace("${", r"\${"), Quote.double).with_quotes()
+        text = as_text(text)
     return f"{key}={text}"
+
+
+def as_text(text: str) -> str:
+    """Quote text for an override; `${...}` in it is no interpolation."""
+    return QuotedString(text.replace("${", r"\${"), Quote.double).with_quotes()
 
 
 @cache

@@ -1,0 +1,74 @@
+"""Keys of Hydra that do anything with ttrain, and what to give instead of the others, so that none is ignored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ttrain.core.options import differences
+
+_HEEDED = re.compile(
+    r"hydra\.(mode|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
+    r"|job\.config\.override_dirname(\..+)?)"  # what ${hydra:job.override_dirname} is made of
+)
+_OF_HYDRA = re.compile(r"hydra\.(runtime|overrides|searchpath|job\.config_name)\b.*")  # which Hydra itself fills in
+_INSTEAD = {
+    "hydra.run.dir": "Give run.dir=<folder>.",
+    "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
+    "hydra.searchpath": "Give --config-dir <folder>.",
+    "hydra.sweep": "Give sweep.dir=<folder>.",
+    "hydra.sweeper": "ttrain runs sweeps itself: see sweep.search=tpe, sweep.trials, sweep.parallel.",
+    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>, under SLURM sweep.srun.",
+    "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
+    "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
+    "hydra.job.env_set": "Set the variable in the shell, before the command.",
+    "hydra.job_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
+    "hydra.verbose": "HYDRA_FULL_ERROR=1 shows tracebacks.",
+}
+
+
+def ignored(keys: Iterable[str], origin: str = "") -> list[str]:
+    """One problem for each of Hydra's keys, such as `hydra.run.dir` or `hydra/launcher`, that would do nothing.
+
+    `origin` says which file set them.
+    """
+    problems = []
+    for key in keys:
+        name = key.lstrip("+~").replace("/", ".")
+        if name != "hydra" and not _HEEDED.fullmatch(name):
+            problems.append(f"{key.lstrip('+~')}: has no effect with ttrain{origin}. {_instead(name)}")
+    return problems
+
+
+def refused(plain: DictConfig, given: DictConfig, origin: Callable[[str], str | None]) -> Iterator[str]:
+    """One problem for each of Hydra's keys that files have set: code is refused, and what would do nothing.
+
+    `plain` is Hydra's part of the tree without files.
+    """
+    for group, option in given.runtime.choices.items():
+        if group.startswith("hydra/") and option != plain.runtime.choices.get(group, option):
+            yield from ignored([group])
+    before, now = (OmegaConf.to_container(each, resolve=False) for each in (plain, given))
+    for key, _, value in differences(before, now, "hydra"):
+        for path in _leaves(key, value):
+            if path.rpartition(".")[2] in ("_target_", "()", "class"):
+                yield f"{path}: refused (set in {origin(path)}); a config file can't name code."
+            elif not _OF_HYDRA.fullmatch(path):
+                yield from ignored([path], f" (set in {origin(path)})")
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from _leaves(f"{key}.{name}", part)
+    else:
+        yield key
+
+
+def _instead(name: str) -> str:
+    while name and name not in _INSTEAD:
+        name = name.rpartition(".")[0]
+    return _INSTEAD.get(name, "Leave it out.")
