@@ -27,6 +27,7 @@ from ttrain.config import registry
 from ttrain.config.build import planned_ranks
 from ttrain.config.compose import Composer
 from ttrain.config.help import EXAMPLES
+from ttrain.config.renamed import RENAMED
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
@@ -373,13 +374,12 @@ def test_links_paths_and_modules_exist() -> None:
 
 
 def known_keys(former: bool = False) -> set[str]:
-    """Keys of the config; with `former` also the names that they had before."""
-    found = set(sections())
+    """Keys of the config; with `former` also those that went."""
+    found = {*sections(), *(RENAMED if former else ())}
     for section in sections():
         schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None)]
         listed = [declared for schema in schemas if schema for declared in fields(schema)]
         found |= {f"{section}.{key_of(declared)}" for declared in listed}
-        found |= {f"{section}.{declared.metadata.get('formerly')}" for declared in listed if former}
     return found
 
 

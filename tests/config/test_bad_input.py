@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ttrain.config import renamed
 from ttrain.config.build import build_dataset
 from ttrain.config.compose import load
+from ttrain.config.renamed import RENAMED
+from ttrain.config.saved import continued
+from ttrain.config.schema import to_dict
 from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.names import did_you_mean
 
 
-def problems(*overrides: str, config_dir: Path | None = None, config_name: str = "config") -> list[str]:
+def problems(*overrides: str, config_dir: Path | None = None, config_name: str | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(overrides, config_name, config_dir)
     assert caught.value.exit_code == EXIT_USER
@@ -254,3 +259,32 @@ def test_what_a_recipe_sets_is_its_own(tmp_path: Path) -> None:
         "train.steps=-3 (set in recipe/mine.yaml): must be at least 1.",
         "train.batch_size=-1: must be at least 1.",
     ]
+
+
+@pytest.mark.parametrize("old", [*RENAMED, "precision=half", "data.order=dealt", "optimise"])
+def test_what_went_is_answered_on_the_command_line_and_in_a_recorded_config(
+    old: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = {"precision=half": "precision=bf16", "data.order=dealt": "data.order=random", "optimise": "optimizer"}
+    monkeypatch.setattr(renamed, "RENAMED", {**RENAMED, **later})
+    answer = {**RENAMED, **later}[old]
+    answer = answer if " " in answer else f"It is now {answer}."
+    key, _, value = old.partition("=")
+    (problem,) = problems(f"{key}={value or 1}")
+    assert problem.startswith(old) and problem.endswith(answer)
+    saved: Any = to_dict(load())
+    section, _, name = key.partition(".")
+    if name:
+        saved[section][name] = value or 1
+    else:
+        saved[section] = {"name": value or 1}
+    with pytest.raises(ConfigError) as caught:
+        continued(saved, load(["resume=auto", "run.dir=x"]))
+    assert caught.value.problems[0].endswith(answer)
+
+
+def test_a_new_name_is_one_of_today() -> None:
+    for new in RENAMED.values():
+        if " " not in new:
+            section, _, name = new.partition(".")
+            assert hasattr(getattr(load(), section), name)

@@ -20,7 +20,6 @@ from tests.conftest import cache_home
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
-from ttrain.core.files import to_json
 from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
 from ttrain.data.documents import open_documents
 from ttrain.data.regression import RegressionDataset, open_regression
@@ -29,7 +28,7 @@ from ttrain.data.text import open_text
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import Numbers, World
-from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
 
@@ -203,34 +202,6 @@ def test_the_unigram_entropy_of_the_summary_is_of_the_same_targets(sequences: in
         opened = data()
         targets = opened.batch("val", 0, 0, sequences or opened.val_samples)["targets"]
         assert summary["baseline"] == {"name": "unigram entropy", "loss": unigram_entropy([targets], 257)}
-
-
-def test_the_earlier_key_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUIET, *GPT, *TEXT, "train.eval_batches=2", "run.dir=run"]) == 2
-    message = capsys.readouterr().err
-    assert "train.eval_batches: unknown key" in message and "It is now train.eval_sequences: held-out seq" in message
-    assert not Path("run").exists()
-
-
-def test_a_checkpoint_with_the_earlier_key_evaluates_as_many_sequences_as_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """2 batches of 12 / 3 rows are 8 sequences, also where the run goes on with another batch size."""
-    overrides = [*GPT, *TEXT, "train.batch_size=12", "train.accumulation=3"]
-    expected = evaluated("first", *overrides, "train.eval_sequences=8")
-    (folder,) = Path("first/checkpoints").glob("step_*")
-    stored = json.loads((folder / "config.json").read_text())
-    del stored["train"]["eval_sequences"]
-    stored["train"]["eval_batches"] = 2
-    Path("first/config.yaml").write_text(to_json(stored))  # which is YAML as well
-    original = Checkpoint._json
-    monkeypatch.setattr(
-        Checkpoint, "_json", lambda self, name: stored if name == "config.json" else original(self, name)
-    )
-    assert main(["resume=first", "run.dir=second", "train.steps=2", "train.batch_size=5", "train.accumulation=1"]) == 0
-    assert read_checkpoint(next(Path("second/checkpoints").glob("*2"))).config["train"]["eval_sequences"] == 8
-    lines = [line["val/loss"] for line in read_metrics(Path("second", "metrics.jsonl")) if "val/loss" in line]
-    assert lines[-1] == pytest.approx(expected["val/loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])

@@ -25,6 +25,7 @@ from ttrain.config import registry
 from ttrain.config.files import RECIPE_GROUP, YAML, ConfigFiles, store_options
 from ttrain.config.hydra_keys import ignored, refused
 from ttrain.config.overrides import parse
+from ttrain.config.renamed import instead
 from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Source, sections
 from ttrain.config.validate import Findings, section_type, typed_config
@@ -171,7 +172,9 @@ class Composer:
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
             if name not in valid and not isinstance(option, list | dict):
-                return f"{key}={name}: no such option. {self._option_hint(key, name, valid)}"
+                return (
+                    f"{key}={name}: no such option. {instead(f'{key}={name}') or self._option_hint(key, name, valid)}"
+                )
             if isinstance(option, dict):
                 return f"{line}: {key} takes the name of an option. Set single keys as {key}.<key>=<value>."
         return None
@@ -207,11 +210,11 @@ class Composer:
         """What files give that only the command line may give, or that would do nothing."""
         given = {override.key_or_group for override in composed.overrides}
         problems = []
-        for key, (why, instead) in ON_COMMAND_LINE.items():
+        for key, (why, advice) in ON_COMMAND_LINE.items():
             value = OmegaConf.select(composed.job, key, throw_on_missing=False)
             if value and key not in given:
                 where = self._origins(composed).get(key)
-                problems.append(f"{key}={value!r}: {why} (set in {where}). Give {instead} on the command line.")
+                problems.append(f"{key}={value!r}: {why} (set in {where}). Give {advice} on the command line.")
         if self.files.flags:
             plain = hydra.compose(None, return_hydra_config=True)
             problems += refused(plain.hydra, composed.root.hydra, lambda key: self._origins(composed).get(key))

@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
 from ttrain.config.checks.problems import cross_field_problems
+from ttrain.config.renamed import instead
 from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
@@ -66,7 +67,8 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
         for target in [str(key)] if key == "_target_" else _target_keys(value, str(key)):
             found.add(f"{target}: the key _target_ is refused; components are chosen by registered name only.")
         if key not in sections():
-            found.add(f"{key}: unknown key{found.origin(str(key))}. {_suggest_root(str(key))}")
+            hint = instead(str(key)) or _suggest_root(str(key))
+            found.add(f"{key}: unknown key{found.origin(str(key))}. {hint}")
     for name in sections():
         if name in values and name not in found.bad_sections:
             section = _section(name, values[name], found)
@@ -120,7 +122,11 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
         if key == "_target_":
             continue
         if key not in known:
-            found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), schema)}")
+            hint = instead(path) or _suggest(section, str(key), schema)
+            found.add(f"{path}: unknown key{found.origin(path)}. {hint}")
+            continue
+        if hint := instead(f"{path}={value}"):
+            found.add(f"{path}={value}: no such choice{found.origin(path)}. {hint}", section)
             continue
         converted = _convert(schema, known[key], path, value, found)
         if converted is not _REFUSED:
@@ -275,14 +281,12 @@ def _name_problem(section: str, name: Any) -> str:
     if name is None:
         return f"{section}: has no name, so nothing is chosen. {did_you_mean('', valid)}"
     hint = "If a plugin adds it, give plugins=[<its module>] again."  # a run remembers names, never modules
-    return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)} {hint}"
+    told = instead(f"{section}={name}") or f"{did_you_mean(str(name), valid)} {hint}"
+    return f"{section}.name={name}: not registered. {told}"
 
 
 def _suggest(section: str, key: str, schema: type[Any]) -> str:
     known = {key_of(declared) for declared in fields(schema)}
-    for declared in fields(schema):
-        if declared.metadata.get("formerly") == key:
-            return f"It is now {section}.{declared.name}: {declared.metadata['help']}."
     rows = registry.rows()
     owners = [row.name for row in rows if row.group == section and key in row.config.__dataclass_fields__]
     if owners:

@@ -23,16 +23,15 @@ def option(
     below: float | None = None,
     path: bool = False,
     changes: str = "function",
-    formerly: str | None = None,
 ) -> Any:
     """A dataclass field with its meaning, unit and bounds.
 
     `minimum` and `maximum` are inclusive, `above` and `below` exclusive; in a list or mapping each number obeys.
     A `path` names a file or folder, and a leading `~` in it stands for the home folder. `changes` is for keys of a
-    model, see models/identity.py. `formerly` is the name that it had before. A mutable default is copied per instance.
+    model, see models/identity.py. A mutable default is copied per instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, "formerly": formerly, **bounds}
+    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ttrain.core.options import option
@@ -40,13 +40,11 @@ class TrainConfig:
         "lengths of training sequences in tokens, from short to model.context, each for phase_steps steps and the last "
         "for the rest; empty always takes model.context",
         minimum=1,
-        formerly="block_schedule",
     )
     phase_steps: int = option(
         50_000,
         "steps at each entry of batch_schedule and length_schedule but the last",
         minimum=1,
-        formerly="block_steps",
     )
     long_hours: float | None = option(
         1.0,
@@ -70,7 +68,6 @@ class TrainConfig:
         320,
         "held-out sequences (or examples) per evaluation, the same ones for every batch size; null takes all of them",
         minimum=1,
-        formerly="eval_batches",
     )
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
     save_minutes: float | None = option(
@@ -100,18 +97,6 @@ class TrainConfig:
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
     """With batches and sequences as large as they get from the first step on, and with changes."""
     return replace(train, batch_schedule=[], length_schedule=[], **changes)
-
-
-def with_current_keys(stored: dict[str, Any]) -> dict[str, Any]:
-    """A stored config in the keys of now: `eval_batches` counted micro-batches, the others only have new names."""
-    train = stored.get("train")
-    if not isinstance(train, dict):
-        return stored
-    names = {declared.metadata["formerly"]: declared.name for declared in fields(TrainConfig)}
-    current = {names.get(key, key): value for key, value in train.items()}
-    if (batches := train.get("eval_batches")) is not None:
-        current["eval_sequences"] = batches * (train.get("batch_size", 1) // train.get("accumulation", 1))
-    return {**stored, "train": current}
 
 
 @dataclass

@@ -13,10 +13,8 @@ import pytest
 import ttrain
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.train.runs import record as record_module
-from ttrain.train.runs.inspect import read_run
 from ttrain.train.runs.record import environment_record, git_state
-from ttrain.train.runs.resume import data_difference
-from ttrain.train.runs.run_directory import RunDirectory, chosen_model, read_config
+from ttrain.train.runs.run_directory import RunDirectory, read_config
 
 CLAIM = """
 import sys
@@ -141,18 +139,6 @@ def test_opening_what_is_not_a_run(tmp_path: Path, folder: str) -> None:
         RunDirectory.open(tmp_path / folder)
     with pytest.raises(CheckpointError, match="not a run of ttrain"):
         read_config(tmp_path / folder)
-
-
-def test_a_record_of_earlier_versions_is_read_and_continued(tmp_path: Path) -> None:
-    run = RunDirectory.claim(str(tmp_path / "run"), "x")
-    (run.path / "run.json").write_text('{"legs": [{"model": "nano-gpt"}, {"model": "nano-gpt", "data": {"a": 1}}]}')
-    assert chosen_model(run.path) == "nano-gpt" and len(read_run(run.path).attempts) == 2
-    assert data_difference(run.path, {"a": 2}) == ["data: a: 1 -> 2"]
-    run.record({}, {"model": "third"})
-    record = json.loads((run.path / "run.json").read_text())
-    assert list(record) == ["attempts"] and len(read_run(run.path).attempts) == 3
-    assert [attempt["model"] for attempt in record["attempts"]] == ["nano-gpt", "nano-gpt", "third"]
-    run.close()
 
 
 def test_config_and_attempts(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.phases import Phase, PhaseSchedule, Position, Reader
@@ -200,28 +199,6 @@ def test_val_loss_is_that_of_the_whole_context_throughout(train: Any, monkeypatc
     assert by_run["second"][-1] == pytest.approx(by_run["first"][0], rel=1e-3)
 
 
-def test_a_run_under_the_earlier_keys_goes_on_as_one_under_these(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train("run.dir=now", "train.steps=8") == 0
-    shutil.copytree("now", "earlier")
-    assert main(["run.dir=now", "resume=auto", "train.steps=14"]) == 0
-    text, original = Path("earlier/config.yaml").read_text(), Checkpoint._json
-    text = text.replace("length_schedule:", "block_schedule:").replace("phase_steps:", "block_steps:")
-    assert "block_schedule:" in text and "block_steps: 6" in text
-    Path("earlier/config.yaml").write_text(text)
-
-    def earlier(self: Checkpoint, name: str) -> Any:
-        stored = original(self, name)
-        if name == "config.json":
-            stored["train"]["block_schedule"] = stored["train"].pop("length_schedule")
-            stored["train"]["block_steps"] = stored["train"].pop("phase_steps")
-        return stored
-
-    monkeypatch.setattr(Checkpoint, "_json", earlier)
-    assert main(["run.dir=earlier", "resume=auto", "train.steps=14"]) == 0
-    assert [event["length"] for event in events("earlier", "phase")] == [16, 32]
-    assert losses("earlier") == losses("now") and tensors("earlier", 14) == tensors("now", 14)
-
-
 def test_a_rollback_over_a_phase_goes_back_to_the_shorter_length(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start, poisoned = TrainStep.__call__, []
 
@@ -302,8 +279,6 @@ def test_token_files_take_a_schedule_too(train: Any) -> None:
         (["train.batch_schedule=[1,2,4]"], "must be a multiple of it. Give train.accumulation=4."),
         (["train.batch_schedule=[0,4]"], "must be at least 1"),
         (["train.batch_schedule=4"], "must be a list of integers"),
-        (["train.block_schedule=[8,32]"], "It is now train.length_schedule: lengths of training sequences"),
-        (["train.block_steps=6"], "It is now train.phase_steps: steps at each entry"),
         (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
         (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
     ],

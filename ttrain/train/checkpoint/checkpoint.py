@@ -41,7 +41,6 @@ from ttrain.optim.base import AVERAGE
 from ttrain.train.checkpoint.state_match import match
 from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
-from ttrain.train.settings import with_current_keys
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -115,8 +114,8 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved config of the run that wrote it, in the keys of now."""
-        return with_current_keys(dict(self._json("config.json")))
+        """The resolved config of the run that wrote it."""
+        return dict(self._json("config.json"))
 
     @property
     def progress(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def read_run(path: Path) -> RunInfo:
     if state == "new" and summary.get("computes") is False:
         state = "dry_run"
     record = read_json(path / RECORD)
-    attempts = record.get("attempts", record.get("legs", []))  # see run_directory.stored_attempts
+    attempts = record.get("attempts", [])
     return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, attempts, summary)
 
 

@@ -25,7 +25,6 @@ from ttrain.core.files import lock_file, replace_file, to_json
 from ttrain.train.checkpoint.checkpoint import UNFINISHED
 from ttrain.train.checkpoint.retention import put_back_replaced
 from ttrain.train.logging.metrics import METRICS, read_metrics
-from ttrain.train.settings import with_current_keys
 
 RECORD = "run.json"
 LOCK = ".lock"
@@ -274,7 +273,7 @@ def _locked(lock: IO[str]) -> bool:
 def stored_attempts(run: Path) -> list[Any]:
     """What run.json holds. Raises OSError, ValueError, LookupError or TypeError where that is nothing of the kind."""
     record = json.loads((run / RECORD).read_text("utf-8"))
-    return list(record["legs" if "legs" in record else "attempts"])  # as earlier versions called them
+    return list(record["attempts"])
 
 
 def newest_attempt(run: Path | None) -> dict[str, Any]:
@@ -311,7 +310,7 @@ def read_config(run: Path) -> dict[str, Any]:
         raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{run / 'config.yaml'} holds {type(config).__name__}, expected keys and values.")
-    return with_current_keys(config)
+    return config
 
 
 def _entries(folder: Path) -> list[Path]:
