@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttrain.config.compose import load
-from ttrain.config.notices import notices
+from ttrain.tasks.training.notices import notices
 from ttrain.config.schema import to_dict
 from ttrain.tasks.training.rates import Rate, rate_jump, train_on
 from ttrain.train.checkpoint.progress import Progress

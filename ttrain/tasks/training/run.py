@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.config import build
-from ttrain.config.notices import notices
+from ttrain.tasks.training.notices import notices
 from ttrain.config.schema import Config
 from ttrain.core.units import format_count
 from ttrain.parallel.world import World
