@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ttrain.config.compose import load
-from ttrain.tasks.training.notices import notices
 from ttrain.config.schema import to_dict
+from ttrain.tasks.training.notices import notices
 from ttrain.tasks.training.rates import Rate, rate_jump, train_on
 from ttrain.train.checkpoint.progress import Progress
 

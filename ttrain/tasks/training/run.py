@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ttrain.config import build
-from ttrain.tasks.training.notices import notices
 from ttrain.config.schema import Config
 from ttrain.core.units import format_count
 from ttrain.parallel.world import World
+from ttrain.tasks.training.notices import notices
 from ttrain.tasks.training.rates import Rate
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
