@@ -30,13 +30,10 @@ def main(seconds: int, memory: int, out_of_memory: int) -> None:
     `seconds` of computing bound each rendering, and `memory` the bytes of the process, which exits with the code
     `out_of_memory` when they are spent.
     """
-    for kind, most in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        _limit(kind, most)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        _limit(kind, 0)
+    if sys.platform == "linux":  # elsewhere memory is not bounded
+        _limit(resource.RLIMIT_AS, memory)
     try:
         while True:
             source, marks, jobs = pickle.load(sys.stdin.buffer)
