@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +13,13 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from tests import forked
 from ttrain.core.errors import EXIT_DEVICE_BUSY, DeviceBusy, DeviceUnavailable
 from ttrain.device.ttnn.mock import stub_compiler
 from ttrain.device.ttnn.mock.elf import return_only
 from ttrain.device.ttnn.runtime import environment, examine, mesh
 from ttrain.device.ttnn.runtime.holders import holders
 from ttrain.device.ttnn.settings import TenstorrentConfig
-
-needs_ttnn = pytest.mark.skipif(
-    not any((Path(folder) / "ttnn").is_dir() for folder in sys.path if folder),
-    reason="the package ttnn is not installed",
-)
 
 
 def compiler(tmp_path: Path, scripts: dict[str, str]) -> Path:
@@ -78,19 +73,15 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "DEVICE_NODES", tmp_path / "nothing")
 
 
-def test_no_card(installed: None) -> None:
-    with pytest.raises(DeviceUnavailable, match=r"no Tenstorrent card.*device.mode=mock"):
-        environment.variables(TenstorrentConfig(name="n150"))
-
-
-def test_silicon_refuses_the_variables_of_other_modes(
-    installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("card", [False, True], ids=["no card", "a card"])
+def test_silicon_needs_a_card_and_refuses_the_variables_of_other_modes(
+    card: bool, installed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing" / "0").touch()
-    monkeypatch.setenv(stub_compiler.MOCK_VARIABLE, "x")
-    with pytest.raises(DeviceUnavailable, match=f"{stub_compiler.MOCK_VARIABLE} is set"):
-        environment.variables(TenstorrentConfig())
+    if card:
+        (tmp_path / "nothing" / "0").mkdir(parents=True)
+        monkeypatch.setenv(stub_compiler.MOCK_VARIABLE, "x")
+    with pytest.raises(DeviceUnavailable, match=stub_compiler.MOCK_VARIABLE if card else "device.mode=mock"):
+        environment.variables(TenstorrentConfig(name="n150"))
 
 
 def test_a_ttnn_without_its_runtime_is_one_line(tmp_path: Path) -> None:
@@ -212,18 +203,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do(monkeypatch: pytest.Monkey
     assert [finding.subject for finding in findings if finding.state != "ok" and not finding.fix] == []
 
 
-@needs_ttnn
 def test_a_process_keeps_the_mode_of_its_first_import(tmp_path: Path) -> None:
-    code = (
-        "import ttnn\n"
-        "from ttrain.core.errors import DeviceUnavailable\n"
-        "from ttrain.device.ttnn.device import open_device\n"
-        "from ttrain.device.ttnn.settings import TenstorrentConfig\n"
-        "try:\n    open_device(TenstorrentConfig(mode='mock'))\n"
-        "except DeviceUnavailable as error:\n    print(error)\n"
-    )
-    environment_ = {**os.environ, "TTRAIN_CACHE": str(tmp_path), "LOGURU_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment_, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert "Use a fresh process" in done.stdout, done.stderr
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    code = "import ttnn\nfrom ttrain.cli import main\nmain(['device=n150', 'device.mode=mock', 'run.dir=run'])"
+    (tmp_path / "first.py").write_text(code, "ascii")
+    assert "Use a fresh process" in forked.run("first", cwd=tmp_path, TTRAIN_CACHE=str(tmp_path)).stderr
