@@ -60,45 +60,36 @@ def affinity_cores() -> int:
 
 
 def quota_cores(root: Path | None = None, membership: Path | None = None) -> float | None:
-    """Cores' worth of time that the cgroups of this process allow, version 2 or 1; None where nothing bounds it.
+    """Return cores' worth of time that the cgroups of this process allow, version 2 or 1; None where nothing bounds it.
 
-    A group is bounded by every group above it too, so the least counts.
+    psutil does not tell it. A group is bounded by every group above it too, so the least counts.
     """
-    found = [quota for folder in _folders(root or CGROUPS, membership or MEMBERSHIP) for quota in _quotas(folder)]
+    found = []
+    for folder in _groups(root or CGROUPS, membership or MEMBERSHIP):
+        text = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us")
+        numbers = [int(word) for word in text.split() if word.isdecimal()]  # `max` and -1 are none
+        if len(numbers) == 2 and all(numbers):
+            found.append(numbers[0] / numbers[1])
     return min(found, default=None)
 
 
-def _folders(root: Path, membership: Path) -> Iterator[Path]:
-    """The folders of the groups that this process is in, each with those above it.
+def _groups(root: Path, membership: Path) -> Iterator[Path]:
+    """Yield folders of the groups that this process is in, each with those above it.
 
     In a container the path that the system tells may be the host's, and not be there: then its parents are read alone.
     """
-    try:
-        lines = membership.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        lines = []
-    for line in ["0::/", *lines]:
+    for line in ["0::/", *_read(membership).splitlines()]:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         for mount in (controllers, "cpu") if controllers else ("", "unified", "cpu", "cpu,cpuacct"):
-            top = root / mount
-            folder = top / path.lstrip("/")
-            while folder.is_relative_to(top):
-                yield folder
-                folder = folder.parent
+            folder = root / mount / path.lstrip("/")
+            yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root / mount))
 
 
-def _quotas(folder: Path) -> Iterator[float]:
-    """The quota of one group in cores, where it has one."""
-    old = _words(folder / "cpu.cfs_quota_us")[:1] + _words(folder / "cpu.cfs_period_us")[:1]
-    both = _words(folder / "cpu.max") or old
-    if len(both) == 2 and all(word.isdecimal() and int(word) > 0 for word in both):  # not `max`, not -1
-        yield int(both[0]) / int(both[1])
-
-
-def _words(file: Path) -> list[str]:
+def _read(file: Path) -> str:
+    """The text of a file, empty where it can't be read."""
     try:
-        return file.read_text("ascii").split()
+        return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError):
-        return []
+        return ""

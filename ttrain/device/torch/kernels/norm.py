@@ -1,7 +1,7 @@
 """Norms. Statistics are fp32 at least.
 
 Layer norm: weight and bias are widened first, which makes aten keep statistics so. On CUDA aten wants x and its weight
-in one dtype, so there x is widened too. RMS norm, for which aten has no fused kernel on the CPU: blocks of rows that
+in one dtype, so there x is widened too. RMS norm, which aten fuses on CUDA alone, and its gradient: blocks of rows that
 stay in the cache.
 """
 
@@ -51,43 +51,37 @@ def _widening(context: Context, ins: Given, outs: Specs, attributes: Attributes,
     return [s.with_dtype(s.dtype.wide) for s in (*rows, *given) if s.dtype.wide is not s.dtype]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, results: Sequence[Tensor]) -> Launch:
-    """y, mean, rstd <- layer norm of the rows of x."""
-    y, *statistics = results
-    mean, rstd = (statistic.view(-1, 1) for statistic in statistics)
-    function = partial(aten.native_layer_norm.default, x, [x.shape[1]], weight, bias, eps)
-    copy_y, copy_mean, copy_rstd = rows_of(y).copy_, mean.copy_, rstd.copy_
-
-    def launch() -> None:
-        new_y, new_mean, new_rstd = function()
-        copy_y(new_y)
-        copy_mean(new_mean)
-        copy_rstd(new_rstd)
-
-    return launch
-
-
-def _norm_of(
-    context: Context, x: Tensor, parameters: Sequence[Tensor | None], eps: float, outs: Sequence[Tensor], work: Any
+def _by_aten(
+    context: Context, op: Any, x: Tensor, parameters: Sequence[Tensor | None], eps: float, outs: Tensors, work: Tensors
 ) -> Launch:
-    """The norm of x, with everything widened that has to be. CUDA wants x in the dtype of its weight."""
+    """y and statistics <- a norm of aten, everything widened that has to be. CUDA wants x in its weight's dtype."""
     rows, free, launches = rows_of(x), list(work), []
     if not context.on_cpu and x.dtype is torch.bfloat16:
         wide_rows = rows_of(free.pop(0))
         launches, rows = [copying(wide_rows, rows)], wide_rows
-    (weight, bias), widening = _widened(parameters, free)
-    return chain(*launches, *widening, _forward(rows, weight, bias, eps, outs))
+    wide, widening = _widened(parameters, free)
+    function = partial(op, rows, [rows.shape[1]], *wide, eps)
+    copies = [rows_of(outs[0]).copy_, *(statistic.view(-1, 1).copy_ for statistic in outs[1:])]
+
+    def launch() -> None:
+        for copy, new in zip(copies, function(), strict=True):
+            copy(new)
+
+    return chain(*launches, *widening, launch)
+
+
+_layer = aten.native_layer_norm.default
 
 
 @row("layer_norm", _widening, overwrites=(0,))
 def _layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return _norm_of(context, ins[0], ins[1:3], attributes["eps"], outs, work)
+    return _by_aten(context, _layer, ins[0], ins[1:3], attributes["eps"], outs, work)
 
 
 @row("add_layer_norm", partial(_widening, position=2), overwrites=(0, 1))
 def _add_layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     total = partial(torch.add, ins[0], ins[1], out=outs[0])
-    return chain(total, _norm_of(context, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
+    return chain(total, _by_aten(context, _layer, outs[0], ins[2:4], attributes["eps"], outs[1:], work))
 
 
 def _grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
@@ -171,8 +165,10 @@ def _blocks(tensors: Sequence[Tensor | None], step: int) -> Iterator[list[Any]]:
         yield [None if tensor is None else tensor[start : start + step] for tensor in tensors]
 
 
-def _rms_of(x: Tensor, weight: Tensor, eps: float, outs: Sequence[Tensor], work: Sequence[Tensor]) -> Launch:
+def _rms_of(context: Context, x: Tensor, weight: Tensor, eps: float, outs: Tensors, work: Tensors) -> Launch:
     """y, rstd <- the norm of the rows of x."""
+    if not context.on_cpu:
+        return _by_aten(context, aten._fused_rms_norm.default, x, [weight], eps, outs, work)
     (normal, square, *free), launches = work, list[Launch]()
     (weight,), widening = _widened([weight], free)
     share, floor = (constant(number, normal.dtype, normal.device) for number in (1 / x.shape[-1], eps))
@@ -193,20 +189,19 @@ def _rms_of(x: Tensor, weight: Tensor, eps: float, outs: Sequence[Tensor], work:
 
 
 def _rms_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    weight = ins[-1]
-    wide = [weight.with_dtype(weight.dtype.wide)] if weight.dtype.wide is not weight.dtype else []
-    return [*[_block(context, ins[0])] * 2, *wide]
+    wide = _widening(context, ins, outs, attributes, len(ins) - 1)
+    return [*[_block(context, ins[0])] * 2, *wide] if context.on_cpu else wide
 
 
 @row("rms_norm", _rms_workspace, overwrites=(0,))
 def _rms_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return _rms_of(ins[0], ins[-1], attributes["eps"], outs, work)
+    return _rms_of(context, ins[0], ins[-1], attributes["eps"], outs, work)
 
 
 @row("add_rms_norm", _rms_workspace, overwrites=(0, 1))
 def _add_rms_norm(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     total = partial(torch.add, ins[0], ins[1], out=outs[0])
-    return chain(total, _rms_of(outs[0], ins[-1], attributes["eps"], outs[1:], work))
+    return chain(total, _rms_of(context, outs[0], ins[-1], attributes["eps"], outs[1:], work))
 
 
 def _rms_norm_grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
