@@ -16,14 +16,10 @@ from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind
-from ttrain.graph.alias import roots_of
 from ttrain.graph.graph import op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import place
 from ttrain.graph.verify import verify
-from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import SGDConfig
-from ttrain.optim.sgd import SGD
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.step_cost import TRANSFERS, transfer_bytes
@@ -93,30 +89,6 @@ def test_nodes_are_placed_by_what_they_touch() -> None:
     assert [node.on_host for node in placed.nodes] == [True, True, True, False, False, False]
     assert (placed.state["here"].on_host, placed.state["there"].on_host) == (True, False)
     assert not placed.outputs["w"].on_host
-
-
-def test_one_update_of_both_sides_becomes_two() -> None:
-    """Parameters keep their order, so their state still lies side by side on each side."""
-    graph = Graph()
-    names = ["here.0", "there.0", "here.1", "there.1"]
-    lists = [
-        [graph.state_value(f"{name}{slot}", SPEC, Kind.OPTIMIZER) for name in names]
-        for slot in ("", "/gradient", "/velocity")
-    ]
-    lr, seed = graph.input("lr", TensorSpec(())), graph.input("seed", TensorSpec((), DType.INT64))
-    rule = SGD(SGDConfig(momentum=0.9)).rule(EXAMPLE, False)
-    new = ops.update(rule, lists, lr, lr, seed=seed, stochastic=(1,), stream=8)
-    for name, value in zip(names, new, strict=True):
-        graph.output(name, value)
-    placed = verify(place(graph, offloaded), "placing")
-    card, host = (node for node in placed.nodes if node.op.name == "update")
-    assert (card.on_host, host.on_host) == (False, True)
-    for node, side in ((card, "there"), (host, "here")):
-        read = [value.name for value in node.values[:6]]
-        assert read == [f"{side}.{number}{slot}" for slot in ("", "/gradient", "/velocity") for number in (0, 1)]
-    assert card.attributes["stream"] != host.attributes["stream"]
-    roots = roots_of(placed)
-    assert [roots[placed.outputs[name]].name for name in names] == names
 
 
 def test_state_of_the_card_is_not_overwritten_on_the_host() -> None:

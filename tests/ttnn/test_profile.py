@@ -11,7 +11,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.core.errors import UserError
 from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
-from ttrain.device.ttnn.runtime.profile import after, find_report, profiler_variables, read_report
+from ttrain.device.ttnn.runtime.profile import find_report, profiler_variables, read_report
 
 # Columns as ttnn 0.81.1 names them; a report has many more.
 RUNTIME = (
@@ -58,12 +58,6 @@ def test_the_report_of_tracy_leaves_out_what_ran_on_the_host(tmp_path: Path) -> 
     path.write_text(TRACY, "utf-8")
     profile = DispatchProfile.of(read_report(path), steps=2)
     assert (profile.dispatches, profile.replayed, profile.overhead) == (2, 2, pytest.approx(1 / 3))
-
-
-def test_only_what_started_after_the_warm_up_counts(report: Path) -> None:
-    everything = read_report(report)
-    assert [one.op for one in after(everything, everything[:2])] == ["MatmulDeviceOperation", "MatmulDeviceOperation"]
-    assert [one.device for one in after(everything, everything[:2])] == [0, 1]
 
 
 @pytest.mark.parametrize(

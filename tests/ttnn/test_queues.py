@@ -12,14 +12,13 @@ import pytest
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ttnn.doubles.golden import GoldenRuntime, GoldenTensor
-from tests.ttnn.runs import ENGINES, adamw, batch, golden, gpt, mlp, run, step_inputs
+from tests.ttnn.runs import ENGINES, adamw, golden, gpt, run, step_inputs
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.device import TenstorrentDevice
 from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
-from ttrain.train.steps.step import TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
 
@@ -133,23 +132,6 @@ def test_inputs_that_turn_out_otherwise_are_written_again() -> None:
         built.prefetch({**step_inputs(model, built, 2, guess), "lr": 0.5})
         results.append([built(step_inputs(model, built, 2, step)) for step in (2, 3)])
     assert results[0] == results[1]
-
-
-def test_the_training_step_hands_over_micro_batches_and_the_next_step() -> None:
-    device, names = opened(), []
-    model = mlp()
-    model.follow_compute()
-    graph = StepGraph(model, adamw(), 2, accumulation=2)
-    state = State(device, graph.state_tensors())
-    engine = ENGINES["static"](device, state)
-    steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
-    for name, built in steps.items():
-        original = built.prefetch
-        built.prefetch = lambda inputs, name=name, to=original: (names.append(name), to(inputs))  # type: ignore
-    train = TrainStep(steps, 2, seed=1, wait=lambda: names.append("wait"))
-    upcoming = batch(model, 4, 2), {"lr": 0.1}
-    train(batch(model, 4, 1), {"lr": 0.1}, 1, lambda: upcoming)
-    assert names == ["accumulate_next", "wait", "update", "wait", "accumulate_first", "wait"]
 
 
 def built_step(device: TenstorrentDevice) -> tuple[Any, Any]:

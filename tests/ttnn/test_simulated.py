@@ -161,14 +161,6 @@ def test_variables_of_the_other_mode_are_not_passed_on(
     assert "/some/where" not in seen.values()
 
 
-def test_a_simulator_named_by_the_environment_alone_is_asked_about(
-    quiet_environment: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(environment.SIMULATOR_VARIABLE, "/x/libttsim.so")
-    with pytest.raises(DeviceUnavailable, match="TT_METAL_SIMULATOR is set.*device.mode=simulator device.simulator="):
-        environment.variables(TenstorrentConfig(name="n150"))
-
-
 def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *overrides: str) -> tuple[int, str]:
     """A run on the reference functions of ttnn, which is told to be a simulator."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")

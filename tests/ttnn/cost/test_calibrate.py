@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks.wormhole.reproduce import scatter, stream
 from ttrain.cli import main
-from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.base import Kernel, Launch
+from ttrain.device.null.device import NullDevice
 from ttrain.device.ttnn.cost.calibrate import Calibration
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.measured import cache_file, keep, known_constants
@@ -30,23 +29,21 @@ TRUTH = replace(
 )  # fmt: skip
 
 
-class Chip(Device):
+class Chip(NullDevice):
     """Runs nothing; its clock moves as the model says for the given constants. Three stages, as on a chip."""
-
-    name, supports_capture = "chip", True
 
     def __init__(self, constants: Constants, setting: Setting) -> None:
         super().__init__()
         self.model, self.constants, self.setting = Wormhole(setting, constants), constants, setting
         self.now = self.handed = self.done = 0.0  # microseconds
-        self.captured: list[Program] | None = None
+        self.held: list[Program] | None = None
 
     def clock(self) -> float:
         return self.now / 1e6
 
     def start(self, program: Program, host: float) -> None:
-        if self.captured is not None:
-            self.captured.append(program)
+        if self.held is not None:
+            self.held.append(program)
             return
         self.now += host
         times = self.model.program(program)
@@ -59,10 +56,10 @@ class Chip(Device):
         self.now = max(self.now, self.done) + (call - self.constants.native_host if waited else 0.0)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        self.captured = held = []
+        self.held = held = []
         for launch in launches:
             launch()
-        self.captured = None
+        self.held = None
 
         def replay() -> None:
             for number, program in enumerate(held):
@@ -74,7 +71,7 @@ class Chip(Device):
     def kernels(self) -> dict[str, Kernel]:  # type: ignore[override]
         def row(programs: Callable[..., list[Program]]) -> Kernel:
             def bind(ins: Any, outs: Any, attributes: Any, work: Any) -> Launch:
-                made = programs(*(spec.shape for spec in ins))
+                made = programs(*(buffer.spec.shape for buffer in ins))
 
                 def launch() -> None:
                     for number, program in enumerate(made):
@@ -89,18 +86,6 @@ class Chip(Device):
             "matmul": row(lambda a, b: [Product(a[0], a[1], b[1])]),
             "softmax": row(lambda x: [stream(x, x), scatter(x, x)]),
         }
-
-    def allocate(self, spec: TensorSpec) -> TensorSpec:
-        return spec
-
-    def _allocate(self, nbytes: int) -> Any: ...
-    def place(self, arena: Any, offset: int, spec: TensorSpec) -> Any: ...
-    def upload(self, buffer: Any, array: np.ndarray) -> None: ...
-    def download(self, buffer: Any) -> np.ndarray: ...
-    def copy(self, source: Any, destination: Any) -> None: ...
-    def memory(self) -> dict[str, int]: ...
-    def describe(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("dispatch", ["worker", "eth"])
