@@ -1,4 +1,4 @@
-"""What a family of devices answers by their config: before a run, in place of one, and after one has failed.
+"""The answers of a family of devices by their config: before a run, in place of one, and after one has failed.
 
 `Family` is what is taken of a device that says nothing of its own. The config of a device names its family; only
 `family_of` looks that name up, so nothing else in ttrain has to know which families there are.
@@ -86,7 +86,7 @@ class TimeModel(Protocol):
 
 
 class Profile(Protocol):
-    """What a device did during some steps: plain values for JSON, and tables for people."""
+    """The work of a device during some steps: plain values for JSON, and tables for people."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -100,10 +100,10 @@ class Profiler(Protocol):
     def config(self) -> DeviceConfig: ...
 
     def warm(self, device: Any) -> None:
-        """What ran until now counts for nothing."""
+        """Leave out the programs that ran until now."""
 
     def profile(self, device: Any, steps: int) -> Profile:
-        """Of the steps since."""
+        """Return the profile of the steps run since `warm`."""
 
 
 class Family:
@@ -127,15 +127,15 @@ class Family:
         return SILICON
 
     def present(self, config: DeviceConfig) -> bool:
-        """Whether its hardware, or what plays it, is here."""
+        """True if its hardware, or what plays it, is here."""
         return True
 
     def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
-        """What is wrong with a config that trains micro-batches of so many sequences, a sentence each."""
+        """Yield the problems of a config that trains micro-batches of so many sequences, a sentence each."""
         return iter(())
 
     def parameter_problems(self, config: DeviceConfig, paths: Sequence[str], tied: bool) -> list[str]:
-        """What is wrong with it for a model of these parameters, whose head may be its embedding."""
+        """Return the config's problems with a model of these parameters, whose head may be its embedding."""
         return []
 
     def replicas(self, config: DeviceConfig) -> int:
@@ -143,7 +143,7 @@ class Family:
         return 1
 
     def replica(self, config: DeviceConfig) -> DeviceConfig:
-        """What one of them would be given as a plain run."""
+        """Return the config that one of them would be given as a plain run."""
         return config
 
     def held(self, config: DeviceConfig, precision: str) -> DeviceConfig:
@@ -159,7 +159,7 @@ class Family:
         return []
 
     def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
-        """What a step does not fit into, where the error tells of that."""
+        """Return the resource that a step does not fit into, where the error tells of that."""
         return None
 
     def estimate(
@@ -184,11 +184,11 @@ class Family:
         return config
 
     def mocked(self, config: DeviceConfig) -> DeviceConfig | None:
-        """The same device played by one that computes nothing; None where none can."""
+        """Return the config of a device that plays this one and computes nothing; None where none can."""
         return None
 
     def installed(self) -> bool:
-        """Whether the software that drives them is."""
+        """True if the software that drives them is installed."""
         return True
 
     def profiler(self, config: DeviceConfig, folder: Path) -> Profiler | None:
@@ -196,11 +196,11 @@ class Family:
         return None
 
     def read_profile(self, report: Path, steps: int) -> Profile:
-        """Of a report that a profiler wrote. Only where `profiles`."""
+        """Read a report that a profiler wrote. Only where `profiles`."""
         raise UserError(f"profile.csv={report}: {self.title} devices have no profiler whose report can be read.")
 
     def findings(self, opening: bool) -> Iterator[Finding]:
-        """What of them is installed and usable; with `opening` devices are opened too, each in its own process."""
+        """Yield findings on what is installed; with `opening` devices are opened too, each in its own process."""
         return iter(())
 
 

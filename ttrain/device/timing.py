@@ -1,4 +1,4 @@
-"""How long a step is expected to take: what it does, the answer, and the ways to run it that were compared."""
+"""The expected time of a step: its work, the answer, and the ways to run it that were compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ("dispatch", "compute", "bandwidth", "host_input")
 
 @dataclass(frozen=True)
 class Work:
-    """What one optimizer step does: launched nodes with how often they run, inputs that are uploaded, their bytes."""
+    """The work of one optimizer step: launched nodes with how often they run, inputs that are uploaded, their bytes."""
 
     nodes: tuple[tuple[int, tuple[Any, ...]], ...]
     inputs: int
@@ -57,7 +57,7 @@ class StepTime:
         return max((*PARTS, "communication"), key=lambda name: getattr(self, name))
 
     def communicating(self, seconds: float, exposed: float) -> StepTime:
-        """The same step with so many seconds of communication, `exposed` of them beside nothing else."""
+        """Return the step with so many seconds of communication, `exposed` of them beside nothing else."""
         return replace(self, total=self.total + exposed, communication=seconds)
 
 

@@ -87,7 +87,7 @@ def by_reference(
 
 
 def cases_of(op: Op) -> Sequence[Case]:
-    """What an op is run on; nothing where it declares no case and no other op records it."""
+    """Return the cases that an op is run on; none where it declares none and no other op records it."""
     return _declared(op) or _shown(len(REGISTRY)).get(op.name, ())
 
 
@@ -113,7 +113,7 @@ def _drawn(op: Op, case: Case) -> Iterator[Case]:
 
 @lru_cache(maxsize=1)
 def _shown(ops: int) -> Mapping[str, Sequence[Case]]:
-    """Of so many ops those without cases of their own, with the different ones that others show."""
+    """Return the cases that ops without cases of their own are shown by others, by op; `ops` is the number of all."""
     found: dict[str, dict[Any, Case]] = {}
     for by, of in ((op, case) for op in REGISTRY.values() for case in _declared(op)):
         numbers: dict[str, int] = {}

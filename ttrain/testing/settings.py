@@ -9,7 +9,7 @@ from ttrain.core.options import option
 
 @dataclass
 class VerifyConfig:
-    """What task=verify compares with PyTorch in fp64."""
+    """Settings of task=verify, which compares ops and models with PyTorch in fp64."""
 
     ops: list[str] = option([], "names or families of ops; empty takes every op of the registry")
     skip_ops: bool = option(False, "verify the model only")

@@ -1,4 +1,4 @@
-"""How far a kernel may be from the fp64 reference, per dtype, op and output."""
+"""Allowed errors of kernels against the fp64 reference, per dtype, op and output."""
 
 from __future__ import annotations
 

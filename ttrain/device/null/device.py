@@ -25,7 +25,7 @@ class NullArena:
 
 @dataclass
 class NullBuffer:
-    """Where a tensor would lie."""
+    """The place where a tensor would lie."""
 
     arena: NullArena
     offset: int

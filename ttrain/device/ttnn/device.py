@@ -27,7 +27,7 @@ from ttrain.device.ttnn.tensors.store import Store
 
 
 class BufferPool:
-    """What stands for an arena: device tensors by offset, made when they are asked for.
+    """Device tensors by offset in place of an arena, made when they are asked for.
 
     An offset means one tensor, which values take turns in.
     """
@@ -115,7 +115,7 @@ class TenstorrentDevice(Device):
 
     @cached_property
     def context(self) -> Context:
-        """What kernel rows are built for."""
+        """The context that kernel rows are built in."""
         mesh, core_subset = self.mesh, self.mesh.part is not None
         fused = self.config.fuses and not core_subset
         context = Context(self.store, mesh.precision, mesh.grid, mesh.whole_grid, fused, core_subset=core_subset)

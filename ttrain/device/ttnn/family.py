@@ -1,4 +1,4 @@
-"""What Tenstorrent devices answer by their config. Loads settings only; what an answer needs is imported for it."""
+"""The answers of Tenstorrent devices by their config. It loads settings only; an answer imports what it needs."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def offloaded_by(config: TenstorrentConfig, name: str) -> bool:
-    """Whether a persistent tensor stays in host memory."""
+    """True if a persistent tensor stays in host memory."""
     return any(belongs(name.partition("/")[0], prefix) for prefix in config.host_resident)
 
 
 def belongs(path: str, name: str) -> bool:
-    """Whether a parameter is what a name of host_resident means: `head` is head.weight, and ar_head.weight as well."""
+    """True if a name of host_resident means a parameter: `head` is head.weight, and ar_head.weight as well."""
     return path == name or path.startswith(f"{name}.") or path.partition(".")[0].endswith(f"_{name}")
 
 

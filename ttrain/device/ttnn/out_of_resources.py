@@ -1,4 +1,4 @@
-"""What does not fit on a Tenstorrent board, told from what ttnn says, and the config keys that would make it fit."""
+"""Recognize from ttnn's error what does not fit on a board, and name the config keys that would make it fit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HOST_TABLES = "device.host_resident=[embedding,head]"
 
 @dataclass(frozen=True)
 class Run:
-    """What the keys are chosen by."""
+    """The device and the failed step, by which keys are chosen."""
 
     device: TenstorrentConfig
     failed: Failed
 
 
 def diagnose(error: BaseException, run: Run) -> OutOfResources | None:
-    """What an error says is short; None for another kind of error."""
+    """Return the resource that an error says is short; None for another kind of error."""
     said = reason(error)
     cause = next((cause for pattern, cause in CAUSES if re.search(pattern, said, re.IGNORECASE)), None)
     if cause is None:

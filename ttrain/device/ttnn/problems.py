@@ -1,4 +1,4 @@
-"""What is wrong with the config of a Tenstorrent device, told before anything is opened."""
+"""Problems of the config of a Tenstorrent device, told before anything is opened."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def problems(device: TenstorrentConfig, rows: int) -> Iterator[str]:
 
 
 def _chip(device: TenstorrentConfig) -> Iterator[str]:
-    """What no chip of the board has."""
+    """Yield problems with settings that no chip of the board has."""
     arch = board(device).arch
     most = MOST_CORES[arch]
     if device.core_grid is not None and (device.core_grid[0] > most[0] or device.core_grid[1] > most[1]):
@@ -53,7 +53,7 @@ def _chip(device: TenstorrentConfig) -> Iterator[str]:
 
 
 def _divided(device: TenstorrentConfig) -> Iterator[str]:
-    """What does not go with a chip that replicas share."""
+    """Yield problems with settings that do not go with a chip that replicas share."""
     count = device.subdevices
     if device.command_queues != count:
         yield f"device.subdevices={count}: needs a queue for each. Give device.command_queues={count} as well."

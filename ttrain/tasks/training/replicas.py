@@ -51,7 +51,7 @@ def run(config: Config) -> float | None:
 
 
 def replica_configs(config: Config) -> list[Config]:
-    """What each replica would be given as a plain run."""
+    """Return the config that each replica would be given as a plain run."""
     family, given = family_of(config.device), config.replicas
     count = family.replicas(config.device)
     seeds = given.seed or [config.run.seed + number for number in range(count)]
@@ -74,7 +74,7 @@ def replica_configs(config: Config) -> list[Config]:
 
 
 def name_of(number: int) -> str:
-    """Of a replica, also of its folder below run.dir."""
+    """Return the name of a replica, also that of its folder below run.dir."""
     return f"replica-{number}"
 
 

@@ -146,7 +146,7 @@ def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:
 
 
 def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Callable[[Tensor], Any]:
-    """The same where the norm's part is wider than dx: added in full, rounded once."""
+    """Finish a norm's part that is wider than dx: added in full, rounded once."""
     if residual is None:
         return dx.copy_
     return lambda new: dx.copy_(new.add_(scratch.copy_(residual)))

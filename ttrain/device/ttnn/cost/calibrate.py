@@ -66,7 +66,7 @@ class Calibration:
         return (small, large), self._bound("matmul", square, square), self._bound("softmax", LARGE)
 
     def _dispatch(self, small: Measured) -> None:
-        """What a call, a program in the queue and a replayed program cost."""
+        """Measure a call, a program in the queue and a replayed program."""
         (program,) = small.programs
         each = self._replayed(small) if self.device.supports_capture else None
         queued = self._queued([small.launch] * QUEUED) / QUEUED
@@ -87,7 +87,7 @@ class Calibration:
         self._set("dram_efficiency", program.nbytes / self._busy(large) / self.constants.dram_peak, most=1.0)
 
     def _scatter(self, softmax: Measured) -> None:
-        """Of the programs that softmax is, the time of those in order is known by now."""
+        """Measure reads out of order: of softmax's programs, the time of those in order is known by now."""
         chip = Wormhole(self.setting, self._now())
         ordered = sum(chip.program(program).busy for program in softmax.programs if not isinstance(program, Scatter))
         scattered = [program for program in softmax.programs if isinstance(program, Scatter)]

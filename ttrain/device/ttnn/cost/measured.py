@@ -21,7 +21,7 @@ _NAMES = {declared.name for declared in fields(Constants)}
 
 
 def cache_file() -> Path:
-    """Where they are kept."""
+    """Return the file that they are kept in."""
     return cache_folder() / "wormhole.json"
 
 
@@ -70,7 +70,7 @@ def _key(config: TenstorrentConfig, dispatch: str | None = None) -> str:
 
 
 def _read() -> dict[str, Any]:
-    """What was kept; nothing where that can't be read."""
+    """Return the kept entries by key; none where they can't be read."""
     try:
         known = json.loads(cache_file().read_text("utf-8"))
         return {key: entry for key, entry in known.items() if isinstance(entry["constants"], dict) and entry["date"]}

@@ -1,4 +1,4 @@
-"""What a device is asked to do, program by program. A program is what one launch runs on the chip's cores."""
+"""Programs: one is the work of one launch on the chip's cores."""
 
 from __future__ import annotations
 

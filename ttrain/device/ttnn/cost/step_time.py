@@ -1,4 +1,4 @@
-"""How long a step takes on a card by the cost model, in every way to run it, and whether two runs gain by halves."""
+"""The time of a step on a card by the cost model, in every way to run it, and that of two runs on halves of a chip."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CardStep:
 
 
 def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
-    """How the model's chip is used by an engine on a card of this config."""
+    """Return the setting of the model's chip for an engine on a card of this config."""
     dispatch = "worker" if config.dispatch == "auto" else config.dispatch
     grid = GRIDS["n150" if config.name == "n150" else "n300"][dispatch]
     if config.core_grid is not None:

@@ -19,7 +19,7 @@ FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matr
 
 @dataclass(frozen=True)
 class Setting:
-    """How the chip is used. `grid` is [rows, columns] of cores; None takes what the dispatch type leaves."""
+    """The use of a chip. `grid` is [rows, columns] of cores; None takes what the dispatch type leaves."""
 
     dispatch: str = "worker"
     fidelity: str = "HiFi4"
@@ -48,12 +48,12 @@ class ProgramTime:
 
     @property
     def busy(self) -> float:
-        """How long the compute cores are taken."""
+        """Microseconds in which the compute cores are taken."""
         return self.launch + max(self.compute, self.bandwidth)
 
     @property
     def bound(self) -> str:
-        """What takes longest where programs follow one another without a gap."""
+        """The name of the longest part where programs follow one another without a gap."""
         parts = {"host": self.host, "dispatch": self.dispatch, "compute": self.compute, "bandwidth": self.bandwidth}
         parts[max(("compute", "bandwidth"), key=lambda name: parts[name])] += self.launch
         return max(parts, key=lambda name: parts[name])

@@ -17,7 +17,7 @@ from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
 
 
 def mask_bias(c: Context, spec: TensorSpec, mask: AttentionMask, batch: int | None = None) -> DeviceTensor:
-    """What a mask adds to scores, HIDDEN where a key is hidden: [T, T] or [1, heads, T, T]; or [batch, 1, T, T]."""
+    """Return the bias of a mask, HIDDEN where a key is hidden: [T, T] or [1, heads, T, T]; or [batch, 1, T, T]."""
     time, heads = spec.shape[-1], spec.shape[-3] if mask.biased else 1
     shape = (1, heads, time, time) if mask.biased else (time, time)
     shape = shape if batch is None else (batch, 1, time, time)
@@ -98,7 +98,7 @@ def _document_bias(c: Context, ins: Sequence[IntegerInput], outs: Tensors, attri
     dtype = getattr(tt, dtype_name(bias.spec.dtype))
 
     def starts(shape: tuple[int, ...]) -> Callable[[], Any]:
-        """Where the document of each position begins."""
+        """Return a launch that computes the first position of each position's document."""
         layout = TileLayout(shape, "int32")
         numbers = np.broadcast_to(np.arange(time, dtype=np.int32), (batch, time)).reshape(shape)
         every, given = c.constant(("numbers", batch, time), layout, lambda: numbers), positions.in_layout(layout)

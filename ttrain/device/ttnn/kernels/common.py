@@ -1,4 +1,4 @@
-"""What the kernel families share."""
+"""Helpers that the kernel families share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Build = Callable[..., Launch]  # (Context, inputs, outputs, attributes, workspac
 
 @dataclass
 class Context:
-    """What rows are built for.
+    """The device that rows are built for.
 
     config: precision of the matrix unit. grid: cores that matrix products may use, None for all. fused: whether to take
     ttnn's fused training kernels (moreh), which compute in bf16, where there are some. replayed: whether steps are
@@ -118,7 +118,7 @@ def rows_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def flattens(shape: Sequence[int]) -> bool:
-    """Whether the rows of a tensor can be seen as one axis for free."""
+    """True if the rows of a tensor can be seen as one axis for free."""
     shape = device_shape(tuple(shape))
     return all(size == 1 for size in shape[:-2]) or shape[-2] % TILE == 0
 

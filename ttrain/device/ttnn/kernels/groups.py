@@ -26,7 +26,7 @@ Joined = Any  # a stack or a tensor by itself: both have `t` and `layout`
 
 @dataclass
 class UpdateGroup:
-    """What one chain of launches updates: a buffer per written slot, and the gradients in the same arrangement."""
+    """Tensors that one chain of launches updates: a buffer per written slot, and the gradients arranged alike."""
 
     slots: list[Joined]
     gradients: Joined
@@ -42,7 +42,7 @@ Update = Callable[[UpdateGroup], Launch]
 
 @dataclass
 class Scalars:
-    """What a rule reads beside its tensors."""
+    """Scalar inputs of a rule."""
 
     lr: DeviceTensor
     step: DeviceTensor

@@ -37,7 +37,7 @@ def _transpose(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, 
 
 
 def moves_whole(c: Context, time: int, head_width: int) -> bool:
-    """Whether ttnn's head moves take these sizes; those of a runtime on a core subset take all."""
+    """True if ttnn's head moves take these sizes; those of a runtime on a core subset take all."""
     return c.core_subset or (time % TILE == 0 and head_width % TILE == 0)
 
 

@@ -1,1 +1,1 @@
-"""What stands in for a card: mocked boards, a compiler of empty kernels, ttnn's reference functions."""
+"""Mocked boards, and the compiler of empty kernels that they need."""

@@ -1,4 +1,4 @@
-"""What a device did while steps ran: programs dispatched, how long they kept it busy, and how long it idled between."""
+"""Programs that a device ran during some steps: their number, their time, and the idle time between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OpTime:
 
 @dataclass(frozen=True)
 class DispatchProfile:
-    """Of one device over `steps` steps. Times are nanoseconds over all of them."""
+    """Programs of one device over `steps` steps. Times are nanoseconds over all of them."""
 
     device: int
     steps: int
@@ -39,8 +39,9 @@ class DispatchProfile:
 
     @classmethod
     def of(cls, dispatches: Sequence[Dispatch], steps: int) -> DispatchProfile:
-        """Of the first device; its first gap is from before the steps and counts for nothing. Raises UserError where
-        nothing ran on any.
+        """Sum up the first device; its first gap is from before the steps and counts for nothing.
+
+        Raises UserError where nothing ran on any.
         """
         if not dispatches:
             raise UserError("task=profile: the report holds no program that ran on a device.")
@@ -122,15 +123,15 @@ class TtnnProfiler:
         self._earlier: Sequence[Dispatch] = ()
 
     def warm(self, device: Any) -> None:
-        """What ran until now counts for nothing."""
+        """Leave out the programs that ran until now."""
         self._earlier = self._read(device)
 
     def profile(self, device: Any, steps: int) -> DispatchProfile:
-        """Of the steps since."""
+        """Return the profile of the steps run since `warm`."""
         return DispatchProfile.of(after(self._read(device), self._earlier), steps)
 
     def _read(self, device: Any) -> Sequence[Dispatch]:
-        """What the device's profiler has recorded so far."""
+        """Read what the device's profiler has recorded so far."""
         device.synchronize()
         with device.launching("reading the profiler"):
             device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)

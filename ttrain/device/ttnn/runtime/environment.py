@@ -30,7 +30,7 @@ _OTHER_MODES = {
 
 
 def ttnn_folder() -> Path:
-    """Where stub roots and kernel caches of mocked boards and simulators live."""
+    """Return the folder of stub roots and kernel caches of mocked boards and simulators."""
     return cache_folder() / "ttnn"
 
 
@@ -43,7 +43,7 @@ def quiet(verbose: bool) -> dict[str, str]:
 
 
 def variables(config: TenstorrentConfig) -> dict[str, str]:
-    """What must be in the environment before ttnn is imported. Raises DeviceUnavailable or ConfigError."""
+    """Return the variables that ttnn needs before its import. Raises DeviceUnavailable or ConfigError."""
     wheel = installed_ttnn()
     common = quiet(config.verbose)
     if config.profile is not None:
@@ -66,7 +66,7 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
 
 
 def has_card() -> bool:
-    """Whether the driver shows a Tenstorrent card on this machine. Opens none."""
+    """True if the driver shows a Tenstorrent card on this machine. Opens none."""
     return any(DEVICE_NODES.glob("*"))
 
 
@@ -155,7 +155,7 @@ def opening_failure(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What a ttnn error says, without its stack."""
+    """Return the message of a ttnn error without its stack."""
     text = str(error)
     if "info:" in text:
         text = text.partition("info:")[2]

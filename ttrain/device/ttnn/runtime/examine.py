@@ -1,4 +1,4 @@
-"""What is installed for a card and usable: ttnn, its compiler and driver, the cards, mocked boards, a simulator."""
+"""Findings of task=doctor: ttnn, its compiler and driver, the cards, mocked boards, a simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the chips that were opened are those of the board that a config names."""
+"""Check that the chips that were opened are those of the board that a config names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 
 @dataclass(frozen=True)
 class Board:
-    """What a board holds. `clusters` are the names under which ttnn knows machines that have one."""
+    """Chips of a board. `clusters` are the names under which ttnn knows machines that have one."""
 
     arch: str
     chips: int
@@ -31,7 +31,7 @@ _UNNAMED = ("CUSTOM", "INVALID", "SIMULATOR")  # machines that ttnn knows no nam
 
 
 def board(config: TenstorrentConfig) -> Board:
-    """Of a config; what `tt` finds is taken for an N150 until it is open."""
+    """Return the board of a config; what `tt` finds is taken for an N150 until it is open."""
     return BOARDS.get(config.name, BOARDS["n150"])
 
 
@@ -49,7 +49,7 @@ def check_board(tt: Any, handle: Any, config: TenstorrentConfig) -> None:
 
 
 def require_board(config: TenstorrentConfig, arch: str, chips: int | None = None, cluster: str | None = None) -> None:
-    """The same for facts: of chips and cluster, None where they are not known."""
+    """Check facts instead: chips and cluster, None where they are not known."""
     board = BOARDS.get(config.name)
     if board is None:
         return

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class Divided(Protocol):
-    """What divides a chip, and the mesh as each part sees it."""
+    """A divided chip: the sub-device manager, and the mesh as each part sees it."""
 
     parts: list[Mesh]
 
@@ -78,7 +78,7 @@ class Mesh:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the host can go on while a step computes: to write the next inputs, or to launch another replica."""
+        """True if the host can go on while a step computes: to write the next inputs, or to launch another replica."""
         return self.queues == 2
 
     @contextmanager
@@ -121,7 +121,7 @@ class Mesh:
         self.tt.synchronize_device(self.handle)
 
     def launched(self) -> int:
-        """How many device ops were started in this process."""
+        """Number of device ops that were started in this process."""
         return int(self.tt._ttnn.get_device_operation_id())
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:

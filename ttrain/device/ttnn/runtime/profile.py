@@ -35,7 +35,7 @@ class Dispatch:
 
 
 def profiler_variables(folder: Path) -> dict[str, str]:
-    """What has to be in the environment before ttnn is imported, so that a report is written below `folder`."""
+    """Return the variables with which ttnn writes a report below `folder`; they must be set before its import."""
     return {
         "TT_METAL_DEVICE_PROFILER": "1",
         "TT_METAL_PROFILER_CPP_POST_PROCESS": "1",

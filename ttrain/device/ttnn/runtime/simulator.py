@@ -1,4 +1,4 @@
-"""Whether device.simulator is a simulator that ttnn can open, told before ttnn tries: it fails with a stack of C++.
+"""Check that ttnn can open device.simulator before it tries: it fails with a stack of C++.
 
 ttnn takes a library, `*.so`, beside its soc_descriptor.yaml, or the folder of a simulated netlist with a run.sh.
 """
@@ -37,7 +37,7 @@ def _descriptor(given: Path) -> Path:
 
 
 def _problem(given: Path) -> str | None:
-    """What is wrong with the path and how to mend it; None where ttnn can open it."""
+    """Return the problem of the path and how to mend it; None where ttnn can open it."""
     try:
         if not given.exists():
             return f"there is no such file. {_WANTED}"

@@ -1,1 +1,1 @@
-"""How tensors lie on a Tenstorrent card: layouts of tiles, what is held of them, views of stacks, transfer."""
+"""Tensors on a Tenstorrent card: layouts of tiles, buffers, views of stacks, transfer."""

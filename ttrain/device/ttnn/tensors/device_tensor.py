@@ -71,7 +71,7 @@ class DeviceTensor:
 
     @property
     def unwritten(self) -> bool:
-        """Whether the buffer is zeros that exist nowhere yet."""
+        """True if the buffer is zeros that exist nowhere yet."""
         return self.tensor is None and self.pending is None
 
     def adopt(self, tensor: Any) -> None:
@@ -86,7 +86,7 @@ class DeviceTensor:
 
     @property
     def adopts(self) -> bool:
-        """Whether the buffer may take another tensor than the one it has."""
+        """True if the buffer may take another tensor than the one it has."""
         return self.stack is None
 
     def view(self, spec: TensorSpec) -> View:

@@ -1,4 +1,4 @@
-"""How tensors are held on the device: whole, padded to tiles of 32 x 32, in a dtype of ttnn."""
+"""Layouts of tensors on the device: whole, padded to tiles of 32 x 32, in a dtype of ttnn."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def default_layout(spec: TensorSpec) -> TileLayout:
 
 
 def shares_memory(spec: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two shapes of equally many elements lie in tiles in the same way.
+    """True if two shapes of equally many elements lie in tiles in the same way.
 
     They do if rows are equally long and no row changes its place within a tile. Integers are step inputs, which the
     host lays out for every reader.

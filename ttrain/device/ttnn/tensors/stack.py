@@ -18,7 +18,7 @@ from ttrain.device.ttnn.tensors.store import Store
 
 
 def joinable(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape may be a member of a stack."""
+    """True if a tensor of this shape may be a member of a stack."""
     if len(shape) == 1:
         return shape[0] % TILE == 0
     return len(shape) == 2 and shape[0] % TILE == 0 and shape[1] % TILE == 0

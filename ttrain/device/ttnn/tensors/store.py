@@ -1,4 +1,4 @@
-"""What buffers need of the runtime: making tensors, and moving values between host and device."""
+"""The runtime as buffers use it: making tensors, and moving values between host and device."""
 
 from __future__ import annotations
 
