@@ -252,22 +252,6 @@ def test_a_process_measures_rates_once_and_the_best_of_all_are_kept(
     assert other.flops == pytest.approx(2 * 1024**3 / 1e-9) and other.nbytes == pytest.approx(2**27 / 1e-9)
 
 
-def test_a_plan_without_times_is_there_before_kernels_are_timed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
-    given = []
-
-    def interrupted(times: KernelTimes, nodes: Any, fewer: Any) -> list[float]:
-        given.append(times.seconds)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(KernelTimes, "of", interrupted)
-    text = planned(capsys, "device=cpu", "plan.seconds=7", code=130)
-    assert "One optimizer step" in text and "Largest buffers at the peak" in text and "Expected" not in text
-    assert given == [7]
-
-
 def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
     plan = steps["train"].plan
     series = memory_over_time(plan)

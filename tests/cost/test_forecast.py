@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,13 +134,3 @@ def test_a_run_is_expected_to_take_its_operations_over_the_rate(
     assert (found.steps, found.evaluations) == (4, 1)
     assert f"is expected to take about {format_duration(found.total)}: " in err
     assert "train.batch_size=1" in err and "model.context=32" in err and "By its first 4 steps" not in err
-
-
-def test_a_card_is_offered_what_takes_less_by_its_cost_model() -> None:
-    config = load(["device=n300", "model.vocabulary=65", *SMALL[:3], "model.context=64", "train.batch_size=2"])
-    data = SimpleNamespace(vocabulary=65, val_samples=100)
-    alternatives = task._Alternatives(config, data, Forecast(0.0, 1000, 0.0, 1), False)  # type: ignore[arg-type]
-    found = alternatives.planned(config)
-    offered = alternatives.others(replace(found, step=2 * found.step), "n300")
-    assert ["precision=bf16" in other.command for other in offered] == [True]
-    assert 0 < offered[0].seconds < 0.8 * 2 * found.total

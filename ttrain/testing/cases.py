@@ -197,6 +197,7 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
         else:
             positive = name in case.positive
             drawn = generator.uniform(0.5, 1.5, spec.shape) if positive else generator.normal(size=spec.shape)
+            drawn = np.ceil(drawn) if name == "step" else drawn  # steps are counted, and some kernels take an integer
             arrays[name] = rounded(np.asarray(drawn), spec.dtype)
     return arrays
 

@@ -57,13 +57,11 @@ def tolerance(op: str, output: str, dtype: DType, computed_in: DType, uniform: b
     if not dtype.is_floating:
         return DType.FP64, EXACT
     if computed_in is DType.BF16:
-        if uniform and (op, output) in UNIFORM_BF16:
-            return DType.BF16, UNIFORM_BF16[op, output]
-        for key in ((op, output), (op, "*")):
-            if key in BF16:
-                return DType.BF16, BF16[key]
+        own = BF16.get((op, output), BF16.get((op, "*")))
         if uniform:
-            return DType.BF16, UNIFORM
+            own = UNIFORM_BF16.get((op, output), own if own is not None and own.peak > UNIFORM.peak else UNIFORM)
+        if own is not None:
+            return DType.BF16, own
     if dtype is DType.FP32 and (op, output) in FP32:
         return dtype, FP32[op, output]
     if dtype is DType.FP64 and op in FP32_INSIDE:
