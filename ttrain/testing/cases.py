@@ -197,7 +197,8 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
         else:
             positive = name in case.positive
             drawn = generator.uniform(0.5, 1.5, spec.shape) if positive else generator.normal(size=spec.shape)
-            drawn = np.ceil(drawn) if name == "step" else drawn  # steps are counted, and some kernels take an integer
+            # Steps are counted, and fused optimizers take an integer.
+            drawn = np.ceil(drawn) if (op.name, name) == ("update", "step") else drawn
             arrays[name] = rounded(np.asarray(drawn), spec.dtype)
     return arrays
 

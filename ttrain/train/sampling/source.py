@@ -99,7 +99,8 @@ class TokenSource:
     def _traces(self, graph: StepGraph) -> dict[str, Trace]:
         """All steps by name, for texts of the length that a graph is for."""
         model: Any = graph.model
-        reads = sampling_traces(model, self.config, getattr(model, "length", model.context))
+        length = model.length if hasattr(model, "length") else model.batch_specs(1)["tokens"].shape[-1]
+        reads = sampling_traces(model, self.config, length)
         named = {name: trace for traces in reads.values() for name, trace in traces.items()}
         return named or {WHOLE: graph.trace_logits}
 
