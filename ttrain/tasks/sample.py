@@ -45,7 +45,7 @@ class Opened:
 @contextmanager
 def opened_model(config: Config) -> Iterator[Opened]:
     """The model of run.dir, else of model.from, on the device."""
-    from ttrain.config.notices import idle
+    from ttrain.tasks.training.notices import idle
     from ttrain.train.sampling.source import TokenSource, check_sampling
 
     if config.run.dir is None:
