@@ -59,10 +59,12 @@ def run(config: Config) -> None:
 def _write_file(given: OpenedModel, file: Path, form: str) -> None:
     from ttrain.train.checkpoint.weights_file import Metadata
     from ttrain.train.runs.export import write_weights
-    from ttrain.train.runs.export_gguf import write_gguf
+    from ttrain.train.runs.export_gguf import gguf_notice, write_gguf
 
     with Waiting(f"Writing {file}"):
         if form == "gguf":
+            if (notice := gguf_notice(given.model.config)) is not None:
+                print(f"WARNING: {notice}", file=sys.stderr)
             write_gguf(file, given.model, given.values, given.tokenizer_json, given.end_token, _tokenizer_config(given))
         else:
             metadata = Metadata(build.resolved_model(given.config.model, given.model), given.tokenizer_json)

@@ -212,6 +212,27 @@ def test_a_file_of_gguf_is_the_same_model(folder: Path, capsys: pytest.CaptureFi
     assert theirs(ODD).input_ids == AutoTokenizer.from_pretrained(folder)(ODD).input_ids
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "code", "told"),
+    [
+        ("Llama", "attention_bias", 0, "WARNING: llama.cpp reads the biases of this model, and Transformers leaves"),
+        ("Llama", "mlp_bias", 0, "WARNING: llama.cpp reads the biases of this model, and Transformers leaves"),
+        ("Qwen3", "attention_bias", 2, "is not written with model.qk_norm=true beside model.qkv_bias=true"),
+    ],
+)
+def test_biases_that_a_reader_of_gguf_leaves_out_are_told(
+    name: str, key: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gguf import GGUFReader
+
+    save(_llama(name, **{key: True})(), Path("hub"))
+    assert main(["task=export", "model.from=hub", "export.form=gguf", "export.file=made.gguf"]) == code
+    assert told in capsys.readouterr().err
+    if not code:
+        written = {tensor.name for tensor in GGUFReader("made.gguf").tensors}
+        assert sum(name.endswith(".bias") for name in written) == 2 * (4 if key == "attention_bias" else 3)
+
+
 def test_gguf_has_words_for_bytes_and_not_for_characters() -> None:
     said = _vocabulary(json.loads(ByteTokenizer().to_json()), 258)
     assert (

@@ -31,10 +31,19 @@ def gguf_problem(config: Any) -> str | None:
         for key in expected
         if getattr(config, key, expected[key]) != expected[key]
     ]
+    if getattr(config, "qk_norm", False) and config.qkv_bias:
+        other.append("model.qk_norm=true beside model.qkv_bias=true")
     switches = config.switched_on()
     advice = "Give export.form=ttrain." if switches else _ADVICE  # nor has Transformers such switches
     problem = f"export.form=gguf: is not written with {', '.join(other + switches)}. {advice}"
     return problem if other or switches else None
+
+
+def gguf_notice(config: Any) -> str | None:
+    """Return what to tell of a file whose model not every program reads whole; None where all do."""
+    if config.name == "gpt" or not (config.projection_bias or config.feed_forward_bias):
+        return None
+    return "llama.cpp reads the biases of this model, and Transformers leaves them out when it reads GGUF."
 
 
 def write_gguf(
