@@ -6,9 +6,11 @@ import json
 import shutil
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from ttrain.cli import main
@@ -264,7 +266,7 @@ def test_paths_without_tokens_are_refused(tmp_path: Path) -> None:
 
 
 def test_text_that_does_not_fit_in_memory_is_sent_to_prepare(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttrain.data.text._available_memory", lambda: 1000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(DataError, match=r"task=prepare .* data=tokens"):
         open_text(TextConfig(path=str(text)), SIZES)
     assert open_text(TextConfig(path=str(text), max_bytes=250), Sizes(context=4)).description["bytes"]["train"] == 225

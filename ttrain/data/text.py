@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
@@ -148,19 +149,10 @@ def _gather(parts: Iterator[Ids], tokenizer: Tokenizer) -> Ids:
 
 
 def _require_memory(corpus: Corpus) -> None:
-    available, needed = _available_memory(), corpus.size * _HELD_PER_BYTE
-    if available is not None and needed > available:
+    available, needed = psutil.virtual_memory().available, corpus.size * _HELD_PER_BYTE
+    if needed > available:
         raise DataError(
             f"data.path={corpus.source} has {format_bytes(corpus.size)} of text, which needs "
             f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free. "
             "Make token files of it with task=prepare and train on those with data=tokens, or set data.max_bytes."
         )
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that can be taken without swapping; None where the system doesn't tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
