@@ -50,7 +50,7 @@ def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
 
 
 class LibraryTokenizer(Tokenizer):
-    """Whatever a tokenizer.json describes, run by the `tokenizers` library. No special tokens are added to a text.
+    """Tokenizer of any tokenizer.json, run by the `tokenizers` library. No special tokens are added to a text.
 
     Settings of the file that are meant for single sentences are off, see `_switch_off`; `notices` tells which. A text
     is encoded as a whole, whatever the pieces that the library gets: only its start is treated as the start of a text.
@@ -81,7 +81,7 @@ class LibraryTokenizer(Tokenizer):
             yield from map(self._ids, self._encodings(batch, self._continuing))
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """See Tokenizer. Several texts go through the library in one call, which it spreads over the processor."""
+        """Ids of each text. Several texts go through the library in one call, which it spreads over the processor."""
         for _, encodings in self._documents(texts):
             yield np.concatenate([np.zeros(0, self.dtype), *map(self._ids, encodings)])
 
@@ -101,7 +101,7 @@ class LibraryTokenizer(Tokenizer):
 
     @property
     def start(self) -> list[int]:
-        """See Tokenizer. As in Transformers 5, the post-processor counts; a config of ours may switch it off."""
+        """Ids that the post-processor puts before a text, as in Transformers 5; none where a config of ours says so."""
         return [] if self.config.get("add_bos_token") is False else _start(self._described.get("post_processor"))
 
     def token_id(self, token: str) -> int | None:
@@ -125,7 +125,7 @@ class LibraryTokenizer(Tokenizer):
         return self._model.decode(known, skip_special_tokens=False) + UNKNOWN * (len(ids) - len(known))
 
     def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See Tokenizer. Tokens of bytes are counted by their names: a part of a character decodes to nothing."""
+        """Bytes of each id. Tokens of bytes are counted by their names: a part of a character decodes to nothing."""
         decoders = {part["type"] for part in _parts(self._described.get("decoder"))}
         added = {token.content for token in self._model.get_added_tokens_decoder().values()}
         vocabulary = self._model.get_vocab(with_added_tokens=True)
@@ -247,7 +247,7 @@ def _library_model(text: str) -> Any:
 
 
 def _switch_off(described: dict[str, Any]) -> Iterator[str]:
-    """Takes out of a description what would cut, lengthen or vary each piece of a text; what to tell of each."""
+    """Take out of a description what would cut, lengthen or vary each piece of a text, and tell of each."""
     for key, does in (("truncation", "nothing is cut"), ("padding", "nothing is padded")):
         if described.get(key) is not None:
             described[key] = None

@@ -153,7 +153,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode("utf-8", errors="replace")
 
     def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See Tokenizer."""
+        """One byte for each id."""
         ones = np.ones(self.vocabulary, np.int64)
         return ones, ones
 

@@ -88,7 +88,7 @@ def _plain(name: Any) -> str:
 
 
 def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of the original says of its model besides shapes, by our keys."""
+    """Read what a file of the original says of its model besides shapes, by our keys."""
     cfg, tied = content.get("cfg"), content.get("tie_weights")
     heads = {"heads": cfg["heads"]} if isinstance(cfg, Mapping) and "heads" in cfg else {}
     if "ar_head.weight" in content:
@@ -148,7 +148,7 @@ def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What our names become the original's for; names that no model has are left out."""
+    """Yield weights under the original's names; those that no model has are left out."""
     for path, weight in content.items():
         try:
             yield original_name(path), weight

@@ -80,7 +80,7 @@ def to_original(
 
 
 def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of an original says of its model besides shapes, by our keys.
+    """Read what a file of an original says of its model besides shapes, by our keys.
 
     Understands nanoGPT's model_args and the config.json of Hugging Face's GPT-2, whose entries lie beside the weights.
     """

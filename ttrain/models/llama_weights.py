@@ -87,7 +87,7 @@ def _full_name(name: Any) -> str:
 
 
 def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of an original says of its model, by our keys: the config.json beside it, or a config in it."""
+    """Read what an original's file says of its model, by our keys: in the config.json beside it, or in itself."""
     config = content["config"] if isinstance(content.get("config"), Mapping) else content
     return config_from_transformers(config) if "model_type" in config else {}
 

@@ -100,7 +100,7 @@ class TransformerConfig:
             self.filled.add(name)
 
     def head_problems(self) -> Iterator[str]:
-        """What is wrong with the heads."""
+        """Problems of the heads."""
         if self.width is not None and self.heads is not None and self.width % self.heads:
             hint = nearest_divisor(self.width, self.heads)
             yield f"model.heads={self.heads}: must divide model.width={self.width}. {hint}"
@@ -118,7 +118,7 @@ class TransformerConfig:
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """What the decoders of GPT and Llama have in common. All that is here is off unless it is given."""
+    """Switches that the decoders of GPT and Llama have in common. All are off unless they are given."""
 
     qk_norm: bool | None = option(
         None,
@@ -177,7 +177,7 @@ class DecoderConfig(TransformerConfig):
         yield from self.base_problems()
 
     def base_problems(self) -> Iterator[str]:
-        """What is wrong with the width that learning rates were tuned at."""
+        """Problems of the width that learning rates were tuned at."""
         if (self.parametrization == "mup") != (self.base_width is not None):
             yield (
                 f"model.parametrization={self.parametrization}, model.base_width={self.base_width}: mup needs the "
@@ -289,7 +289,7 @@ class LlamaConfig(DecoderConfig):
     dropout: float = option(0.0, "probability of zeroing an attention weight", minimum=0, below=1, changes="nothing")
 
     def __post_init__(self) -> None:
-        """Where nothing is said, as many heads of keys as of queries, together as wide as the stream.
+        """Take as many heads of keys as of queries, together as wide as the stream, where nothing is said.
 
         What a preset says of heads goes with its own heads and width.
         """

@@ -68,7 +68,7 @@ def attach(model: Module, config: LoraConfig) -> None:
 
 
 def names(path: str, original: Callable[[str], str] | None) -> tuple[str, ...]:
-    """What a layer is called: by its path, and in the original."""
+    """Names of a layer: its path, and its name in the original."""
     return (path,) if original is None else (path, original(f"{path}.weight").removesuffix(".weight"))
 
 
@@ -91,5 +91,5 @@ def _named(target: str, called: tuple[str, ...]) -> bool:
 
 
 def _in_block(path: str) -> bool:
-    """Whether a layer is part of a list of modules: heads are read in other ways than by calling them."""
+    """True for a layer in a list of modules: heads are read in other ways than by calling them."""
     return any(part.isdecimal() for part in path.split("."))

@@ -143,7 +143,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 
 
 def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
-    """The same function with rank matrices of fewer columns, and the report that is kept with it."""
+    """Return the same function with rank matrices of fewer columns, and the report that is kept with it."""
     from ttrain.models.agillm_compact import compacted, describe, rank_matrix_path
     from ttrain.models.weight_checks import Weights
 

@@ -75,7 +75,7 @@ class OpenedModel:
 
     @property
     def template(self) -> str | None:
-        """What makes texts of conversations, in the words of data.template; None where there is nothing that does."""
+        """Template of conversations, in the words of data.template; None where there is none."""
         named: str | None = getattr(self.config.data, "template", None)
         if named is None and "chat_template" in self.tokenizer_config:
             return "tokenizer"

@@ -86,7 +86,7 @@ class Checkpoint:
         return sorted(name for name in self.files if name.startswith(tuple(STEMS[kind] for kind in kinds)))
 
     def holds(self, state: StateValues, kind: Kind) -> bool:
-        """Whether it has files of all tensors of a kind in their shapes and dtypes."""
+        """True if it has files of all tensors of a kind in their shapes and dtypes."""
         files = self.files_of(kind)
         try:
             whole = all((self.path / name).stat().st_size == self.files[name]["bytes"] for name in files)
@@ -160,7 +160,7 @@ class Checkpoint:
 
     @property
     def has_averages(self) -> bool:
-        """Whether the run keeps averages of its weights."""
+        """True if the run keeps averages of its weights."""
         files = [self.path / name for name in self.files_of(Kind.OPTIMIZER)]
         return any(name.endswith(f"/{AVERAGE}") for name in lazy_tensors(files))
 
@@ -204,7 +204,7 @@ def read_manifest(path: Path) -> Checkpoint:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What the system refuses to read is a checkpoint that can't be used, like a damaged one."""
+    """Report what the system refuses to read as a checkpoint that can't be used, like a damaged one."""
     try:
         yield
     except OSError as error:

@@ -57,7 +57,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether a folder is of Transformers' form: what ttrain writes has no `model_type`."""
+    """True for a folder of Transformers' form: one that ttrain writes has no `model_type`."""
     try:
         return (folder / CONFIG).is_file() and "model_type" in _json(folder / CONFIG)
     except CheckpointError:
@@ -113,7 +113,7 @@ def _check_sizes(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def is_known(name: str) -> bool:
-    """Whether Transformers has the model of this name of ours."""
+    """True if Transformers has our model of this name."""
     return any(name == ours for ours, _ in _FAMILIES.values())
 
 
@@ -127,7 +127,7 @@ def written_config(config: Any, form: str | None = None) -> dict[str, Any]:
 
 
 def missing_weights(folder: Path) -> str | None:
-    """Why a folder has no weights that can be read; None where all files are there."""
+    """Return why the weights of a folder can't be read; None where all files are there."""
     if (folder / INDEX).is_file():
         absent = sorted(name for name in set(_weight_map(folder).values()) if not (folder / name).is_file())
         return f"{folder / INDEX} names {absent[0]}, which is not there. Bring the whole folder." if absent else None

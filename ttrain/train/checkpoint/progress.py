@@ -21,7 +21,7 @@ _ROWS = 64  # of held-out data, read at a time
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Dropout masks and learning rates are functions of the seed and `step`; batches of the seed and what was read before.
     """
@@ -69,7 +69,7 @@ class Progress:
 
     @property
     def read(self) -> Position:
-        """Where the next step starts to read."""
+        """Position from which the next step reads."""
         return Position(self.read_samples, self.read_tokens)
 
     @read.setter

@@ -38,7 +38,7 @@ class Skipped(NamedTuple):
 
 
 def is_dry_run(run: Path) -> bool:
-    """Whether the record that a run ended with says that no values were computed."""
+    """True if the record that a run ended with says that no values were computed."""
     return read_json(run / "summary.json").get("computes") is False
 
 
@@ -97,7 +97,7 @@ def prune_checkpoints(
 
 
 def _remove(checkpoint: Path) -> bool:
-    """Whether it is gone; one that another process reads now is removed after a later save."""
+    """Remove a checkpoint and return True; return False for one that another process reads now."""
     doomed = checkpoint.with_name(f"{UNFINISHED}removed_{checkpoint.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     with contextlib.ExitStack() as held:

@@ -36,7 +36,7 @@ Files = dict[str, dict[str, Any]]  # by name: bytes and sha256
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What a checkpoint holds besides tensors."""
+    """Contents of a checkpoint besides tensors."""
 
     step: int
     config: dict[str, Any]

@@ -95,7 +95,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a source of weights says of its model and of its tokens, besides the weights."""
+    """Facts that a source of weights tells of its model and its tokens, besides the weights."""
 
     model: Mapping[str, Any] | None  # the model's config by our keys
     tokenizer: str | None = None  # the JSON of the tokenizer
@@ -116,7 +116,7 @@ class Metadata:
 
 
 def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
-    """What a file or folder says besides its weights: in itself, or in a config.json beside it.
+    """Read what a file or folder says besides its weights: in itself, or in a config.json beside it.
 
     `content` is the file's.
     """
@@ -136,7 +136,7 @@ def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
 
 
 def same_tokenizer(one: str | None, other: str | None) -> bool:
-    """Whether two tokenizers are one, by their JSON; one that is not known is like any other."""
+    """True if two tokenizers are one, by their JSON; one that is not known is like any other."""
     return one is None or other is None or one == other or (_object(one) or one) == _object(other)
 
 

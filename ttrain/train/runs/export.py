@@ -40,7 +40,7 @@ class WeightState:
 
 
 def export_problems(model: Any, file: Path, form: str) -> list[str]:
-    """Why a model can't be written so; empty where it can."""
+    """Return why a model can't be written so; nothing where it can."""
     name = model.config.name
     if file.suffix not in (".pt", ".safetensors"):
         return [f"export.file={file}: the name must end with .pt or .safetensors."]

@@ -38,7 +38,7 @@ _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 @dataclass(frozen=True)
 class Written:
-    """What goes into a folder: a model and its parameters by path, its tokenizer, its end token, its README.md."""
+    """Contents of a folder: a model and its parameters by path, its tokenizer, its end token, its README.md."""
 
     model: Any
     values: Mapping[str, Array]
@@ -75,7 +75,7 @@ class Written:
 
 
 def folder_problem(config: Any) -> str | None:
-    """Why a model can't be written so, None where it can."""
+    """Return why a model can't be written so, None where it can."""
     if is_known(config.name):
         return None
     return (

@@ -22,7 +22,7 @@ _ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself
 
 
 def gguf_problem(config: Any) -> str | None:
-    """Why no file of GGUF computes what this model does; None where one does."""
+    """Return why no file of GGUF computes what this model does; None where one does."""
     if not is_known(config.name):
         return f"export.form=gguf: GGUF has no model.name={config.name}. Give export.form=ttrain."
     expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
@@ -90,7 +90,7 @@ def write_gguf(
 
 
 def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of a model, by the writer's methods; `described` is its config.json."""
+    """Return what a file says of a model, by the writer's methods; `described` is its config.json."""
     sizes = {
         "context_length": config.longest, "embedding_length": config.width, "block_count": config.layers,
         "feed_forward_length": getattr(config, "hidden", 4 * config.width), "head_count": config.heads,
@@ -137,7 +137,7 @@ def _special(tokenizer_json: str, known: Mapping[str, Any], end: int | None) -> 
 
 
 def _vocabulary(described: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """What a file says of a tokenizer, by the writer's methods. Raises ConfigError for a kind that it can't express."""
+    """Return what a file says of a tokenizer, by the writer's methods. Raises ConfigError for one it can't express."""
     model, split = described["model"], pre_tokenizer_name(described)
     plain = model.get("type") == "BPE" and not model.get("byte_fallback")
     if split is None or not plain or (described.get("normalizer") or {"type": "NFC"})["type"] != "NFC":

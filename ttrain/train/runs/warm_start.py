@@ -28,7 +28,7 @@ _SHOWN = 20  # rows of the table of what does not fit
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Where first values come from and which parameters they fit. Values are read when they are needed.
+    """Source of first values, and the parameters that they fit. Values are read when they are needed.
 
     Saved buffers count as parameters here. `fitting` are the parameters that are overwritten, in the model's order.
     `others` tells of every other one the shape that the source has under its name, None where it has none.
@@ -99,7 +99,7 @@ class WarmStart:
 def open_warm_start(
     source: str, model: Any, tokenizer: str | None = None, anyway: bool = False, whole: bool = False
 ) -> WarmStart:
-    """What a source has for a model whose data has this tokenizer. A `whole` model is that of model.from.
+    """Find what a source has for a model whose data has this tokenizer. A `whole` model is that of model.from.
 
     Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, if `whole` also where anything does
     not fit, and, unless `anyway`, where the values would compute something else or belong to other tokens.

@@ -104,7 +104,7 @@ class Reader:
         return place - place % self._block
 
     def _kept(self, text: list[int]) -> int:
-        """How many of the text's first tokens have their final rows in the caches."""
+        """Number of the text's first tokens that have their final rows in the caches."""
         common = 0
         for old, new in zip(self._read[: self._floor(len(self._read))], text, strict=False):
             if old != new:

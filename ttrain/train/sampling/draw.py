@@ -24,7 +24,7 @@ Verify = Callable[[list[int], list[int]], Array]  # text, drafted tokens -> logi
 
 
 class Draw(IntEnum):
-    """What a random number is for. Numbers for different purposes are independent, also at the same token."""
+    """Purpose of a random number. Numbers for different purposes are independent, also at the same token."""
 
     TOKEN = 0
     DRAFT = 1
@@ -148,7 +148,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """What a model sees of a text: at most `context` tokens at its end. A longer text loses `slide` tokens at once."""
+    """Part of a text that a model sees: at most `context` tokens at its end. A longer text loses `slide` at once."""
 
     context: int
     slide: int = 1
@@ -186,7 +186,7 @@ def draw_pairs(
     stream: int = 0,
     gated: bool = False,
 ) -> Iterator[int]:
-    """The same, two tokens from each call of `draft`; where `gated`, one or two as the gate says.
+    """Yield tokens as `draw_tokens` does, two from each call of `draft`; where `gated`, one or two as the gate says.
 
     `draft` returns the logits [2, V] of the two tokens after a text, and the gate's scores [2].
     """
@@ -202,7 +202,7 @@ def draw_pairs(
 
 @dataclass
 class Acceptance:
-    """How many drafted tokens a verifier accepted."""
+    """Counts of tokens that were drafted and that a verifier accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -222,7 +222,7 @@ def draw_speculative(
     stream: int = 0,
     acceptance: Acceptance | None = None,
 ) -> Iterator[int]:
-    """The same, from the distribution of `draw_tokens`, with up to three tokens from each pair of calls.
+    """Yield tokens from the distribution of `draw_tokens`, up to three from each pair of calls.
 
     `draft` proposes two tokens. `verify(text, drafted)` returns the logits [1 + drafted, V] of the token after the text
     and after each drafted one. A token drafted from q is accepted with probability min(1, p / q) of the verifier's p;

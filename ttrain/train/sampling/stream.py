@@ -15,7 +15,7 @@ from ttrain.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a sample, and is not printed: ids of tokens, and texts among what was drawn."""
+    """Ends of a sample, which are not printed: ids of tokens, and texts among what was drawn."""
 
     ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Stop:
         return Stop(frozenset(ids - {None}), tuple(with_line_breaks(text) for text in texts if text not in special))
 
     def also(self, tokenizer: Any, text: str | None) -> Stop:
-        """And at a text, or at the special token that it begins with."""
+        """Return these stops and a text, or the special token that it begins with."""
         if text is None:
             return self
         found = max(
@@ -81,7 +81,7 @@ class _Writer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of a text begin a stop."""
+    """Number of characters at the end of a text that begin a stop."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
