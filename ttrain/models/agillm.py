@@ -137,17 +137,17 @@ class AGILLM(Module):
 
     @property
     def prepare(self) -> Prepare:
-        """Of a batch, see models.base; with SAT windows it adds what the SAT pass predicts."""
+        """Prepare a batch, see models.base; with SAT windows it adds what the SAT pass predicts."""
         return prepare_plain if self.windows is None else self._with_windows
 
     def _with_windows(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-        """Also, for each weight input, how many terms it averages over."""
+        """Add to a batch, for each weight input, the number of terms that it averages over."""
         targets = batch["targets"]  # whose length may be that of a shorter model
         fields, further = Windows.of(self.config, targets.shape[1]).fields(targets)
         return {**batch, **fields}, {LOSS_WEIGHT: valid_targets(batch)} | further
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        """What is optimised, fp32 []: AR, and in joint training SAT and gate, each the mean over its own targets."""
+        """Loss, fp32 []: AR, and in joint training SAT and gate, each the mean over its own targets."""
         return self.loss_and_metrics(graph, rows, training)[0]
 
     def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
@@ -211,7 +211,7 @@ class AGILLM(Module):
         return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.sat_head)), DType.FP32), gate
 
     def hidden(self, graph: Graph, rows: int, mask: str, seed: Value | None, training: bool) -> Value:
-        """What the heads read: the last norm's output [rows, context, width] of a pass under a mask."""
+        """Return the last norm's output [rows, context, width] of a pass under a mask, which the heads read."""
         tokens = graph.input("tokens", TensorSpec((rows, self.context), DType.INT64))
         with graph.scope("embedding"):
             x = self.embedding(tokens, self.compute)
@@ -230,7 +230,7 @@ class AGILLM(Module):
 
     @property
     def predicts_pairs(self) -> bool:
-        """Whether there is a SAT head."""
+        """True if there is a SAT head."""
         return self.sat_head is not None
 
     def _blocks(self, x: Value, mask: str, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
@@ -261,12 +261,12 @@ class AGILLM(Module):
         return agillm_weights.to_original(values, self.specs())
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the original keeps of a model in a file: the weights of its parts, and its sizes."""
+        """Return what the original keeps of a model in a file: the weights of its parts, and its sizes."""
         sizes = {"d": self.width, "layers": self.layers, "heads": self.heads, "rank": self.rank}
         return {**agillm_weights.nested(self.to_original(values)), "cfg": sizes, "tie_weights": self.config.tied}
 
     def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of the original says of its model; see agillm_weights.original_config."""
+        """Read what a file of the original says of its model; see agillm_weights.original_config."""
         return agillm_weights.original_config(content)
 
     def from_original(self, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Model(Protocol):
         ...
 
     def persistent(self) -> dict[str, Parameter | Buffer]:
-        """What files of weights hold, by path: parameters, and buffers that are saved."""
+        """Tensors that files of weights hold, by path: parameters, and buffers that are saved."""
         ...
 
     def follow_compute(self) -> None:
@@ -152,7 +152,7 @@ class PairModel(CachedModel, Protocol):
 
     @property
     def predicts_pairs(self) -> bool:
-        """Whether it has that head."""
+        """True if it has that head."""
         ...
 
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:

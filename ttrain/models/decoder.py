@@ -42,7 +42,7 @@ def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 class BlockInputs(NamedTuple):
-    """What blocks read beside the residual stream [B, T, C], None for what there is not."""
+    """Inputs of blocks beside the residual stream [B, T, C]; None for one that there is not."""
 
     seed: Value | None  # of dropout
     positions: Value | None  # of the tokens of packed documents, int64 [B, T]
@@ -90,7 +90,7 @@ class Decoder(Module, ABC):
         """
 
     def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
-        """What the head reads, the last norm's output: [rows * length, width] in the compute dtype.
+        """Return the last norm's output, which the head reads: [rows * length, width] in the compute dtype.
 
         `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
         """
@@ -136,17 +136,17 @@ class Decoder(Module, ABC):
 
     @property
     def prepare(self) -> Prepare:
-        """Of a batch, see models.base; with a future layer it adds what that predicts."""
+        """Prepare a batch, see models.base; with a future layer it adds what that predicts."""
         return prepare_plain if self.future is None else _with_future
 
     def at_length(self: Own, length: int) -> Own:
-        """The same parameters, recorded on sequences of `length` tokens: the first positions serve them."""
+        """Return the model with these parameters on sequences of `length` tokens, which the first positions serve."""
         shorter = copy(self)
         shorter.length = length
         return shorter
 
     def packing_documents(self: Own) -> Own:
-        """The same parameters, recorded on rows of several documents: each has its own attention and positions."""
+        """Return the model on rows of several documents: each has its own attention and positions."""
         packed = copy(self)
         packed.packed = True
         return packed
@@ -210,7 +210,7 @@ class Decoder(Module, ABC):
 
 
 class Heads(Module):
-    """What queries, keys and values may have before they meet: norms of each head, and embeddings of the tokens."""
+    """Parts that queries, keys and values may have before they meet: norms of each head, embeddings of the tokens."""
 
     def __init__(self, config: DecoderConfig, head_width: int, values: int, eps: float) -> None:
         """`values` is the width of all heads of values."""

@@ -131,7 +131,7 @@ class GPT(Decoder):
         return weights
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What nanoGPT keeps of a model in a file: its weights, and the sizes to build it with.
+        """Return what nanoGPT keeps of a model in a file: its weights, and the sizes to build it with.
 
         Raises ConfigError for what nanoGPT does not compute.
         """
@@ -146,7 +146,7 @@ class GPT(Decoder):
         return {"model": self.to_original(values), "model_args": sizes}
 
     def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of an original says of its model; see gpt_weights.original_config."""
+        """Read what a file of an original says of its model; see gpt_weights.original_config."""
         return gpt_weights.original_config(content)
 
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> Mapping[str, Weight]:

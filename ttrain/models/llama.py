@@ -55,7 +55,7 @@ class Rotary(Module):
         self.cos, self.sin = table(np.cos), table(np.sin)
 
     def __call__(self, graph: Graph, rows: Callable[[Value], Value]) -> Angles:
-        """What `rows` picks of both tables."""
+        """Rows of both tables that `rows` picks."""
         return rows(use_buffer(graph, self.cos)), rows(use_buffer(graph, self.sin))
 
 
@@ -171,7 +171,7 @@ class Llama(Decoder):
         return {"model": self.to_original(values), "config": llama_weights.config_to_transformers(self.config)}
 
     def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """What a file of an original says of its model; see llama_weights.original_config."""
+        """Read what a file of an original says of its model; see llama_weights.original_config."""
         return llama_weights.original_config(content)
 
     def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:

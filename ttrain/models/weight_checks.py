@@ -21,7 +21,7 @@ def unusable(values: Mapping[str, Any]) -> list[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two weights have the same shape and values."""
+    """True if two weights have the same shape and values."""
     return tuple(a.shape) == tuple(b.shape) and bool((as_fp32(a) == as_fp32(b)).all())
 
 
@@ -100,7 +100,7 @@ def mismatches(
 
 
 def different(name: str, other: str) -> str:
-    """What is wrong with a head of its own in a file that is read into a tied model."""
+    """Return what is wrong with a head of its own in a file that is read into a tied model."""
     return f"{name}: differs from {other}, which a tied model has in its place"
 
 

@@ -58,13 +58,13 @@ class RunInfo:
 
     @property
     def caution(self) -> str:
-        """What has to be known of its numbers, which some attempt got from no real device; empty otherwise."""
+        """Warning about numbers that some attempt got from no real device; empty where there is none."""
         simulated = [attempt["device"] for attempt in self.attempts if _mode(attempt) == "simulator"]
         return f"SIMULATED on {simulated[-1].get('name')}: {simulated[-1].get('note')}" if simulated else ""
 
     @property
     def reason(self) -> str:
-        """Why it failed, or what happened last."""
+        """Reason of a failure, or the last event."""
         if self.state == "dry_run":
             return str(self.summary.get("reason") or self.summary.get("note", ""))
         if self.state not in ("failed", "resumable", "interrupted"):
@@ -74,7 +74,7 @@ class RunInfo:
 
     @property
     def updated(self) -> datetime | None:
-        """When something was recorded last."""
+        """Time of the last record."""
         files = [self.path / name for name in (METRICS, "events.jsonl", RECORD)]
         times = [file.stat().st_mtime for file in files if file.exists()]
         return datetime.fromtimestamp(max(times)) if times else None
@@ -133,7 +133,7 @@ def _state(path: Path, finished: bool, events: list[Event], checkpoint: int | No
 
 
 def _held(path: Path) -> bool:
-    """Whether a process holds the run now."""
+    """True if a process holds the run now."""
     try:
         with open(path / LOCK, "a", encoding="utf-8") as file:
             return not lock_file(file)

@@ -18,7 +18,7 @@ from ttrain.train.steps.session import Session
 
 @dataclass
 class Origin:
-    """Where the state, the progress and the files of an attempt come from."""
+    """Sources of the state, the progress and the files of an attempt."""
 
     held: RunDirectory | None = None  # the run that this attempt continues
     point: ResumePoint | None = None

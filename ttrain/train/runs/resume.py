@@ -69,7 +69,7 @@ def _run_of(path: Path) -> Path | None:
 
 
 def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
-    """What `resume=` names: none, auto, or the folder of a run or of a checkpoint.
+    """Find what `resume=` names: none, auto, or the folder of a run or of a checkpoint.
 
     None where a new run should start: for `none`, and for `auto` where run.dir holds no checkpoint at all yet. Whatever
     else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start. The checkpoint is held
@@ -202,7 +202,7 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
 
 
 def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
-    """What the newest attempt of a run says of its data, where that is not what the data is now."""
+    """Return what the newest attempt of a run says of its data, where the data is another now."""
     stored = part_of(newest_attempt(run), "data")
     given = json.loads(json.dumps(description))
     return [f"data: {key}: {old} -> {new}" for key, old, new in differences(stored, given)] if stored else []

@@ -46,7 +46,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path | None:
-        """Where this process notes events; None where another one does."""
+        """Log in which this process notes events; None where another process does."""
         return self.path if self.leads else None
 
     @property
@@ -125,7 +125,7 @@ class RunDirectory:
             )
 
     def _has_nothing_to_lose(self) -> bool:
-        """Whether the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""
+        """True if the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""
         saved = [path for path in _entries(self.checkpoints) if not path.name.startswith(UNFINISHED)]
         trained = any(line.get("train/loss") is not None for line in read_metrics(self.metrics))
         return not (saved or trained or self.summary.exists() or self.loss_curve.exists())
@@ -271,13 +271,13 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def stored_attempts(run: Path) -> list[Any]:
-    """What run.json holds. Raises OSError, ValueError, LookupError or TypeError where that is nothing of the kind."""
+    """Read run.json. Raises OSError, ValueError, LookupError or TypeError where it holds nothing of the kind."""
     record = json.loads((run / RECORD).read_text("utf-8"))
     return list(record["attempts"])
 
 
 def newest_attempt(run: Path | None) -> dict[str, Any]:
-    """What run.json holds of it; empty where it does not tell."""
+    """Read the newest attempt from run.json; empty where it does not tell."""
     try:
         return dict(stored_attempts(run)[-1]) if run is not None else {}
     except (OSError, ValueError, LookupError, TypeError):
@@ -285,13 +285,13 @@ def newest_attempt(run: Path | None) -> dict[str, Any]:
 
 
 def part_of(record: dict[str, Any], key: str) -> dict[str, Any]:
-    """What a stored record holds under a key; empty where that is missing or no record itself."""
+    """Return the record that a stored record has under a key; empty where that is missing or none."""
     found = record.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def chosen_model(run: Path | None) -> str | None:
-    """What the newest attempt of a run called its model, such as nano-gpt; None where it does not tell."""
+    """Return the model's name in the newest attempt of a run, such as nano-gpt; None where it does not tell."""
     name = newest_attempt(run).get("model")
     return name if isinstance(name, str) else None
 

@@ -24,13 +24,13 @@ _ALIKE = 0.1  # speeds that differ by less than this share of the greater are to
 
 
 def unit_of(data: Mapping[str, Any]) -> str:
-    """What a step counts, by the description of the data."""
+    """Unit that a step counts, by the description of the data."""
     return TOKENS if "tokens" in data else VALUES
 
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """How fast a run's recorded steps were, over all attempts."""
+    """Speeds of a run's recorded steps, over all attempts."""
 
     mfu: float | None = None  # mean over their time
     step_ms: float | None = None  # median
@@ -189,7 +189,7 @@ def _passes(passes: float) -> str:
 
 
 def recorded_steps(metrics: Path) -> RecordedSteps:
-    """How fast the recorded steps were; each line has the means over the steps since the one before it."""
+    """Return the speeds of the recorded steps; each line has the means over the steps since the line before."""
     lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s") and line.get("step_ms")]
     before = [0, *(line["step"] for line in lines)]
     timed = [
@@ -213,7 +213,7 @@ def last_rates(metrics: Path) -> dict[str, float]:
 
 
 def last_val_metrics(metrics: Path) -> dict[str, float]:
-    """What the newest evaluation measured besides the loss, such as `bits_per_byte` and `ar/ce`."""
+    """Return what the newest evaluation measured besides the loss, such as `bits_per_byte` and `ar/ce`."""
     newest: dict[str, float] = {}
     for line in read_metrics(metrics):
         newest = {key[len("val/") :]: line[key] for key in line if key.startswith("val/")} or newest
