@@ -25,7 +25,7 @@ ROWS = [
 ]
 RANK = {folder: rank for rank, row in enumerate(ROWS) for folder in row}
 ROOMS = [  # of train
-    ("settings", "protocols"),
+    ("settings", "task_settings", "protocols"),
     ("steps", "logging"),
     ("checkpoint",),
     ("runs", "sampling"),

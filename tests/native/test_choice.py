@@ -37,8 +37,8 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.forecast.show import product_ways
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import check_sampling, sampling_traces
-from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.step_graph import StepGraph
+from ttrain.train.task_settings import SampleConfig
 
 A, B = (
     Request.make("matmul", [TensorSpec((8, width)), TensorSpec((width, 8))], [TensorSpec((8, 8))], {})

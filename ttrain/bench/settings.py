@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
+from ttrain.device.family import family_of
 from ttrain.nn.precision import PRECISIONS
 
 ENGINES = ("dynamic", "static", "traced")
@@ -13,6 +16,7 @@ DEFAULT_PRECISIONS = ["fp32", "bf16"]
 MLP_SIZES = ("tiny", "256", "1024x512")
 GPT_SIZES = ("char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
 NEIGHBOURS = ("busy", "same")
+_LISTS = {"precision": "fp32", "batch": "256", "dim": "256", "layers": "2", "size": "1024", "work": "gpt"}
 PRODUCT_SIZES = [128, 256, 512, 1024, 2048, 4096]
 
 
@@ -41,6 +45,33 @@ class BenchConfig:
         "page to put the result into, between marks that name the benchmark; what stood between them is replaced",
         path=True,
     )
+
+    @rule
+    def _measures_something(self, others: Any) -> Iterator[str]:
+        if others.task.name != "bench":
+            return
+        contest, device = hasattr(self, "baselines"), others.device
+        if getattr(self, "engines", None) == [] and not getattr(self, "baselines", []):
+            both = " and bench.baselines=[]" if contest else ""
+            yield f"bench.engines=[]{both}: nobody takes part. Name at least one."
+        for key, example in _LISTS.items():
+            if getattr(self, key, None) == []:
+                yield f"bench.{key}=[]: name at least one, such as [{example}]."
+        if isinstance(self, ChipBenchConfig) and family_of(device).modelled is None and device.name != "auto":
+            chip = others.family_that(lambda each: each.modelled)
+            yield (
+                f"device={device.name}: bench={self.name} is about a {chip.title} chip. Give device={chip.modelled}, "
+                "or leave it out; without a card the times come from the cost model."
+            )
+        elif device.name == "null":
+            yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
+        for name in getattr(self, "precision", []) if contest else []:
+            yield from others.lacks_precision("bench.precision", name, "bench.precision=[bf16]")
+        for key in sorted(others.source.explicit):
+            if key.partition(".")[0] in ("model", "data", "train", "lora", "optimizer", "schedule", "precision"):
+                yield f"{key}: task=bench does not read it; the keys of bench decide what is measured."
+            elif key == "engine.name":
+                yield f"engine={others.engine.name}: task=bench takes its engines from bench.engines."
 
 
 @dataclass

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.bench.settings import BenchConfig
-from ttrain.config.checks.problems import data_problems
 from ttrain.config.registry import component
 from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
@@ -65,6 +64,30 @@ def build_dataset(
     if problems:
         raise ConfigError(problems)
     return dataset
+
+
+def data_problems(data: Any, name: str, model: Any, lengths: list[int]) -> list[str]:
+    """Every problem that only shows once the data is built and before a device is touched."""
+    found: list[str] = []
+    if lengths and not hasattr(data, "at"):
+        found.append(
+            f"train.length_schedule={lengths}: data={name} can't change the length of its sequences. Leave it empty."
+        )
+    vocabulary = getattr(model, "vocabulary", None)
+    if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
+        larger = f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
+        added = getattr(data, "description", {}).get("end_token", {})
+        if getattr(model, "from_", None) is None:
+            advice = larger
+        elif added.get("added") and data.vocabulary == vocabulary + 1:
+            advice = (
+                f"One of them, {added['text']}, is added to end a document, because the tokenizer has no token known "
+                "for that. Name one of its own: data.end_token=<token>."
+            )
+        else:
+            advice = "Give the tokenizer of model.from."
+        found.append(f"model.vocabulary={vocabulary}: the tokenizer has {data.vocabulary} ids. {advice}")
+    return found
 
 
 def data_sizes(model: Any) -> Sizes:

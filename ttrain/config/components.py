@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ttrain.bench import settings as bench
 from ttrain.config.registry import loaded, register, rows
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -22,8 +25,10 @@ from ttrain.optim.settings import (
     ScheduleFreeConfig,
     SGDConfig,
 )
+from ttrain.parallel.place import rank_here
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
+from ttrain.train.supervise.heartbeat import VARIABLE
 
 # Tables of names -> (config, target) that families of devices hold in their own folders.
 FAMILIES = ("ttrain.device.ttnn.settings:DEVICES",)
@@ -34,6 +39,26 @@ class TaskConfig:
     """What the command does."""
 
     name: str = option("train", "registered name of the task, such as train, sample or plan")
+
+    @rule
+    def _one_model(self, others: Any) -> Iterator[str]:
+        if self.name not in ("sample", "chat", "eval"):
+            return
+        run, folder = others.run.dir, getattr(others.model, "from_", None)
+        if run is None and folder is None:
+            yield f"task={self.name}: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
+        elif run is not None and folder is not None and not others.source.merged:
+            yield f"task={self.name}: run.dir and model.from both name a model. Give one of them."
+
+    @rule
+    def _restarts(self, others: Any) -> Iterator[str]:
+        """Ranks that ttrain started are watched by the process that did so."""
+        supervised = self.name == "train" and others.supervise.wanted(others.source.explicit)
+        if supervised and rank_here() is not None and VARIABLE not in os.environ:
+            yield (
+                "supervise.enabled=true: one of several ranks can't start the others again. Leave it out, and let "
+                "torchrun do so with --max-restarts=3."
+            )
 
 
 register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")

@@ -8,7 +8,7 @@ RENAMED: dict[str, str] = {
     "train.block_schedule": "train.length_schedule",
     "train.block_steps": "train.phase_steps",
     "train.eval_batches": "Give train.eval_sequences: it counts sequences, not batches.",
-    "verify.golden": "Leave it out: the reference functions of ttnn are a test's device now, see docs/tenstorrent.md.",
+    "verify.golden": "Leave it out: a card's reference functions are a device of the tests now.",
 }
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ttrain.bench.settings import BenchConfig, GPTBenchConfig
+from ttrain.config import registry
 from ttrain.config.components import TaskConfig
-from ttrain.core.options import as_keys, option
-from ttrain.data.settings import DataConfig, TextConfig
+from ttrain.core.names import did_you_mean
+from ttrain.core.options import as_keys, option, rule
+from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
+from ttrain.device.family import MOCK, Family, family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
@@ -21,17 +24,15 @@ from ttrain.parallel.settings import ParallelConfig
 from ttrain.testing.settings import VerifyConfig
 from ttrain.train.runs.record import command_line, override
 from ttrain.train.settings import (
-    EvalConfig,
-    ExportConfig,
     GuardConfig,
     LoggerConfig,
     RecoverConfig,
     ReplicasConfig,
     RunConfig,
-    SampleConfig,
     SuperviseConfig,
     TrainConfig,
 )
+from ttrain.train.task_settings import EvalConfig, ExportConfig, SampleConfig
 
 
 @dataclass
@@ -73,6 +74,21 @@ class ProfileConfig:
         "devices with a profiler of their own", path=True,
     )  # fmt: skip
 
+    @rule
+    def _something_takes_time(self, others: Any) -> Iterator[str]:
+        if others.task.name != "profile":
+            return
+        device, profiled = others.device, others.family_that(lambda each: each.profiles)
+        family = family_of(device)
+        if self.csv is None and (device.name == "null" or family.mode(device) == MOCK):
+            yield (
+                f"task=profile: {family.named(device)} computes nothing that takes time. Give device=cpu, device=cuda, "
+                f"a {profiled.title} card or simulator, or profile.csv=<its report>; task=plan plan.show=ops tells "
+                "what ops cost on any device."
+            )
+        if self.trace is not None and (self.csv is not None or family.profiles):
+            yield "profile.trace: a device's own profiler gives no timeline. Give device=cpu or device=cuda, or null."
+
 
 @dataclass
 class PrepareConfig:
@@ -81,6 +97,18 @@ class PrepareConfig:
     dir: str | None = option(
         None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True
     )
+
+    @rule
+    def _reads_text(self, others: Any) -> Iterator[str]:
+        if others.task.name != "prepare":
+            return
+        if self.dir is None:
+            yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
+        if not isinstance(others.data, TextConfig | DocumentsConfig):
+            yield (
+                f"data={others.data.name}: task=prepare reads text. Give data=stdlib, data=text with data.path, or "
+                "data=documents with data.sources."
+            )
 
 
 @dataclass
@@ -114,6 +142,29 @@ class SweepConfig:
     prune_after: int = option(1, "evaluations that every job gets", minimum=1)
     prune_factor: int = option(3, "asha and hyperband: one of so many jobs goes on at each rung", minimum=2)
 
+    @rule
+    def _pruning(self, others: Any) -> Iterator[str]:
+        task, train = others.task.name, others.train
+        if self.prune is None:
+            return
+        if self.search is None:
+            yield f"sweep.prune={self.prune}: ends jobs of a search. Give sweep.search=tpe as well."
+        if task != "train":
+            yield f"sweep.prune={self.prune}: task={task} has no evaluations to go by. Leave it out."
+        elif train.eval_every is None or train.eval_every * (self.prune_after + 1) > train.steps:
+            yield (
+                f"sweep.prune={self.prune}: needs more than sweep.prune_after={self.prune_after} evaluation(s) of a "
+                f"job. Give train.eval_every=<steps>, at most {max(train.steps // (self.prune_after + 1), 1)}."
+            )
+
+    @rule
+    def _objective(self, others: Any) -> Iterator[str]:
+        from ttrain.train.runs.summary import NUMBERS
+
+        if others.task.name == "train" and self.objective not in (SweepConfig().objective, *NUMBERS):
+            hint = did_you_mean(self.objective, NUMBERS)
+            yield f"sweep.objective={self.objective}: summary.json of a run has no such number. {hint}"
+
 
 @dataclass
 class RampConfig:
@@ -126,6 +177,13 @@ class RampConfig:
         0.5, "share of what the loss has fallen by which it rises again, over some steps, where it diverges", above=0
     )
     out: str | None = option(None, "folder for results.json and plot.png; null claims one below outputs/lr", path=True)
+
+    @rule
+    def _rises(self, others: Any) -> Iterator[str]:
+        if self.low >= self.high:
+            yield f"ramp.low={self.low:g}: must be less than ramp.high={self.high:g}."
+        if others.task.name == "lr" and others.optimizer.lr == 0:
+            yield "optimizer.lr=0: task=lr tries rates in proportion to it. Leave it out."
 
 
 @dataclass
@@ -148,6 +206,16 @@ class ReportConfig:
     out: str | None = option(
         None, "HTML file to write; null takes report.html in the run, for several runs in this folder", path=True
     )
+
+    @rule
+    def _has_a_run(self, others: Any) -> Iterator[str]:
+        task, run = others.task.name, others.run.dir
+        if task == "report" and not (self.run or run):
+            yield "task=report: needs a run. Give run.dir=<run directory>, or run=<one>,<another> to compare."
+        elif task == "report" and self.run and run:
+            yield "task=report: run.dir and report.run both name runs. Give run=<one>,<another> for all of them."
+        elif task != "report" and self.run and run is None:
+            yield f"report.run={self.run}: task={task} takes one run. Give run.dir=<run directory>."
 
 
 @dataclass(frozen=True)
@@ -226,6 +294,17 @@ class Config:
     report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register further components; only the command line may name one")
     source: Source = field(default_factory=Source, repr=False, compare=False)
+
+    @staticmethod
+    def family_that(answers: Callable[[Family], object]) -> Family:
+        """Return the first family of devices that has something, for rules that tell where it is to be had."""
+        return registry.family_that(answers)
+
+    def lacks_precision(self, key: str, name: str, instead: str) -> Iterator[str]:
+        """Yield the problem of a precision that the device has not, with the devices that have it."""
+        having = registry.family_that(lambda each: name in each.precisions)
+        if name in having.precisions and name not in family_of(self.device).precisions:
+            yield f"{key}={name}: only on {having.title} devices. Give {instead}, or device={having.example}."
 
     @property
     def model_parts(self) -> tuple[Any, PrecisionConfig, DeviceConfig, DataConfig, LoraConfig]:

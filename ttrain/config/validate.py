@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -15,13 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
-from ttrain.config.checks.problems import cross_field_problems
 from ttrain.config.renamed import instead
 from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
-from ttrain.core.options import default_of, key_of, option_problems
+from ttrain.core.options import default_of, key_of, option_problems, rules_of
 
 TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
@@ -80,10 +80,36 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
             bounds = list(option_problems(part, name))
             found.problems += bounds
             found.bad_sections |= {name} if bounds else set()
-    found.problems += cross_field_problems(config, found.bad_sections)
+    found.problems += rule_problems(config, found.bad_sections)
     if found.problems:
         raise ConfigError(list(dict.fromkeys(map(found.with_recipe, found.problems))))
     return config
+
+
+class _Untrusted(Exception):
+    """A rule asks for a section whose own values are wrong."""
+
+
+class _Others:
+    """The sections of a config, as a rule sees them."""
+
+    def __init__(self, config: Config, bad: Set[str]) -> None:
+        self._config, self._bad = config, bad
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._bad:
+            raise _Untrusted
+        return getattr(self._config, name)
+
+
+def rule_problems(config: Config, bad_sections: Set[str] = frozenset()) -> list[str]:
+    """Return what the rules of all sections find, but for those that `bad_sections` take part in."""
+    others, found = _Others(config, bad_sections), []
+    for name in sections():
+        for check in rules_of(getattr(config, name)) if name not in bad_sections else ():
+            with suppress(_Untrusted):
+                found += list(check(getattr(config, name), others))
+    return found
 
 
 def section_type(section: str, name: Any) -> type[Any] | None:

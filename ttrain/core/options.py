@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, field, fields
+from types import FunctionType
 from typing import Any
 
 from ttrain.core.names import did_you_mean
 
 LARGEST_INTEGER = 2**63 - 1  # of a shape, an offset and a seed alike
+Rule = Callable[[Any, Any], Iterable[str]]
+_RULES: set[Rule] = set()
 
 
 def option(
@@ -37,6 +40,22 @@ def option(
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def rule(check: Rule) -> Rule:
+    """Mark a method of a section as one of its rules, `check(self, others)`.
+
+    It yields a sentence for each problem: what was given, what is expected, how to fix it. `others` has the other
+    sections by name; a rule that asks for one whose own values are wrong is left out.
+    """
+    _RULES.add(check)
+    return check
+
+
+def rules_of(section: Any) -> Iterator[Rule]:
+    """The rules of a config dataclass, those of its bases first."""
+    for kind in reversed(type(section).__mro__):
+        yield from (check for check in vars(kind).values() if isinstance(check, FunctionType) and check in _RULES)
 
 
 def key_of(declared: Field[Any]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
 
 TOKENIZERS = ("char", "byte", "bpe")
 TOKEN_DTYPES = ("uint16", "uint32")
@@ -71,6 +73,11 @@ class TokensConfig(DataConfig):
     verify: bool = option(
         False, "check all ids and checksums at the start; false does so for files up to 256 MiB and else checks batches"
     )
+
+    @rule
+    def _has_a_path(self, others: Any) -> Iterator[str]:
+        if self.path is None and others.task.name in ("train", "plan"):
+            yield "data.path: no value. data=tokens needs data.path=<folder or file of token ids>."
 
 
 @dataclass
@@ -148,6 +155,35 @@ class DocumentsConfig(DataConfig):
     cache: str | None = option(
         None, "folder that keeps the tokenized documents for the next run; null takes the user's cache", path=True
     )
+
+    @rule
+    def _has_sources(self, others: Any) -> Iterator[str]:
+        if not self.sources and others.task.name not in ("sample", "chat"):
+            yield "data.sources=[]: no value. data=documents needs data.sources=[<file or folder>,<another>]."
+
+    @rule
+    def _is_read_on_the_host(self, others: Any) -> Iterator[str]:
+        if self.resident == "device":
+            yield (
+                "data.resident=device: the host makes the sequences of data=documents, by where documents begin and "
+                "what of them counts. Give auto or host, or data=tokens with the folder that task=prepare writes of "
+                "them."
+            )
+
+    @rule
+    def _has_targets(self, others: Any) -> Iterator[str]:
+        if 1 in (getattr(others.model, "context", 0), *others.train.length_schedule):
+            yield (
+                "data=documents: the last token of a sequence has no target, so sequences of 1 token teach nothing. "
+                "Give model.context and train.length_schedule of 2 or more."
+            )
+
+    @rule
+    def _keeps_replies(self, others: Any) -> Iterator[str]:
+        if others.task.name == "prepare" and self.loss_on != "all":
+            yield (
+                "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which keeps tokens too."
+            )
 
 
 @dataclass

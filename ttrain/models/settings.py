@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, nearest_divisor
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
+from ttrain.data.settings import RegressionConfig
 from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, LLAMA_PRESETS, Preset
 
 _SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
@@ -41,6 +42,17 @@ class MLPConfig:
     width: int = option(64, "features of every hidden layer", minimum=1, changes="shape")
     activation: str = option("relu", "function between two layers", choices=ACTIVATIONS)
     bias: bool = option(True, "whether linear layers have a bias", changes="shape")
+
+    @rule
+    def _data_fits(self, others: Any) -> Iterator[str]:
+        data = others.data
+        if not isinstance(data, RegressionConfig):
+            yield f"data={data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
+            return
+        for key in ("inputs", "outputs"):
+            wanted, given = getattr(self, key) or self.width, getattr(data, key)
+            if given is not None and given != wanted:
+                yield f"data.{key}={given}: the model has {wanted} {key}. Give data.{key}=null to take the model's."
 
 
 @dataclass
@@ -98,6 +110,21 @@ class TransformerConfig:
         for name in (name for name in values if getattr(self, name) is None):
             setattr(self, name, values[name])
             self.filled.add(name)
+
+    @rule
+    def _has_sizes(self, others: Any) -> Iterator[str]:
+        if self.preset is not None and self.preset not in self.presets:
+            yield f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}"
+            return
+        missing = [f"model.{name}" for name in self.size_names() if getattr(self, name) is None]
+        if missing:
+            yield f"{', '.join(missing)}: no value. Give one, or take a model.preset: {', '.join(self.presets)}."
+        yield from self.head_problems()
+
+    @rule
+    def _reads_tokens(self, others: Any) -> Iterator[str]:
+        if isinstance(others.data, RegressionConfig):
+            yield "data=regression: a language model trains on tokens. Give data=stdlib, text, tokens or documents."
 
     def head_problems(self) -> Iterator[str]:
         """Problems of the heads."""

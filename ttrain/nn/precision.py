@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
 from ttrain.core.spec import DType
 
 if TYPE_CHECKING:
@@ -42,3 +42,7 @@ class PrecisionConfig:
         for parameter in parameters:
             narrow = not parameter.trainable and parameter.follows_compute
             parameter.master = self.compute if narrow else self.master
+
+    @rule
+    def _device_has_it(self, others: Any) -> Iterator[str]:
+        yield from others.lacks_precision("precision", self.name, "precision=bf16")

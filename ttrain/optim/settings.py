@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
 
 FP32_NORMAL = 1.2e-38  # smaller numbers lose digits in fp32, and become 0
+
+
+def needs_fp32(key: str, precision: str) -> Iterator[str]:
+    """Yield the problem of an average of the weights that `key` asks for, where those are not fp32."""
+    if precision == "bf16_pure":
+        yield f"{key}: an average needs weights in fp32, and precision=bf16_pure has none. Give precision=bf16."
 
 
 @dataclass
@@ -52,6 +60,30 @@ class OptimizerConfig:
         """
         return -1.0, 0.0
 
+    @rule
+    def _two_betas(self, others: Any) -> Iterator[str]:
+        betas = getattr(self, "betas", [0, 0])
+        if len(betas) != 2:
+            yield f"optimizer.betas={betas}: must hold two numbers, got {len(betas)}."
+
+    @rule
+    def _rounding(self, others: Any) -> Iterator[str]:
+        precision = others.precision.name
+        if self.stochastic_rounding and precision != "bf16_pure":
+            yield (
+                f"optimizer.stochastic_rounding=true: precision={precision} keeps fp32 weights, so there is nothing to "
+                "round. Give precision=bf16_pure, or optimizer.state_dtype=bf16 for moments alone."
+            )
+
+    @rule
+    def _adapters_under_mup(self, others: Any) -> Iterator[str]:
+        mup = getattr(others.model, "parametrization", "standard") == "mup"
+        if others.lora.rank and mup and isinstance(self, SGDConfig | MuonConfig):
+            yield (
+                f"optimizer={self.name}: has no rule for the rates of adapters under model.parametrization=mup. Give "
+                "optimizer=adamw, or model.parametrization=standard."
+            )
+
 
 @dataclass
 class SGDConfig(OptimizerConfig):
@@ -66,6 +98,11 @@ class SGDConfig(OptimizerConfig):
     def width_powers(self) -> tuple[float, float]:
         """A step in proportion to the gradient is as much smaller outside the hidden matrices."""
         return 0.0, 1.0
+
+    @rule
+    def _nesterov_needs_momentum(self, others: Any) -> Iterator[str]:
+        if self.nesterov and self.momentum == 0:
+            yield "optimizer.nesterov=true: needs momentum. Give optimizer.momentum=0.9 or optimizer.nesterov=false."
 
 
 @dataclass
@@ -144,6 +181,14 @@ class AdafactorConfig(OptimizerConfig):
         """Steps are relative to a parameter's size, which falls with the root of the width already."""
         return -0.5, 0.0
 
+    @rule
+    def _state_is_fp32(self, others: Any) -> Iterator[str]:
+        if self.state_dtype == "bf16":
+            yield (
+                "optimizer.state_dtype=bf16: adafactor keeps a number a row and column, in fp32: they change too "
+                "little in a step for bf16. Leave it out."
+            )
+
 
 @dataclass
 class ScheduleFreeConfig(OptimizerConfig):
@@ -157,6 +202,19 @@ class ScheduleFreeConfig(OptimizerConfig):
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
     average_after: int = option(0, "steps that the average leaves out, such as schedule.warmup", minimum=0)
+
+    @rule
+    def _average(self, others: Any) -> Iterator[str]:
+        train = others.train
+        if train.ema is not None:
+            yield f"train.ema={train.ema}: optimizer=schedule_free keeps an average of its own. Give train.ema=null."
+        elif self.average_after >= train.steps:
+            yield (
+                f"optimizer.average_after={self.average_after}: must be below train.steps={train.steps}, or the "
+                "average has no step to take in."
+            )
+        else:
+            yield from needs_fp32("optimizer=schedule_free", others.precision.name)
 
 
 @dataclass
@@ -173,3 +231,21 @@ class ScheduleConfig:
         "wsd only: last step at the peak, instead of decay; 0: that of the checkpoint that a run branches off from",
         minimum=0,
     )
+
+    @rule
+    def _within_the_run(self, others: Any) -> Iterator[str]:
+        end, key = (others.train.steps, "train.steps") if self.steps is None else (self.steps, "schedule.steps")
+        given = f"schedule.decay_from={self.decay_from}"
+        if self.warmup > end:
+            yield f"schedule.warmup={self.warmup}: must be at most {key}={end}."
+        elif self.decay_from is not None and self.name != "wsd":
+            yield f"{given}: is for schedule=wsd, not {self.name}. Give schedule=wsd."
+        elif self.decay_from is not None and self.decay_from >= end:
+            yield f"{given}: must be below {key}={end}, where the decay ends."
+        elif self.decay_from and self.decay_from < self.warmup:
+            yield f"{given}: must be at least schedule.warmup={self.warmup}."
+        elif self.decay_from is None and self.name == "wsd" and self.warmup + self.decay * end > end:
+            yield (
+                f"schedule.decay={self.decay}: warm-up ({self.warmup} steps) and decay ({self.decay * end:g} steps) "
+                f"together are longer than {key}={end}."
+            )

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
+from ttrain.parallel.place import place
 from ttrain.parallel.ranks import BUCKET_MB
+
+TASKS = ("train", "plan")  # that are of several ranks
+STEPPING = (*TASKS, "lr", "profile")  # that divide a batch into slices
 
 
 @dataclass
@@ -34,3 +40,79 @@ class ParallelConfig:
         minimum=0.01,
     )
     timeout: float = option(600.0, "seconds until ranks that wait for another one take it for lost", above=0)
+
+    def rank_count(self, local: bool = False) -> int:
+        """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""
+        here = place()
+        if here is None or self.world is not None:
+            return self.world or self.processes or 1
+        return here.local_count if local else here.count
+
+    @rule
+    def _processes(self, others: Any) -> Iterator[str]:
+        task, here = others.task.name, place()
+        for key in ("processes", "world"):
+            if self.name == "none" and (getattr(self, key) or 1) > 1:
+                yield f"parallel.{key}={getattr(self, key)}: parallel=none is one process. Give parallel=ddp or zero1."
+        if self.world is not None and task != "plan":
+            yield f"parallel.world={self.world}: is for task=plan. Give parallel.processes, or use torchrun."
+        if task != "train":
+            if (self.processes or 1) > 1 and task not in TASKS:
+                yield f"parallel.processes={self.processes}: task={task} is one process. Leave it out."
+            if here is not None and here.count > 1:
+                yield f"task={task}: is one process, and {here.count} were started. Start one."
+            return
+        if here is not None and here.count > 1 and self.name == "none":
+            yield f"parallel=none: {here.count} processes were started. Give parallel=ddp or zero1, or start one."
+        if here is not None and self.processes not in (None, here.local_count):
+            yield (
+                f"parallel.processes={self.processes}: {here.local_count} were started on this machine already. Leave "
+                "it out."
+            )
+
+    @rule
+    def _batch_divides(self, others: Any) -> Iterator[str]:
+        train = others.train
+        if others.task.name not in STEPPING:
+            return
+        ranks = 1 if self.name == "none" else self.rank_count()
+        given = [key for key in ("world", "processes") if getattr(self, key) is not None]
+        of_ranks = f"parallel.{given[0]}" if given else "the number of ranks"
+        slices, of_slices = self.slices or ranks, of_ranks if self.slices is None else "parallel.slices"
+        for key, count in ((of_ranks, ranks), (of_slices, slices)):
+            if count & (count - 1):
+                nearest = 1 << count.bit_length() - 1
+                yield f"{key}={count}: must be a power of two, such as {nearest} or {2 * nearest}."
+                return
+        if slices < ranks:
+            yield (
+                f"parallel.slices={slices}: must be at least the number of ranks, {ranks}. Start {slices} ranks, or "
+                f"give parallel.slices={ranks}; a run that is continued with other slices does not keep its bits."
+            )
+        parts = slices * train.accumulation
+        if slices > 1 and train.batch_size % parts:
+            yield (
+                f"train.batch_size={train.batch_size}: must divide into {of_slices}={slices} times train.accumulation="
+                f"{train.accumulation}. Give train.batch_size={-(-train.batch_size // parts) * parts}."
+            )
+
+    @rule
+    def _device_takes_ranks(self, others: Any) -> Iterator[str]:
+        task, device = others.task.name, others.device.name
+        if task not in STEPPING or (self.name == "none" and (self.slices or 1) == 1):
+            return
+        if device not in ("cpu", "cuda", "auto"):
+            one = f"parallel={self.name}", "parallel=none"
+            given, instead = one if self.name != "none" else (f"parallel.slices={self.slices}", "parallel.slices=1")
+            yield f"{given}: runs on device=cpu or cuda, not on device={device}. Give {instead}."
+        elif task == "train" and device != "cpu" and (here := self.rank_count(local=True)) > 1:
+            import torch
+
+            gpus = torch.cuda.device_count()
+            if gpus < here and (gpus or device == "cuda"):
+                yield (
+                    f"device={device}: {here} ranks on this machine need a GPU each, and it has {gpus}. Give "
+                    f"parallel.processes={max(gpus, 1)}, or device=cpu."
+                )
+        if others.recover.oom == "shrink" and self.rank_count() > 1:
+            yield "recover.oom=shrink: one of several ranks can't shrink its batch alone. Give recover.oom=stop."

@@ -19,7 +19,7 @@ from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
-from ttrain.train.settings import CheckpointConfig
+from ttrain.train.task_settings import CheckpointConfig
 
 if TYPE_CHECKING:
     from ttrain.engine.state import State

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.names import nearest_divisor
+from ttrain.core.options import option, rule
+from ttrain.device.family import family_of
+from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb")
 
@@ -93,6 +99,76 @@ class TrainConfig:
         None, "peak of the device in 1e12 FLOP/s that mfu is relative to; null measures a matmul once", above=0
     )
 
+    @rule
+    def _micro_batches(self, others: Any) -> Iterator[str]:
+        size, parts = self.batch_size, self.accumulation
+        if size % parts:
+            yield f"train.accumulation={parts}: must divide train.batch_size={size}. {nearest_divisor(size, parts)}"
+        if self.noise_scale and parts < 2:
+            yield "train.noise_scale=true: compares a micro-batch with the batch. Give train.accumulation of 2 or more."
+
+    @rule
+    def _batches_grow(self, others: Any) -> Iterator[str]:
+        sizes, size = self.batch_schedule, self.batch_size
+        key = f"train.batch_schedule={sizes}"
+        if not sizes or size % self.accumulation:
+            return
+        micro_batch, common = size // self.accumulation, math.gcd(*sizes)
+        if any(later < earlier for earlier, later in pairwise(sizes)):
+            yield f"{key}: no size may be smaller than the one before it."
+        elif sizes[-1] != size:
+            yield (
+                f"{key}: must end with train.batch_size={size}. Give train.batch_size={sizes[-1]}, or end with {size}."
+            )
+        elif common % micro_batch:
+            yield (
+                f"{key}: a batch grows by micro-batches, of train.batch_size / train.accumulation = {micro_batch} rows "
+                f"here, and every size must be a multiple of it. Give train.accumulation={size // common}."
+            )
+
+    @rule
+    def _sequences_grow(self, others: Any) -> Iterator[str]:
+        lengths, model = self.length_schedule, others.model
+        if not lengths or others.source.awaits_model(others.resume):
+            return
+        key = f"train.length_schedule={lengths}"
+        if not hasattr(model, "context"):
+            yield f"{key}: model={model.name} does not train on sequences. Leave it empty."
+            return
+        context = model.context
+        if any(later <= earlier for earlier, later in pairwise(lengths)):
+            yield f"{key}: every length must be greater than the one before it."
+        elif context is not None and lengths[-1] != context:
+            yield (
+                f"{key}: must end with model.context={context}, which evaluation and sampling use. Give model.context="
+                f"{lengths[-1]}, or end with {context}."
+            )
+
+    @rule
+    def _device_takes_it(self, others: Any) -> Iterator[str]:
+        family, device = family_of(others.device), others.device
+        count = family.replicas(device)
+        if self.length_schedule and count > 1:
+            yield (
+                f"train.length_schedule={self.length_schedule}: a phase captures steps anew, which would spoil what "
+                f"the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
+            )
+        yield from family.problems(device, self.batch_size // self.accumulation)
+
+    @rule
+    def _average(self, others: Any) -> Iterator[str]:
+        if self.ema is not None and not isinstance(others.optimizer, ScheduleFreeConfig):
+            yield from needs_fp32(f"train.ema={self.ema}", others.precision.name)
+
+    @rule
+    def _one_source(self, others: Any) -> Iterator[str]:
+        folder = getattr(others.model, "from_", None)
+        if folder is not None and self.init_from is not None:
+            yield (
+                f"train.init_from={self.init_from}: the first values are those of model.from={folder}. Leave one of "
+                "the two out."
+            )
+
 
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
     """With batches and sequences as large as they get from the first step on, and with changes."""
@@ -108,6 +184,17 @@ class RunConfig:
     )
     seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
 
+    @rule
+    def _resume(self, others: Any) -> Iterator[str]:
+        resume = others.resume
+        if resume == "auto" and self.dir is None:
+            yield "resume=auto: continues the run in run.dir, which has no value. Give run.dir=<run directory> as well."
+        for key, value in (("train.init_from", others.train.init_from), ("lora.from", others.lora.from_)):
+            if resume not in ("", "none", "auto") and key in others.source.explicit:
+                yield f"{key}={value}: is for new runs, but resume={resume} continues one. Leave one of the two out."
+        if not resume:
+            yield "resume='': must be none, auto or the folder of a run or checkpoint."
+
 
 @dataclass
 class ReplicasConfig:
@@ -117,6 +204,40 @@ class ReplicasConfig:
         None, "run.seed of each replica, such as [1,2]; null takes run.seed for the first, and the next number on"
     )
     lr: list[float] | None = option(None, "optimizer.lr of each replica, such as [1e-3,3e-4]; null takes optimizer.lr")
+
+    @rule
+    def _one_value_each(self, others: Any) -> Iterator[str]:
+        run, task, count = others.run, others.task.name, family_of(others.device).replicas(others.device)
+        title = others.family_that(lambda each: each.divides).title
+        for key in ("seed", "lr"):
+            given = getattr(self, key)
+            if given is not None and count == 1:
+                yield f"replicas.{key}={given}: there is one run. Give device.subdevices=2 on a {title} device."
+            elif given is not None and len(given) != count:
+                yield f"replicas.{key}={given}: must hold one value for each of the {count} replicas."
+            elif given is not None and min(given) < 0:
+                yield f"replicas.{key}={given}: must be 0 or more."
+        largest = max(self.seed or [run.seed + count - 1])
+        if count > 1 and largest >= 2**31:
+            key = "replicas.seed" if self.seed else "run.seed"
+            yield f"{key}: the largest seed would be {largest}, above {2**31 - 1}."
+        if count > 1 and task not in ("train", "plan", "doctor", "runs", "report"):
+            yield f"device.subdevices={count}: task={task} runs on a whole chip. Give device.subdevices=1."
+
+    @rule
+    def _share_a_device(self, others: Any) -> Iterator[str]:
+        count = family_of(others.device).replicas(others.device)
+        if count == 1:
+            return
+        wanted = others.supervise.wanted(others.source.explicit)
+        wrong = {
+            "logger": (others.logger.name == "wandb", "console", "W&B follows one run per process"),
+            "recover.oom": (others.recover.oom == "shrink", "stop", "the replicas share the memory"),
+            "supervise.enabled": (wanted, "false", "a supervisor follows one run"),
+        }
+        for key, (given, instead, why) in wrong.items():
+            if given:
+                yield f"device.subdevices={count}: {why}. Give {key}={instead}."
 
 
 @dataclass
@@ -142,149 +263,10 @@ class WandbConfig(LoggerConfig):
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
     tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, which commas separate")
 
-
-@dataclass
-class CheckpointConfig:
-    """Which weights of a run a task takes."""
-
-    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
-
-
-@dataclass
-class SampleConfig(CheckpointConfig):
-    """How text is drawn from a trained model."""
-
-    prompt: str | None = option(
-        None,
-        "text that the model continues; null takes held-out text at the end of a run, and for task=sample a line "
-        "break, or where the tokenizer has none the token between documents, or any",
-    )
-    prompts: str | None = option(
-        None,
-        "file of prompts that are each continued: one a line, or in a .jsonl a row with prompt or messages a line",
-        path=True,
-    )
-    results: str | None = option(
-        None, "file that takes a row of JSON for each sample of sample.prompts; null writes to stdout", path=True
-    )
-    system: str | None = option(None, "task=chat only: message of the system that a conversation begins with")
-    tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
-    stop: list[str] = option(
-        [],
-        "texts, in which \\n is a line break, and names of special tokens at which a sample ends, besides the token "
-        "that ends a document; they are not printed",
-    )
-    temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
-    top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)
-    top_p: float | None = option(
-        None,
-        "draw from the likeliest tokens that together reach this probability; null draws from all",
-        above=0,
-        maximum=1,
-    )
-    seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
-    count: int = option(1, "number of samples", minimum=1)
-    mode: str = option(
-        "ar",
-        "ar: one token a pass. For a model with a SAT head also sat: two tokens a pass; sat_variable: one or two, as "
-        "its gate says; speculative: the SAT head drafts two tokens and the AR head accepts or replaces them, which "
-        "draws from the distribution of ar",
-        choices=("ar", "sat", "sat_variable", "speculative"),
-    )
-    cache: bool | None = option(
-        None,
-        "whether keys and values of the text so far are kept instead of computed again for every token; null: where "
-        "the model can",
-    )
-    slide: int | None = option(
-        None,
-        "how many of the oldest tokens a text loses at once when it outgrows the context; every time, what is left is "
-        "computed anew; null: an eighth of the context",
-        minimum=1,
-    )
-    min_p: float | None = option(
-        None,
-        "draw only from tokens with at least this share of the likeliest one's probability; null draws from all",
-        above=0,
-        maximum=1,
-    )
-    repetition: float = option(
-        1.0,
-        "logits of tokens that occurred are divided by it where positive, else multiplied; 1 changes nothing",
-        above=0,
-    )
-    presence: float = option(0.0, "taken off the logits of tokens that occurred")
-    frequency: float = option(0.0, "taken off the logits of tokens for each time that they occurred")
-    penalty_window: int | None = option(
-        128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
-    )
-
-
-@dataclass
-class EvalConfig(CheckpointConfig):
-    """What task=eval measures of a trained model."""
-
-    text: list[str] = option(
-        [],
-        "files or folders whose documents the model predicts, in the forms that data.sources takes: loss, perplexity "
-        "and bits per byte",
-        path=True,
-    )
-    text_key: str = option("text", "key of the text of a row, where a file of eval.text has rows")
-    choices: str | None = option(
-        None,
-        "file of questions in HellaSwag's form, a row of JSON each: ctx, endings and label, the number of the right "
-        "one; the model chooses the likeliest",
-        path=True,
-    )
-    stride: int | None = option(
-        None,
-        "tokens of a long document that are predicted at a time, each from as much before them as the context holds; "
-        "null: a context",
-        minimum=1,
-    )
-    limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
-    batch_size: int = option(8, "sequences that are computed at once", minimum=1)
-    out: str | None = option(
-        None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
-    )
-
-
-@dataclass
-class ExportConfig(CheckpointConfig):
-    """What task=export makes of a run's parameters, or of a file of weights."""
-
-    source: str | None = option(
-        None,
-        "file of weights to export instead of those of run.dir, .pt or .safetensors, in the names of ttrain or of the "
-        "original; `model` says what it holds, AGILLM's sizes follow from the file",
-        path=True,
-    )
-    file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
-    form: str = option(
-        "original",
-        "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
-        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads; gguf: a "
-        "file that llama.cpp reads",
-        choices=("original", "huggingface", "ttrain", "peft", "gguf"),
-    )
-    merge: bool = option(
-        True, "add adapters to the weights that they stand beside; false keeps them apart, in a new run folder only"
-    )
-    dir: str | None = option(
-        None,
-        "new folder to write: a run for task=sample and train.init_from, or with form=huggingface a model of "
-        "Transformers",
-        path=True,
-    )
-    shard_mb: int = option(5000, "form=huggingface: a file of weights has at most so many MB", minimum=1)
-    compact: bool = option(
-        False, "AGILLM only: leave out the columns of each layer's rank matrix that add nothing to the scores"
-    )
-    tokenizer: str | None = option(
-        None, "tokenizer.json for a new folder made of export.source, if the file has none", path=True
-    )
+    @rule
+    def _has_a_project(self, others: Any) -> Iterator[str]:
+        if self.project == "":
+            yield "logger.project='': must not be empty."
 
 
 @dataclass
@@ -304,6 +286,12 @@ class SuperviseConfig:
         None, "shell command to run before every restart, such as a card reset; only the command line may give one"
     )
     on_restart_timeout: float = option(300.0, "seconds that on_restart may take", above=0)
+
+    def wanted(self, explicit: Collection[str]) -> bool:
+        """Return True if training is to run under a supervisor; `explicit` are the keys that the user gave."""
+        if self.enabled is None:
+            return any(key.startswith("supervise.") for key in explicit)
+        return self.enabled
 
 
 @dataclass

@@ -22,8 +22,8 @@ from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
 from ttrain.train.sampling.draw import whole_text_scores
 from ttrain.train.sampling.source import check_sampling, sampling_traces
-from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.step_graph import StepGraph
+from ttrain.train.task_settings import SampleConfig
 
 CONTEXT, VOCABULARY = 70, 31
 

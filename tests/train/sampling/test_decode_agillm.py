@@ -29,9 +29,9 @@ from ttrain.train.sampling.draw import Sampler
 from ttrain.train.sampling.lengths import StepsByLength
 from ttrain.train.sampling.source import TokenSource, print_source, sampling_traces
 from ttrain.train.sampling.stream import Stop
-from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
+from ttrain.train.task_settings import SampleConfig
 
 SIZE: dict[str, Any] = {"preset": None, "layers": 2, "heads": 2, "width": 16, "context": 70, "vocabulary": 31}
 FOLDS = {"narrow": {"rank": 6}, "wide": {"rank": 12}, "wide, not folded": {"rank": 12, "fold": "off"}}

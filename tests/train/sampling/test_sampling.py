@@ -31,7 +31,7 @@ from ttrain.train.sampling.draw import (
     whole_text_scores,
 )
 from ttrain.train.sampling.stream import Stop, stream_text
-from ttrain.train.settings import SampleConfig
+from ttrain.train.task_settings import SampleConfig
 
 LOGITS = np.random.default_rng(3).normal(0, 2, 23).astype(np.float32)
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
-from ttrain.config.checks.problems import cross_field_problems
 from ttrain.config.schema import Config
+from ttrain.config.validate import rule_problems
 from ttrain.device.family import SILICON, family_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
@@ -280,7 +280,7 @@ class _Alternatives:
     def _seconds(self, changes: Mapping[str, Any]) -> float | None:
         """Of the run with these changes; None where they don't go together with the rest."""
         config = changed(self._config, changes)
-        return None if cross_field_problems(config) else self.planned(config).total
+        return None if rule_problems(config) else self.planned(config).total
 
 
 def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,8 @@ from ttrain.config.schema import Config
 from ttrain.data.settings import TextConfig
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig, ScheduleFreeConfig
-from ttrain.train.settings import SampleConfig, TrainConfig
+from ttrain.train.settings import TrainConfig
+from ttrain.train.task_settings import SampleConfig
 
 _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
 

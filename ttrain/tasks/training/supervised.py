@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttrain.config.checks.device import supervised
 from ttrain.config.schema import Source
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
@@ -22,7 +21,7 @@ _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
 def wanted(task: str, config: SuperviseConfig, source: Source) -> bool:
     """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
     alone = not os.environ.get(VARIABLE) and place() is None
-    return task == "train" and alone and supervised(config, source)
+    return task == "train" and alone and config.wanted(source.explicit)
 
 
 def run(config: SuperviseConfig, parallel: ParallelConfig, overrides: Sequence[str], flags: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.base import Step
 from ttrain.train.protocols import Array
 from ttrain.train.sampling.stream import NO_STOP, Stop, end_id, print_text, stream_text
-from ttrain.train.settings import SampleConfig
+from ttrain.train.task_settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
 Scores = Callable[[list[int]], Array]  # text -> logits [V]

@@ -28,8 +28,8 @@ from ttrain.train.sampling.draw import (
 )
 from ttrain.train.sampling.lengths import StepsByLength
 from ttrain.train.sampling.stream import Stop
-from ttrain.train.settings import SampleConfig
 from ttrain.train.steps.step_graph import StepGraph
+from ttrain.train.task_settings import SampleConfig
 
 WHOLE = "logits"  # the step that computes a whole context for every token
 

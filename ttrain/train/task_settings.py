@@ -1,0 +1,215 @@
+"""Small config of what is made of a trained model: text, measurements and exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ttrain.core.options import option, rule
+from ttrain.models.settings import AGILLMConfig, TransformerConfig
+
+
+@dataclass
+class CheckpointConfig:
+    """Which weights of a run a task takes."""
+
+    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
+
+    @rule
+    def _is_a_checkpoint(self, others: Any) -> Iterator[str]:
+        which, section = self.checkpoint, type(self).__name__.removesuffix("Config").lower()
+        if which not in ("last", "best") and not which.isdecimal():
+            yield f"{section}.checkpoint={which}: must be last, best or a step number."
+
+
+@dataclass
+class SampleConfig(CheckpointConfig):
+    """How text is drawn from a trained model."""
+
+    prompt: str | None = option(
+        None,
+        "text that the model continues; null takes held-out text at the end of a run, and for task=sample a line "
+        "break, or where the tokenizer has none the token between documents, or any",
+    )
+    prompts: str | None = option(
+        None,
+        "file of prompts that are each continued: one a line, or in a .jsonl a row with prompt or messages a line",
+        path=True,
+    )
+    results: str | None = option(
+        None, "file that takes a row of JSON for each sample of sample.prompts; null writes to stdout", path=True
+    )
+    system: str | None = option(None, "task=chat only: message of the system that a conversation begins with")
+    tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
+    stop: list[str] = option(
+        [],
+        "texts, in which \\n is a line break, and names of special tokens at which a sample ends, besides the token "
+        "that ends a document; they are not printed",
+    )
+    temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
+    top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)
+    top_p: float | None = option(
+        None,
+        "draw from the likeliest tokens that together reach this probability; null draws from all",
+        above=0,
+        maximum=1,
+    )
+    seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
+    count: int = option(1, "number of samples", minimum=1)
+    mode: str = option(
+        "ar",
+        "ar: one token a pass. For a model with a SAT head also sat: two tokens a pass; sat_variable: one or two, as "
+        "its gate says; speculative: the SAT head drafts two tokens and the AR head accepts or replaces them, which "
+        "draws from the distribution of ar",
+        choices=("ar", "sat", "sat_variable", "speculative"),
+    )
+    cache: bool | None = option(
+        None,
+        "whether keys and values of the text so far are kept instead of computed again for every token; null: where "
+        "the model can",
+    )
+    slide: int | None = option(
+        None,
+        "how many of the oldest tokens a text loses at once when it outgrows the context; every time, what is left is "
+        "computed anew; null: an eighth of the context",
+        minimum=1,
+    )
+    min_p: float | None = option(
+        None,
+        "draw only from tokens with at least this share of the likeliest one's probability; null draws from all",
+        above=0,
+        maximum=1,
+    )
+    repetition: float = option(
+        1.0,
+        "logits of tokens that occurred are divided by it where positive, else multiplied; 1 changes nothing",
+        above=0,
+    )
+    presence: float = option(0.0, "taken off the logits of tokens that occurred")
+    frequency: float = option(0.0, "taken off the logits of tokens for each time that they occurred")
+    penalty_window: int | None = option(
+        128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
+    )
+
+    @rule
+    def _one_prompt(self, others: Any) -> Iterator[str]:
+        task, several, one = others.task.name, self.prompts is not None, "sample.prompt" in others.source.explicit
+        if task == "chat" and (several or one):
+            key = "prompts" if several else "prompt"
+            yield f"sample.{key}: task=chat reads what is typed. Leave the key out, or give task=sample."
+        elif several and one:
+            yield "sample.prompt and sample.prompts both say what is continued. Give one of them."
+        if self.results is not None and not several and task in ("sample", "chat"):
+            yield f"sample.results={self.results}: takes the answers to sample.prompts. Give those as well."
+        if task == "sample" and self.system is not None:
+            yield (
+                "sample.system: begins a conversation of task=chat. Give a row of sample.prompts messages with that "
+                "role."
+            )
+
+    @rule
+    def _stops_at_text(self, others: Any) -> Iterator[str]:
+        if "" in self.stop:
+            yield "sample.stop: an empty text would end every sample at once. Give text, or a special token's name."
+
+    @rule
+    def _model_has_the_mode(self, others: Any) -> Iterator[str]:
+        if others.task.name in ("sample", "chat") or others.source.awaits_model(others.resume):
+            return  # the model is that of a run, and is checked there
+        model = others.model
+        context = getattr(model, "context", None)
+        if self.slide is not None and context is not None and self.slide >= max(2, context):
+            yield f"sample.slide={self.slide}: must be less than model.context={context}."
+        if self.mode == "ar" or not isinstance(model, TransformerConfig):
+            return
+        if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":
+            why = f"model.name={model.name}" if not isinstance(model, AGILLMConfig) else "model.objective=ar_only"
+            yield f"sample.mode={self.mode}: needs a SAT head, and {why} has none. Give sample.mode=ar."
+
+
+@dataclass
+class EvalConfig(CheckpointConfig):
+    """What task=eval measures of a trained model."""
+
+    text: list[str] = option(
+        [],
+        "files or folders whose documents the model predicts, in the forms that data.sources takes: loss, perplexity "
+        "and bits per byte",
+        path=True,
+    )
+    text_key: str = option("text", "key of the text of a row, where a file of eval.text has rows")
+    choices: str | None = option(
+        None,
+        "file of questions in HellaSwag's form, a row of JSON each: ctx, endings and label, the number of the right "
+        "one; the model chooses the likeliest",
+        path=True,
+    )
+    stride: int | None = option(
+        None,
+        "tokens of a long document that are predicted at a time, each from as much before them as the context holds; "
+        "null: a context",
+        minimum=1,
+    )
+    limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
+    batch_size: int = option(8, "sequences that are computed at once", minimum=1)
+    out: str | None = option(
+        None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
+    )
+
+
+@dataclass
+class ExportConfig(CheckpointConfig):
+    """What task=export makes of a run's parameters, or of a file of weights."""
+
+    source: str | None = option(
+        None,
+        "file of weights to export instead of those of run.dir, .pt or .safetensors, in the names of ttrain or of the "
+        "original; `model` says what it holds, AGILLM's sizes follow from the file",
+        path=True,
+    )
+    file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
+    form: str = option(
+        "original",
+        "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
+        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads; gguf: a "
+        "file that llama.cpp reads",
+        choices=("original", "huggingface", "ttrain", "peft", "gguf"),
+    )
+    merge: bool = option(
+        True, "add adapters to the weights that they stand beside; false keeps them apart, in a new run folder only"
+    )
+    dir: str | None = option(
+        None,
+        "new folder to write: a run for task=sample and train.init_from, or with form=huggingface a model of "
+        "Transformers",
+        path=True,
+    )
+    shard_mb: int = option(5000, "form=huggingface: a file of weights has at most so many MB", minimum=1)
+    compact: bool = option(
+        False, "AGILLM only: leave out the columns of each layer's rank matrix that add nothing to the scores"
+    )
+    tokenizer: str | None = option(
+        None, "tokenizer.json for a new folder made of export.source, if the file has none", path=True
+    )
+
+    @rule
+    def _has_source_and_place(self, others: Any) -> Iterator[str]:
+        run = others.run.dir
+        if others.task.name != "export":
+            return
+        if self.source is None and run is None and getattr(others.model, "from_", None) is None:
+            yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
+        elif self.source is not None and run is not None:
+            yield ("task=export: run.dir and export.source both name parameters. Give one; a new run is export.dir.")
+        if self.file is not None and self.file == self.source:
+            yield f"export.file={self.file}: is export.source; all but the weights would be lost. Give another name."
+        if self.file is None and self.dir is None:
+            yield (
+                "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
+            )
+        if self.form == "gguf" and (self.dir is not None or not (self.file or "").endswith(".gguf")):
+            yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
+        if self.form in ("huggingface", "peft") and self.file is not None:
+            yield f"export.file={self.file}: export.form={self.form} writes a folder. Give export.dir=<new folder>."
