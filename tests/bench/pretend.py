@@ -1,123 +1,97 @@
-"""Small work, and contenders and processes that only pretend."""
+"""Small work, and processes that only pretend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 
-from ttrain.bench.contender import Contender
-from ttrain.bench.settings import GPTBenchConfig, MLPBenchConfig
-from ttrain.bench.workload import Case, GPTWork, LlamaWork, MLPWork
+from ttrain.bench import workload
+from ttrain.bench.process import WorkerFailed
+from ttrain.bench.settings import BASELINES, BenchConfig
+from ttrain.bench.workload import Case
 from ttrain.device.settings import DeviceConfig
+from ttrain.models.settings import GPTConfig, LlamaConfig
+from ttrain.nn.settings import LoraConfig
 
-SMALL_LLAMA = LlamaWork(1, 4, 16, context=8, rows=4, vocabulary=11, bias=False, kv_heads=2, hidden=24)
-SMALL_GPT = GPTWork(layers=1, heads=2, width=16, context=8, rows=4, vocabulary=11, bias=False)
-SMALL_MLP = MLPWork(layers=2, width=8, rows=4)
+_SMALL = {"layers": 1, "context": 8, "width": 16, "vocabulary": 11}
+_GPT = replace(workload.NAMED["char"], model=GPTConfig(heads=2, bias=False, **_SMALL), rows=4)  # type: ignore[arg-type]
+_LLAMA = replace(workload.NAMED["smollm2"], model=LlamaConfig(heads=4, kv_heads=2, hidden=24, **_SMALL), rows=4)  # type: ignore[arg-type]
+SMALL: dict[str, Any] = {
+    "gpt": _GPT,
+    "gpt-bias": replace(_GPT, model=GPTConfig(heads=2, **_SMALL)),  # type: ignore[arg-type]
+    "llama": _LLAMA,
+    "llama-lora": replace(_LLAMA, lora=LoraConfig(rank=2)),
+}
 ONE_THREAD = DeviceConfig(name="cpu", threads=1)
-MLP_CONFIG = MLPBenchConfig(size="tiny", startup=False, baselines=["eager"], engines=["static"])
-GPT_CONFIG = GPTBenchConfig(startup=False)
+QUICK = BenchConfig(size=["4x8"], precision=["fp32"], engines=["static"], baselines=["eager", "compile"])
 
 
-def case(precision: str = "fp32") -> Case:
-    return Case(SMALL_GPT, precision, seed=3)
+@pytest.fixture
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `gpt` and so on be sizes."""
+    for name, work in SMALL.items():
+        monkeypatch.setitem(workload.NAMED, name, work)
 
 
-class Pretender(Contender):
-    """Advances a clock by a fixed time per step."""
-
-    side = "ttrain"
-    description = "pretends"
-
-    def __init__(self, name: str, seconds: float, clock: Any) -> None:
-        self.name, self.seconds, self.clock = name, seconds, clock
-        self.numbers: list[int] = []
-        self.waits = 0
-
-    def build(self) -> None: ...
-
-    def step(self, number: int) -> float:
-        self.numbers.append(number)
-        self.clock.now += self.seconds
-        return 1 / number
-
-    def loss(self, handle: float) -> float:
-        return handle
-
-    def weight(self, path: str) -> np.ndarray:
-        return np.zeros(1, np.float32)
-
-    def synchronize(self) -> None:
-        self.waits += 1
+def case(size: str = "gpt", precision: str = "fp32", **more: Any) -> Case:
+    return Case(size, precision, 3, **more)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+class Process:
+    """Stands for the measuring process of one contender. PyTorch takes 1 ms per step, ours half of it."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, made: Processes, order: Mapping[str, Any]) -> None:
+        self.made, self.name, self.order = made, order["name"], order
+        self.children: list[Any] = []
 
+    def ask(self, *command: Any) -> Any:
+        self.made.asked.append((self.name, *command))
+        answer = self.made.answers.get((self.name, command[0]), self.made.answers.get(command[0]))
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is not None:
+            return answer(self, *command[1:]) if callable(answer) else answer
+        seconds = 1e-3 if self.name in BASELINES else 5e-4
+        size = 2**30
+        return {
+            "start": {
+                "description": self.name, "imports_s": 2.0, "first_step_s": 1.0, "losses": [1.0, 0.5], "rss": size,
+                "step_seconds": seconds, "base_bytes": size, "peak_bytes": 3 * size, "steady_bytes": 2 * size,
+                "planned_bytes": None if self.name in BASELINES else size // 2,
+            },
+            "weight_difference": 0.0,
+            "turn": [seconds, seconds, 3 * seconds],
+            "facts": {"device": {"name": "cpu", "threads": 2}, "facts": {"peak_flops": 1e11}, "planned_ms": None},
+        }.get(command[0])  # fmt: skip
 
-def environment_event() -> dict[str, Any]:
-    device = {"name": "cpu", "hardware": "a processor", "threads": 2, "torch": "2"}
-    return {"event": "environment", "device": device, "flops_per_step": 2e6, "peak_flops": 1e11, "parameters": 8320}
-
-
-def built_events(name: str, side: str, problem: str | None = None) -> list[dict[str, Any]]:
-    checked = {
-        "event": "checked", "contender": name, "reference": "eager", "losses": [1.0, 0.5], "problem": problem,
-        "loss_difference": 0.5 if problem else 0.0, "weight_difference": 0.0,
-    }  # fmt: skip
-    return [{"event": "built", "contender": name, "side": side, "description": name}, checked]
-
-
-def round_event(number: int, **seconds: float) -> dict[str, Any]:
-    turns = [{"contender": name, "round": number, "seconds": [s, s, 3 * s]} for name, s in seconds.items()]
-    return {"event": "round", "turns": turns, "others_cpu": 0.25}
-
-
-def alone_event(name: str, side: str, seconds: float, gigabytes: float = 1.0) -> dict[str, Any]:
-    size = int(gigabytes * 2**30)
-    return {
-        "event": "alone", "contender": name, "side": side, "description": name, "imports_s": 2.0, "build_s": 0.1,
-        "first_step_s": seconds, "base_bytes": 2**28, "peak_bytes": 2**28 + size, "steady_bytes": size,
-        "losses": [1.0], "facts": {},
-    }  # fmt: skip
-
-
-Script = Callable[[Mapping[str, Any]], Iterator[dict[str, Any]]]
+    def close(self) -> None:
+        self.made.open -= 1
 
 
 class Processes:
-    """Stands for measuring processes: a script answers each order."""
+    """Makes pretending processes; `answers` replace an answer, or raise it, by command or by (name, command)."""
 
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.orders: list[tuple[str, list[str], Mapping[str, str] | None]] = []
-        self.closed = 0
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[Any, Any] = answers
+        self.asked: list[tuple[Any, ...]] = []
+        self.started: list[tuple[str, int, Mapping[str, str] | None]] = []
+        self.open = self.most = 0
+
+    def fail(self, name: str, command: str, why: str) -> Processes:
+        self.answers[name, command] = WorkerFailed(why)
+        return self
 
     def __call__(
-        self, order: Mapping[str, Any], folder: Path, environment: Mapping[str, str] | None = None
-    ) -> Iterator[dict[str, Any]]:
-        self.orders.append((order["do"], order["contenders"], environment))
-        try:
-            yield from self.script(order)
-        finally:
-            self.closed += 1
+        self, order: Mapping[str, Any], folder: Path, ranks: int = 1, environment: Mapping[str, str] | None = None
+    ) -> Process:
+        self.started.append((order["name"], ranks, environment))
+        self.open += 1
+        self.most = max(self.most, self.open)
+        return Process(self, order)
 
-
-def quick(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Everybody starts in a second and takes 1 ms per step; ours half of it."""
-    names = order["contenders"]
-    sides = {name: "PyTorch" if name in ("eager", "compile", "compile_all") else "ttrain" for name in names}
-    if order["do"] == "alone":
-        yield alone_event(names[0], sides[names[0]], 1.0)
-        return
-    yield environment_event()
-    for name in names:
-        yield from built_events(name, sides[name])
-    for number in range(order["rounds"]):
-        yield round_event(number, **{name: 1e-3 if sides[name] == "PyTorch" else 5e-4 for name in names})
+    def turns(self) -> list[str]:
+        return [name for name, command, *_ in self.asked if command == "turn"]

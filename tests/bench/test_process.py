@@ -1,4 +1,4 @@
-"""A real measuring process, what it finds, and how it may end."""
+"""A real measuring process, what it answers, and how it may end."""
 
 from __future__ import annotations
 
@@ -9,49 +9,72 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.bench.pretend import ONE_THREAD, SMALL_MLP
-from ttrain.bench.process import Caches, Neighbour, WorkerFailed, events
-from ttrain.bench.reason import reason
-from ttrain.bench.workload import Case
+from tests.bench.pretend import ONE_THREAD
+from ttrain.bench import child
+from ttrain.bench.process import Neighbour, Worker, WorkerFailed, caches
 from ttrain.core.errors import UserError
 
 
-def order(**changes: Any) -> dict[str, Any]:
+def order(name: str, **changes: Any) -> dict[str, Any]:
     return {
-        "do": "together", "case": Case(SMALL_MLP, "fp32", 1).to_dict(), "contenders": ["eager", "static", "statik"],
-        "plugins": [], "device": vars(ONE_THREAD), "engine": {"name": "static", "rematerialize": True},
-        "reference": "eager", "seconds": 0.05, "rounds": 3, **changes,
+        "case": {"size": "4x8", "precision": "fp32", "seed": 1}, "name": name, "mode": "none", "plugins": [],
+        "device": vars(ONE_THREAD), "engine": {"name": "static", "rematerialize": True}, **changes,
     }  # fmt: skip
 
 
-def test_a_process_builds_checks_and_times(tmp_path: Path) -> None:
-    found = list(events(order(), tmp_path / "p"))
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for event in found:
-        by_kind.setdefault(event["event"], []).append(event)
-    assert by_kind["environment"][0]["device"]["threads"] == 1
-    assert [event["contender"] for event in by_kind["built"]] == ["eager", "static"]
-    assert "statik: not registered. Did you mean 'static'?" in by_kind["failed"][0]["reason"]
-    assert [event["problem"] for event in by_kind["checked"]] == [None, None]
-    assert len(by_kind["round"]) == 3
-    turns = by_kind["round"][0]["turns"]
-    assert {turn["contender"] for turn in turns} == {"eager", "static"}
-    assert all(seconds > 0 for turn in turns for seconds in turn["seconds"])
-    counters = by_kind["facts"][1]["facts"]["counters"]
-    assert counters["allocations_after_first"] == 0
+def test_a_process_builds_compares_and_times(tmp_path: Path) -> None:
+    """Two ranks of PyTorch are the reference; memory is that of what the plan can speak of."""
+    weights = str(tmp_path / "weights")
+    reference = Worker(order("eager", mode="ddp"), tmp_path / "eager", ranks=2)
+    ours = Worker(order("static", case={"size": "512x256", "precision": "fp32", "seed": 1}), tmp_path / "static")
+    small = Worker(order("static", mode="zero1"), tmp_path / "zero1", ranks=2)
+    try:
+        expected = reference.ask("start", False)["losses"]
+        reference.ask("write_weights", weights)
+        found = small.ask("start", False)
+        assert found["losses"] == pytest.approx(expected, rel=1e-6)
+        assert small.ask("weight_difference", weights) < 1e-5
+        found = ours.ask("start", True)
+        assert (
+            0 < found["step_seconds"] < found["first_step_s"] and found["imports_s"] > 0 and len(found["losses"]) == 5
+        )
+        # Two weights and two biases with their gradients, and at least the batch and one layer's activations.
+        assert found["planned_bytes"] > 4 * (4 * 256 * 256 + 3 * 512 * 256)
+        assert 0 < found["steady_bytes"] - found["base_bytes"] < 4 * found["planned_bytes"]
+        assert len(ours.ask("turn", 1, 3, True)) == 3 and len(ours.ask("turn", 1, 3, False)) == 1
+        facts = ours.ask("facts", False)
+        assert facts["device"]["threads"] == 1 and facts["facts"]["peak_flops"] > 1e6
+        assert facts["facts"]["counters"]["allocations_after_first"] == 0 and facts["facts"]["roof"]["ms"] > 0
+    finally:
+        for worker in (reference, ours, small):
+            worker.close()
+    assert not any(psutil.pid_exists(process.pid) for worker in (reference, ours, small) for process in worker.children)
 
 
-def test_turns_beside_a_neighbour_are_rows_of_their_own(tmp_path: Path) -> None:
-    asked = order(contenders=["static"], rounds=2, seconds=0.01, beside="same")
-    found = list(events(asked, tmp_path / "p"))
-    assert [event["contender"] for event in found if event["event"] == "seated"] == ["static", "static beside"]
-    turns = [{turn["contender"] for turn in event["turns"]} for event in found if event["event"] == "round"]
-    assert turns == [{"static", "static beside"}] * 2
+@pytest.mark.parametrize(
+    ("changes", "silence", "said"),
+    [
+        ({"name": "statik"}, 60.0, "not registered. Did you mean 'static'?"),
+        ({"case": {}}, 60.0, "TypeError"),
+        ({}, 0.01, "nothing happened for 10 ms"),
+    ],
+    ids=["name", "order", "silence"],
+)
+def test_a_process_that_fails_says_why(changes: Any, silence: float, said: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed) as caught:
+        Worker({**order("static"), **changes}, tmp_path, silence=silence).ask("start", False)
+    assert said in str(caught.value)
+
+
+def test_a_process_that_dies_says_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text("import os, sys\nprint('the end', file=sys.stderr, flush=True)\nos._exit(75)\n")
+    with pytest.raises(WorkerFailed, match="exit code 75: the end"):
+        Worker(order("static", plugins=["dies"]), tmp_path, environment={"PYTHONPATH": str(tmp_path)})
 
 
 def test_a_neighbour_uses_a_core_only_while_it_is_let_run() -> None:
     neighbour = Neighbour()
-    process = psutil.Process(neighbour._child.pid)
+    process = psutil.Process(neighbour._children[0].pid)
 
     def used(seconds: float) -> float:
         before = process.cpu_times().user
@@ -70,31 +93,39 @@ def test_a_neighbour_uses_a_core_only_while_it_is_let_run() -> None:
     assert not process.is_running()
 
 
-def test_a_start_alone_tells_time_and_memory(tmp_path: Path) -> None:
-    (found,) = events(order(do="alone", contenders=["static"]), tmp_path / "p")
-    assert found["event"] == "alone"
-    assert 0 < found["build_s"] < found["first_step_s"] < 60
-    assert 2**26 < found["base_bytes"] <= found["peak_bytes"] < 2**33
-    assert len(found["losses"]) == 5
+def test_caches_lie_below_their_folder(tmp_path: Path) -> None:
+    assert all(Path(folder).is_relative_to(tmp_path) and Path(folder).is_dir() for folder in caches(tmp_path).values())
 
 
-def test_a_process_that_fails_says_its_last_words(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"exit code 1: KeyError: 'case'"):
-        list(events({"do": "alone", "plugins": [], "contenders": ["static"]}, tmp_path / "p"))
+class Clocked:
+    """A contender whose steps take half a second of a clock of its own."""
+
+    now, waits = 0.0, 0
+    numbers: list[int] = []
+
+    def step(self, number: int) -> float:
+        self.numbers.append(number)
+        self.now += 0.5
+        return 1 / number
+
+    def loss(self, handle: float) -> float:
+        return handle
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+    def rest(self) -> None: ...
 
 
-def test_a_process_that_says_nothing_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match="nothing happened for 10 ms"):
-        list(events(order(), tmp_path / "p", silence=0.01))
-
-
-def test_compiled_code_of_all_comes_together(tmp_path: Path) -> None:
-    caches = Caches(tmp_path)
-    for name in ("compile", "traced"):
-        folder = Path(caches.of(name)["TORCHINDUCTOR_CACHE_DIR"])
-        (folder / name).write_text(name, "utf-8")
-    together = Path(caches.all()["TORCHINDUCTOR_CACHE_DIR"])
-    assert {path.name for path in together.iterdir()} == {"compile", "traced"}
+def test_settling_steps_are_not_timed_and_step_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender, measured = Clocked(), child.Measured.__new__(child.Measured)
+    measured._contender, measured._step = contender, 5  # type: ignore[assignment]
+    monkeypatch.setattr(child.gc, "collect", lambda: 0)
+    monkeypatch.setattr(child.time, "perf_counter", lambda: contender.now)
+    assert measured.turn(2, 3, True) == pytest.approx([0.5] * 3)
+    assert contender.numbers == [6, 7, 8, 9, 10]
+    assert measured.turn(1, 4, False) == pytest.approx([0.5])  # a device that runs ahead: over the whole turn
+    assert contender.numbers[-1] == 15 and contender.waits == 3
 
 
 class InvalidCxxCompiler(RuntimeError):
@@ -102,10 +133,10 @@ class InvalidCxxCompiler(RuntimeError):
 
 
 def test_reasons_are_one_line() -> None:
-    assert reason(UserError("device cpu:\n  can't")) == "device cpu: can't"
-    assert reason(ValueError("first\nsecond")) == "ValueError: first"
-    assert reason(ValueError()) == "ValueError: no message"
+    assert child.reason(UserError("device cpu:\n  can't")) == "device cpu: can't"
+    assert child.reason(ValueError("first\nsecond")) == "ValueError: first"
+    assert child.reason(ValueError()) == "ValueError: no message"
     outer = RuntimeError("backend failed, see above\nlong trace")
     outer.__cause__ = InvalidCxxCompiler("No working C++ compiler found in g++")
-    assert reason(outer) == "no working C++ compiler: No working C++ compiler found in g++"
-    assert len(reason(ValueError("x" * 999))) == 240
+    assert child.reason(outer) == "no working C++ compiler: No working C++ compiler found in g++"
+    assert len(child.reason(ValueError("x" * 999))) == 240

@@ -1,222 +1,191 @@
-"""The order of things, what a row says in each case, and that nothing found is lost."""
+"""Who takes part, the order of turns, what a row says in each case, and that nothing found is lost."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from tests.bench.pretend import (
-    GPT_CONFIG,
-    ONE_THREAD,
-    Processes,
-    Script,
-    alone_event,
-    built_events,
-    environment_event,
-    quick,
-    round_event,
-)  # fmt: skip
-from ttrain.bench import studies
-from ttrain.bench.process import WorkerFailed
-from ttrain.bench.results import Result
-from ttrain.bench.run import Bench
-from ttrain.bench.settings import BenchConfig, GPTBenchConfig
+from tests.bench.pretend import ONE_THREAD, QUICK, Processes
+from ttrain.bench.entrants import Entrant, entrants_of
+from ttrain.bench.report import table
+from ttrain.bench.results import Result, Row
+from ttrain.bench.run import LEAST_ROUNDS, Bench, Seat, take_turns
+from ttrain.bench.settings import BenchConfig
 from ttrain.cli import main
-from ttrain.core.errors import UserError
 from ttrain.core.files import to_json
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.tasks import bench as task
 
 
-class Silent:
-    """Progress that shows nothing."""
-
-    def stage(self, label: str) -> Any:
-        return nullcontext(SimpleNamespace(tell=lambda *_: None, done=lambda _: None))
-
-
-def bench(config: GPTBenchConfig, script: Script) -> tuple[Bench, Processes, list[int]]:
-    processes, saved = Processes(script), []
-    result = Result("gpt", "gpt_char", {}, {"command": "a command"})
-    made = Bench(studies.gpt(config, 1), config, ONE_THREAD, EngineConfig(), [], result, Silent(), start=processes)  # type: ignore[arg-type]
-    made.save = lambda: saved.append(len(to_json(result.to_dict())))
-    return made, processes, saved
+def bench(config: BenchConfig, processes: Processes, device: DeviceConfig = ONE_THREAD) -> Bench:
+    result = Result("gpt", {}, {"command": "a command"})
+    entrants = entrants_of(config, {variant: (device, EngineConfig()) for variant in config.variants or [""]})
+    save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
+    return Bench(config, entrants, 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
 
 
-def only(**changes: Any) -> GPTBenchConfig:
-    return replace(GPT_CONFIG, precision=["fp32"], engines=["static"], baselines=["eager", "compile"], **changes)
-
-
-def test_starts_first_then_turns_with_all_compiled_code() -> None:
-    made, processes, saved = bench(only(startup=True), quick)
+def ran(processes: Processes, device: DeviceConfig = ONE_THREAD, **changes: Any) -> dict[str, Any]:
+    """The only case of a benchmark, as JSON, with its rows by contender."""
+    made = bench(replace(QUICK, **changes), processes, device)
     made.run()
-    steps = [(do, names) for do, names, _ in processes.orders]
-    assert steps == [
-        ("alone", ["eager"]),
-        ("alone", ["compile"]), ("alone", ["compile"]),  # cold, warm
-        ("alone", ["static"]),
-        ("together", ["eager", "compile", "static"]),
-    ]  # fmt: skip
-    caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for _, _, environment in processes.orders if environment]
-    assert caches[1] == caches[2] != caches[0]
-    assert len(set(caches)) == 4
-    (case,) = made.result.cases
-    assert [(row.cold_s, row.warm_s) for row in case.rows.values()] == [(None, 1.0), (1.0, 1.0), (None, 1.0)]
-    assert made.result.complete
-    assert len(saved) == 5
-    assert processes.closed == 5
+    assert made.result.complete and processes.open == 0
+    (case,) = made.result.to_dict()["cases"]
+    return {**case, "rows": {row["contender"]: row for row in case["rows"]}}
+
+
+def test_everybody_has_one_turn_per_round_in_an_order_that_changes_but_can_be_repeated() -> None:
+    processes, again = Processes(), Processes()
+    rows = ran(processes, rounds=12, seconds=1e9)["rows"]
+    turns = processes.turns()
+    rounds = [tuple(turns[start : start + 3]) for start in range(0, 36, 3)]
+    assert len(turns) == 36 and all(set(each) == {"eager", "compile", "static"} for each in rounds)
+    assert len(set(rounds)) > 3 and [len(row["round_ms"]) for row in rows.values()] == [12] * 3
+    ran(again, rounds=12, seconds=1e9)
+    assert again.turns() == turns
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "settle", "timed", "beside"),
+    [(0.1, 2, 8, 3), (10.0, 1, 1, 1), (0.001, 200, 800, 300), (1e-9, 400, 1600, 20_000), (0.0, 400, 1600, 20_000)],
+)
+def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int, beside: int) -> None:
+    """Beside a neighbour it settles for three tenths of a second, but for no more than 20,000 steps."""
+    seat = Seat(Entrant("static", ONE_THREAD, EngineConfig()), Row("static", "ttrain"), Mock(), None, step_seconds)
+    seat.size(1.0)
+    assert (seat.settle, seat.timed) == (settle, timed)
+    seat.beside = Mock()
+    seat.size(1.0)
+    assert (seat.settle, seat.timed) == (beside, timed)
+
+
+def test_time_ends_it_but_not_before_a_spread_can_be_told() -> None:
+    clock = iter(range(1000))
+    seat: Any = SimpleNamespace(row=Row("static", "ttrain"), turn=lambda each: None)
+    turns = partial(take_turns, [seat], 50, each=True, seed=1, clock=lambda: float(next(clock)))
+    assert len(list(turns(0.001))) == LEAST_ROUNDS
+    assert len(list(turns(10.0))) == 12
 
 
 def test_numbers_of_a_row() -> None:
-    made, _, _ = bench(only(), quick)
-    made.run()
-    values = made.result.to_dict()["cases"][0]
-    rows = {row["contender"]: row for row in values["rows"]}
-    assert values["best_baseline"] == "eager"
-    static = rows["static"]
+    case = ran(Processes(facts={"device": {"name": "cpu"}, "facts": {"peak_flops": 1e11}, "planned_ms": None}))
+    static = case["rows"]["static"]
     assert static["step_ms"]["median"] == pytest.approx(0.5)  # the median of 0.5, 0.5 and 1.5
-    assert static["items_per_s"] == pytest.approx(12 * 64 / 0.5e-3)
-    assert static["mfu"] == pytest.approx(2e6 / 0.5e-3 / 1e11)
-    assert static["times_as_fast_as"]["eager"]["ratio"] == pytest.approx(2.0)
-    line = list(csv.DictReader(io.StringIO(made.result.to_csv())))[2]
-    assert (line["contender"], line["side"], line["status"], line["rounds"]) == ("static", "ttrain", "ok", "20")
+    assert static["units_per_s"] == pytest.approx(4 / 0.5e-3)
+    assert static["mfu"] == pytest.approx(case["flops_per_step"] / 0.5e-3 / 1e11)
+    assert static["times_as_fast"]["ratio"] == pytest.approx(2.0)
+    assert (static["side"], static["status"], static["checked_against"]) == ("ttrain", "ok", "eager")
+    assert case["rows"]["eager"]["checked_against"] == "eager"
 
 
-def test_turns_beside_a_neighbour_have_a_row_that_is_compared_with_all() -> None:
-    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        assert order["beside"] == "busy"
-        yield environment_event()
-        yield from built_events("eager", "PyTorch")
-        yield from built_events("static", "ttrain")
-        for name in ("eager", "static"):
-            yield {"event": "seated", "contender": name, "like": name}
-            yield {"event": "seated", "contender": f"{name} beside", "like": name}
-        for number in range(3):
-            seconds = {"eager": 2e-3, "static": 1e-3, "eager beside": 8e-3, "static beside": 2e-3}
-            yield round_event(number, **seconds)
+def test_starts_come_in_turns_with_caches_that_are_empty_at_first() -> None:
+    seconds = iter([5.0, 1.0, 9.0, 3.0, 7.0, 2.0])
+    processes = Processes(start=lambda *_: {"description": "", "imports_s": 2.0, "first_step_s": next(seconds)})
+    row = ran(processes, measure=["start"], starts=3, engines=[], baselines=["compile"])["rows"]["compile"]
+    caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for _, _, environment in processes.started if environment]
+    assert len(caches) == 6 and len(set(caches)) == 3 and caches[0] == caches[1]
+    assert (row["cold_s"], row["warm_s"]) == ([5.0, 9.0, 7.0], [1.0, 3.0, 2.0])
+    processes = Processes()
+    rows = ran(processes, measure=["start"], baselines=["eager"])["rows"]
+    assert [len(row["cold_s"]) + len(row["warm_s"]) for row in rows.values()] == [1, 1]  # they compile nothing
 
-    made, _, _ = bench(only(beside="busy"), script)
+
+def test_memory_is_that_of_a_process_of_its_own_beside_the_plan() -> None:
+    made = bench(replace(QUICK, measure=["memory", "steps"], baselines=["eager"]), processes := Processes())
     made.run()
-    rows = {row["contender"]: row for row in made.result.to_dict()["cases"][0]["rows"]}
-    assert rows["static beside"]["side"] == "ttrain"
-    assert rows["static"]["times_as_fast_as"]["static beside"]["ratio"] == pytest.approx(2.0)
-    assert rows["static beside"]["times_as_fast_as"]["eager beside"]["ratio"] == pytest.approx(4.0)
+    assert [name for name, _, environment in processes.started if environment] == ["eager", "static"]
+    titles, *lines = table(made.result.to_dict())
+    cells = dict(zip(titles, lines[1], strict=True))
+    assert [cells[name] for name in ("planned memory", "memory", "of process")] == ["512.0 MiB", "1.0 GiB", "3.0 GiB"]
 
 
-def test_every_precision_is_a_case_and_a_name_given_twice_counts_once() -> None:
-    config = replace(only(), precision=["bf16", "fp32", "bf16"], engines=["static", "static"], baselines=[])
-    study = studies.gpt(config, 1)
-    assert [case.precision for case in study.cases] == ["bf16", "fp32"]
-    assert (study.contenders, study.reference) == (("static",), "static")
+def test_turns_beside_a_neighbour_are_rows_that_are_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    near: Any = Mock()
+    near.running = Mock(return_value=__import__("contextlib").nullcontext())
+    monkeypatch.setattr("ttrain.bench.run.Neighbour", lambda worker: near)
+    rows = ran(Processes(), beside="same", baselines=["eager"], rounds=3)["rows"]
+    assert list(rows) == ["eager", "static", "eager beside", "static beside"] and near.close.call_count == 2
+    assert near.running.call_count == 6 and len(rows["static beside"]["round_ms"]) == 3
+    assert rows["static beside"]["times_as_fast"]["ratio"] == pytest.approx(2.0)
 
 
-def test_other_work_makes_a_row_invalid_and_it_is_never_compared() -> None:
-    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for event in quick(order):
-            if event["event"] == "checked" and event["contender"] == "compile":
-                event = built_events("compile", "PyTorch", "losses differ")[1]
-            if event["event"] == "round":
-                event = round_event(0, eager=1e-3, compile=1e-9, static=1e-3)
-            yield event
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [({"weight_difference": 0.5}, "invalid"), ({"weight_difference": float("nan")}, "invalid")],
+)
+def test_other_work_makes_a_row_invalid_and_it_is_never_compared(answers: dict[str, Any], status: str) -> None:
+    processes = Processes()
+    processes.answers["compile", "weight_difference"] = answers["weight_difference"]
+    processes.answers["compile", "turn"] = [1e-9]
+    rows = ran(processes)["rows"]
+    assert rows["compile"]["status"] == status and "times_as_fast" not in rows["compile"]
+    assert rows["static"]["times_as_fast"]["ratio"] == pytest.approx(2.0)  # of eager
 
-    made, _, _ = bench(only(), script)
+
+@pytest.mark.parametrize("command", ["start", "weight_difference", "turn", "facts"])
+def test_a_contender_that_fails_takes_no_further_part_and_says_why(command: str) -> None:
+    processes = Processes().fail("compile", command, "no working C++ compiler")
+    rows = ran(processes, rounds=5)["rows"]
+    assert (rows["compile"]["status"], rows["compile"]["reason"]) == ("failed", "no working C++ compiler")
+    assert processes.turns().count("compile") == {"turn": 1, "facts": 5}.get(command, 0)
+    assert [rows[name]["status"] for name in ("eager", "static")] == ["ok", "ok"]
+
+
+def test_what_does_not_fit_into_memory_beside_the_others_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=(3.5 - processes.open) * 2**30))
+    rows = ran(processes, engines=["dynamic", "static"])["rows"]
+    assert [name for name, row in rows.items() if row["status"] == "left out"] == ["dynamic"]
+    assert processes.most == 3
+
+
+def test_a_device_that_two_processes_can_not_share_is_opened_for_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: True)
+    processes = Processes()
+    card = TenstorrentConfig(name="n300")
+    rows = ran(processes, card, baselines=[], engines=["static", "traced"], rounds=3, seconds=1e9)["rows"]
+    assert processes.most == 1 and len(processes.started) == 2 + 2 * 3
+    assert all(len(row["round_ms"]) == 3 and row["facts"] for row in rows.values())
+
+
+def test_ranks_and_variants_are_contenders_of_their_own() -> None:
+    config = replace(QUICK, ranks=2, baselines=["eager"])
+    names = [(entrant.name, entrant.ranks) for entrant in bench(config, Processes()).entrants]
+    assert names == [("eager ddp x2", 2), ("static", 1), ("static ddp x2", 2), ("static zero1 x2", 2)]
+    config = replace(QUICK, variants=["device.threads=1", "device.threads=2"], baselines=["eager"])
+    names = [(entrant.name, entrant.ranks) for entrant in bench(config, Processes()).entrants]
+    assert names == [("eager", 1), ("static, device.threads=1", 1), ("static, device.threads=2", 1)]
+    rows = ran(Processes(), size=["mm8"], baselines=["eager", "compile"])["rows"]
+    assert list(rows) == ["eager", "static"]  # of a product there is one way in PyTorch
+
+
+def test_every_size_in_every_precision_is_a_case_and_what_is_given_twice_counts_once() -> None:
+    made = bench(replace(QUICK, size=["4x8", "mm8", "4x8"], precision=["bf16", "fp32"]), Processes())
     made.run()
-    (case,) = made.result.cases
-    assert (case.rows["compile"].status, case.rows["compile"].reason) == ("invalid", "losses differ")
-    assert case.best_baseline is case.rows["eager"]
-    assert case.ratio(case.rows["static"], case.rows["compile"]) is None
-
-
-def test_a_contender_that_cannot_start_takes_no_further_part_and_says_why() -> None:
-    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        if order["contenders"] == ["compile"]:
-            yield {"event": "failed", "contender": "compile", "reason": "no working C++ compiler"}
-        else:
-            yield from quick(order)
-
-    made, processes, _ = bench(only(startup=True), script)
-    made.run()
-    row = made.result.cases[0].rows["compile"]
-    assert (row.status, row.reason) == ("failed", "no working C++ compiler")
-    assert [names for _, names, _ in processes.orders] == [["eager"], ["compile"], ["static"], ["eager", "static"]]
-    assert made.result.complete
-
-
-def test_a_process_that_dies_fails_its_rows_only() -> None:
-    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        if order["contenders"] == ["compile"]:
-            raise WorkerFailed("killed by SIGSEGV")
-        yield from quick(order)
-
-    made, _, _ = bench(only(startup=True), script)
-    made.run()
-    assert [row.status for row in made.result.cases[0].rows.values()] == ["ok", "failed", "ok"]
-
-
-def test_a_device_without_values_is_the_users_mistake() -> None:
-    made, _, _ = bench(only(), lambda order: iter([{"event": "refused", "reason": "computes no values"}]))
-    with pytest.raises(UserError, match="computes no values"):
-        made.run()
-
-
-def test_what_does_not_fit_into_memory_together_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 * 2**30))
-
-    def script(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        if order["do"] == "alone":
-            yield alone_event(order["contenders"][0], "ttrain", 1.0, gigabytes=1.5)
-        else:
-            yield from quick(order)
-
-    config = replace(only(startup=True), engines=["dynamic", "static"])
-    made, processes, _ = bench(config, script)
-    made.run()
-    rows = made.result.cases[0].rows
-    assert (rows["dynamic"].status, rows["compile"].status) == ("left out", "left out")
-    assert "all together need 6.0 GiB, 3.4 GiB can be used" in str(rows["dynamic"].reason)
-    assert processes.orders[-1][1] == ["eager", "static"]
-
-
-def interrupted(order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    yield environment_event()
-    for name, side in (("eager", "PyTorch"), ("static", "ttrain")):
-        yield from built_events(name, side)
-    yield round_event(0, eager=1e-3, static=5e-4)
-    yield round_event(1, eager=1e-3, static=5e-4)
-    raise KeyboardInterrupt
+    cases = [(case.size, case.precision) for case in made.result.cases]
+    assert cases == [("4x8", "bf16"), ("4x8", "fp32"), ("mm8", "bf16"), ("mm8", "fp32")]
 
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    processes = Processes(interrupted)
-    monkeypatch.setattr(task, "Bench", partial(Bench, start=processes))
-    overrides = [
-        "bench.startup=false",
-        "bench.engines=[static]",
-        "bench.baselines=[eager]",
-        f"bench.out={tmp_path / 'x'}",
-    ]
-    assert main(["task=bench", "bench=gpt", *overrides]) == 130
+    def turn(process: Any, *_: Any) -> list[float]:
+        if len(processes.turns()) > 4:
+            raise KeyboardInterrupt
+        return [1e-3]
+
+    processes = Processes(turn=turn)
+    monkeypatch.setattr(task, "Bench", partial(Bench, make_worker=processes))
+    overrides = ["bench.engines=static", "bench.baselines=eager", f"bench.out={tmp_path / 'x'}"]
+    assert main(["task=bench", "bench=mlp", "bench.size=4x8", *overrides]) == 130
     values = json.loads((tmp_path / "x" / "results.json").read_text("utf-8"))
-    assert not values["complete"]
-    assert [len(row["round_ms"]) for row in values["cases"][0]["rows"]] == [2, 2]
-    for name in ("results.csv", "results.md", "plot.png"):
-        assert (tmp_path / "x" / name).stat().st_size > 0
+    assert not values["complete"] and [len(row["round_ms"]) for row in values["cases"][0]["rows"]] == [2, 2]
     shown = capsys.readouterr()
-    assert "Interrupted: the results are partial." in shown.out
-    assert "partial results are in" in shown.err
-    assert processes.closed == 1
-
-
-def test_settings_of_both_benchmarks_share_their_keys() -> None:
-    assert set(BenchConfig.__dataclass_fields__) < set(GPTBenchConfig.__dataclass_fields__)
+    assert "static" in shown.out and str(tmp_path / "x") in shown.err and processes.open == 0

@@ -133,8 +133,8 @@ def test_short_flags(capsys: Any) -> None:
     ("override", "group", "option"),
     [
         ("model=gpt2.yaml", "model", "gpt2"),
-        ("recipe=bench-gpt.yaml", "recipe", "bench-gpt"),
-        ("+recipe=bench-gpt.yaml", "recipe", "bench-gpt"),
+        ("recipe=agillm_tiny.yaml", "recipe", "agillm_tiny"),
+        ("+recipe=agillm_tiny.yaml", "recipe", "agillm_tiny"),
     ],
 )
 def test_an_option_may_be_named_as_its_file(override: str, group: str, option: str) -> None:

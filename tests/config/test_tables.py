@@ -43,7 +43,7 @@ def test_a_cell_that_is_wider_than_a_line_is_folded() -> None:
 
 @pytest.fixture(params=[40, 80])
 def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    tables = "ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.core.tables", "ttrain.bench.report"
+    tables = "ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.core.tables"
     for module in tables:
         __import__(module)
         monkeypatch.setattr(sys.modules[module], "window", lambda: request.param)

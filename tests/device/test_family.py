@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tests.test_import_rank import PACKAGE, imported_modules, modules, name_of
 from ttrain.config import components, registry
 from ttrain.core.errors import ConfigError, UserError
-from ttrain.device.family import Failed, Family, Variant, family_of
+from ttrain.device.family import Failed, Family, family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import NAMES, TenstorrentConfig
 
@@ -59,7 +60,7 @@ def test_a_device_that_says_nothing_of_its_own_is_taken_as_it_is() -> None:
     assert type(family) is Family and family is family_of(DeviceConfig(name="another"))
     assert not list(family.problems(config, 3)) and not family.parameter_problems(config, ["head.weight"], False)
     assert family.present(config) and family.replicas(config) == 1 and family.replica(config) is config
-    assert family.held(config, "bf8") is config and family.variant(config, Variant("x", "static", "eth")) is config
+    assert family.held(config, "bf8") is config and not family.exclusive(config)
     assert family.memory(config) is None and not family.smaller_keys(config, True)
     assert family.diagnose(config, RuntimeError("DRAM buffer"), Failed("bf16", "static", 8, ["a", "b"], True)) is None
     for ask in (family.time_model, lambda given: family.calibrate(given, lambda *_: None)):
@@ -78,7 +79,8 @@ def test_a_family_answers_by_the_config_that_it_is_given() -> None:
     assert (family.mode(card), family.replicas(card), family.row_multiple) == ("silicon", 2, 32)
     replica = family.replica(card)
     assert family.replicas(replica) == 1 and not list(family.problems(TenstorrentConfig(name="n300", mesh=[1, 2]), 4))
-    mocked = family.mocked(card)
-    assert mocked is not None and family.mode(mocked) == "mock" and not family.present(mocked)
+    mocked = replace(card, mode="mock")
+    assert family.mode(mocked) == "mock" and not family.present(mocked)
+    assert family.exclusive(card) and not family.exclusive(mocked)
     assert family.named(mocked) == "device=n150 device.mode=mock"
     assert family.memory(TenstorrentConfig(name="p150")) == (8 * 4277141376, "the board's DRAM")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ttrain.bench.contender import Contender
+from ttrain.bench.reference import reference_of
 from ttrain.bench.workload import Case
 from ttrain.config import build
 from ttrain.core.spec import DType
@@ -28,8 +29,6 @@ class PyTorchContender(Contender):
     The weights are bf16 too where the precision is bf16_pure.
     """
 
-    side = "PyTorch"
-
     def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:
         self.name, self._case, self._device_config = name, case, device
         self.description = _DESCRIPTIONS[name]
@@ -39,7 +38,8 @@ class PyTorchContender(Contender):
         # The device sets the same number of threads as for our engines.
         device = build.build_device(self._device_config)
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
-        model = case.training.reference().to(self._device, torch.bfloat16 if case.dtypes.master is DType.BF16 else None)
+        held = torch.bfloat16 if case.dtypes.master is DType.BF16 else None
+        model = reference_of(case.training).to(self._device, held)
         self._parameters = dict(model.named_parameters())
         for parameter in self._parameters.values():
             if not parameter.requires_grad and parameter.dim() > 1:  # as a user loads a model that stays as it is
@@ -74,7 +74,7 @@ class PyTorchContender(Contender):
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
 
-    def step(self, number: int) -> torch.Tensor:
+    def step(self, number: int) -> Any:
         batch = self._batches[number % len(self._batches)]
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._case.dtypes.compute is DType.BF16):
             loss = self._model(*batch)
@@ -82,9 +82,6 @@ class PyTorchContender(Contender):
         self._update()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def loss(self, handle: torch.Tensor) -> float:
-        return float(handle)
 
     def weight(self, path: str) -> np.ndarray:
         return self._parameters[self._case.training.reference_name(path)].detach().float().cpu().numpy().copy()

@@ -3,106 +3,79 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import tempfile
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.workload import Case
-from ttrain.config import build, registry
+from ttrain.config import build
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.train.settings import GuardConfig, TrainConfig
 
 if TYPE_CHECKING:
     from ttrain.device.base import Device
-    from ttrain.engine.base import Step
     from ttrain.train.steps.session import Session
-    from ttrain.train.steps.step import Stepper
-    from ttrain.train.steps.step_graph import StepGraph
 
 
-def step_graph(case: Case, device: Device | None = None, ranks: Ranks | None = None, engine: str = "") -> StepGraph:
-    """The steps that an engine builds for a case, on a device that may want norms' weights in the compute dtype."""
+def session_of(case: Case, device: Device, engine: EngineConfig, ranks: Ranks | None = None) -> Session:
+    """Return the session of a case as `task=train` builds it; the values of its state are still unset."""
     from ttrain.train.steps.resident import Resident
-    from ttrain.train.steps.step_graph import StepGraph
 
-    ranks = ranks or Ranks()
-    if device is not None and device.uniform_compute:
-        case.model.follow_compute()
-    optimizer = build.build_optimizer(case.training.optimizer)
-    rows = case.training.rows // ranks.slices
-    resident = Resident(case.model.batch_specs(rows), indexed=False) if case.resident else None
-    remainders = device is not None and build.keeps_remainders(device, engine)
-    return StepGraph(case.model, optimizer, rows, resident=resident, ranks=ranks, remainders=remainders)
-
-
-def device_of(order: Mapping[str, Any]) -> DeviceConfig:
-    """The small config of the device."""
-    values = order["device"]
-    return registry.component("device", values["name"]).config(**values)
+    work, ranks = case.training, ranks or Ranks()
+    specs = case.model.batch_specs(work.rows // ranks.slices)
+    resident = Resident(specs, indexed=False) if case.resident else None
+    train = TrainConfig(batch_size=work.rows)
+    return build.build_session(
+        case.model, device, train, work.optimizer, GuardConfig(), engine, ranks=ranks, resident=resident
+    )
 
 
 class EngineContender(Contender):
-    """A training step as `task=train` builds it: batch, learning rate, step number and seed are uploaded every step,
-    but for a batch that is to stay on the device."""
+    """A training step as `task=train` builds it. Batch, learning rate, step number and seed are uploaded every step,
+    but for a batch that is to stay on the device.
+    """
 
-    side = "ttrain"
-    device: Device
-    session: Session
-    built: Step
-    _run: Stepper
-
-    def __init__(
-        self,
-        name: str,
-        case: Case,
-        device: DeviceConfig,
-        engine: EngineConfig,
-        parallel: ParallelConfig | None = None,
-    ) -> None:
-        """`parallel` is for one of several ranks, each of which does this."""
-        self.name, self._case, self._parallel = name, case, parallel or ParallelConfig()
-        self._device_config, self._engine_config = device, replace(engine, name=name)
-        self.description = f"engine={name}, rematerialize={str(engine.rematerialize).lower()}"
+    def __init__(self, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> None:
+        """`mode` is the way of `parallel` for one of several ranks, each of which does this."""
+        self._case, self._device_config, self._engine_config, self._mode = case, device, engine, mode
+        self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
-        from ttrain.engine.state import State
-        from ttrain.train.steps.session import Session
         from ttrain.train.steps.step import Stepper
 
-        case = self._case
-        self._world = build.build_world(self._parallel, self._device_config)
+        case, work = self._case, self._case.training
+        self._world = build.build_world(ParallelConfig(name=self._mode), self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
-        graph = step_graph(case, self.device, self._world.ranks, self.name)
-        state = State(self.device, graph.state_tensors())
-        self.session = Session(graph, state, build.build_engine(self._engine_config, self.device, state))
+        session = session_of(case, self.device, self._engine_config, self._world.ranks)
+        self.state, self.engine = session.state, session.engine
         for path, values in case.first_weights():
-            self.session.state.write(path, values)
-        steps = {name: self.session.engine.build(name, trace) for name, trace in graph.train_steps().items()}
+            self.state.write(path, values)
+        steps = session.build_training()
         self.built = next(iter(steps.values()))
-        if graph.resident is not None:
-            graph.resident.write(self.session.state, lambda *_: case.batches[0])
-        batches, lr = case.batches, case.training.optimizer.lr
-        train_step = self.session.train_step(steps, case.seed, self._world)
+        if session.graph.resident is not None:
+            session.graph.resident.write(self.state, lambda *_: case.batches[0])
+        batches, lr = case.batches, work.optimizer.lr
+        train_step = session.train_step(steps, case.seed, self._world)
         self._run = Stepper(
             train_step, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize
         )
 
-    def step(self, number: int) -> float:
+    def step(self, number: int) -> Any:
         loss = self._run(number).loss
         assert loss is not None, "every batch of a benchmark has targets"
         return loss
 
-    def loss(self, handle: float) -> float:
-        return handle
-
     def weight(self, path: str) -> np.ndarray:
-        return self.session.state.read(path)
+        return self.state.read(path)
 
     def synchronize(self) -> None:
         self.device.synchronize()
@@ -111,19 +84,53 @@ class EngineContender(Contender):
         self.device.release_threads()
 
     def planned_bytes(self) -> int | None:
-        plan, state = self.built.plan, self.session.state
+        plan = self.built.plan
         if plan is None:
             return None
-        return sum(state.nbytes(kind) for kind in Kind if kind.is_state) + plan.arena_bytes + plan.outside_bytes
+        return sum(self.state.nbytes(kind) for kind in Kind if kind.is_state) + plan.arena_bytes + plan.outside_bytes
 
     def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"counters": asdict(self.session.engine.counters)}
+        facts: dict[str, Any] = {"counters": asdict(self.engine.counters)}
         if self.built.plan is not None:
             facts["kernels"] = len(self.built.plan.launched)
             facts["arena_bytes"] = self.built.plan.arena_bytes
-        return facts
+        return facts | self._roof()
+
+    def _roof(self) -> dict[str, Any]:
+        """FLOPs and bytes of all kernels, and milliseconds at the machine's measured rates; empty without a plan."""
+        from ttrain.train.forecast.peak import measured_rates
+
+        compute = str(self._case.dtypes.compute)
+        rates = measured_rates(self.device.name, compute, self._device_config.index)
+        if self.built.plan is None or rates is None:
+            return {}
+        work = [(node.op.flops(node), node.op.nbytes(node)) for node in self.built.plan.launched]
+        flops, nbytes = sum(flops for flops, _ in work), sum(nbytes for _, nbytes in work)
+        return {
+            "roof": {
+                "flops": flops, "nbytes": nbytes, "flops_ms": 1e3 * flops / rates.flops,
+                "nbytes_ms": 1e3 * nbytes / rates.nbytes, "ms": 1e3 * sum(rates.roof(*each) for each in work),
+            }
+        }  # fmt: skip
+
+    def planned_ms(self) -> float | None:
+        """Return the time of a step by that of each kernel of its plan, in ms; None where no such kernels run.
+
+        Kernels are timed now, whatever was measured before: what disturbs the machine then disturbs both.
+        """
+        from ttrain.device.timing import Work
+        from ttrain.train.forecast.estimate import host_time
+        from ttrain.train.forecast.kernel_times import KernelTimes
+
+        if self._engine_config.name == "dynamic":
+            return None
+        work = Work.of({"train": self.built}, {"train": 1})
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "kernels.json"
+            with closing(KernelTimes(lambda: self.device, "this process", file, compiler=work.compiler)) as times:
+                return 1e3 * host_time(work, times, None, self._engine_config.name, "").total
 
     def close(self) -> None:
-        self.session.close()
+        self.engine.close()
         self.device.close()
         self._world.close()

@@ -1,149 +1,170 @@
-"""Measuring processes as their starter sees them: an order goes in, events come out one by one; and neighbours."""
+"""Measuring processes as their starter sees them: a command goes in, its answer comes out; and neighbours."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import select
 import signal
+import socket
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ttrain
+from ttrain.core.cores import default_threads
 from ttrain.core.units import format_duration
 from ttrain.train.supervise.child import Child, describe_exit
 
-_POLL_SECONDS = 0.05
-SILENCE_SECONDS = 1200.0  # longest wait for the next event; a cold compilation is one event
-
-Event = dict[str, Any]
+SILENCE_SECONDS = 1200.0  # longest wait for an answer; a cold compilation is part of one
+_CLOSING_SECONDS = 5.0
 
 
 class WorkerFailed(Exception):
-    """A measuring process ended without finishing its order."""
+    """A contender raised an error, or its measuring process ended."""
 
 
-def events(
-    order: Mapping[str, Any],
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    silence: float = SILENCE_SECONDS,
-) -> Iterator[Event]:
-    """Start a process for an order and yield what it finds; `folder` takes its files.
+class Worker:
+    """The measuring process of a contender, or one for each rank of it. See `child` for the commands."""
 
-    The process is ended when the iterator is closed. Raises WorkerFailed where it dies or says nothing for too long.
-    """
-    folder.mkdir(parents=True)
-    child, events_file, log = _started(order, folder, environment)
-    try:
-        yield from _follow(child, events_file, silence)
-        code = child.wait()
-        if code:
-            raise WorkerFailed(f"the measuring process ended: {describe_exit(code)}{_last_words(log)}")
-    finally:
-        child.kill()
-        child.wait()
-
-
-def _started(order: Mapping[str, Any], folder: Path, environment: Mapping[str, str] | None) -> tuple[Child, Path, Path]:
-    """A worker with this order, and the files of its events and of what it prints."""
-    order_file, events_file, log = folder / "order.json", folder / "events.jsonl", folder / "output.txt"
-    order_file.write_text(json.dumps(order), "utf-8")
-    events_file.touch()
-    command = [sys.executable, "-m", "ttrain.bench.worker", str(order_file), str(events_file)]
-    # A neighbour that was stopped hears no other signal.
-    orphaned = signal.SIGKILL if order["do"] == "repeat" else signal.SIGTERM
-    return Child(command, {**importable(), **(environment or {})}, log, orphaned), events_file, log
-
-
-class Neighbour:
-    """A process that keeps one core busy, or does the steps of an order for ever. It stands still until let run."""
-
-    def __init__(self, order: Mapping[str, Any] | None = None, silence: float = SILENCE_SECONDS) -> None:
-        """Raises WorkerFailed where the process does not come to run."""
-        if order is None:
-            self._child = Child([sys.executable, "-c", "while True: pass"], orphaned=signal.SIGKILL)
-        else:
-            with tempfile.TemporaryDirectory(prefix="ttrain-neighbour-") as name:
-                self._child, events_file, log = _started(order, Path(name), None)
-                if not any(event["event"] == "built" for event in _follow(self._child, events_file, silence)):
-                    raise WorkerFailed(f"the neighbour ended{_last_words(log)}")
-        os.kill(self._child.pid, signal.SIGSTOP)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        os.kill(self._child.pid, signal.SIGCONT)
+    def __init__(
+        self,
+        order: Mapping[str, Any],
+        folder: Path,
+        ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
+        silence: float = SILENCE_SECONDS,
+    ) -> None:
+        """`folder` takes what the processes print. Raises WorkerFailed where the contender can't be made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log, self._silence = folder / "output.txt", silence
+        device = dict(order["device"])
+        shared = [dict(environment or {})]
+        if ranks > 1:
+            device["threads"] = max(1, (device.get("threads") or default_threads()) // ranks)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            shared = [_rank(rank, ranks, port, device["threads"]) | shared[0] for rank in range(ranks)]
+        command = [sys.executable, "-m", "ttrain.bench.child"]
+        self.children = [
+            Child(command, {**_importable(), **each}, self._log, signal.SIGKILL, piped=True) for each in shared
+        ]
+        self._rest = [b""] * ranks
         try:
-            yield
-        finally:
-            os.kill(self._child.pid, signal.SIGSTOP)
+            self.ask({**order, "device": device})
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, *command: Any) -> Any:
+        """Give a command to all processes and return the answer of the first. Raises WorkerFailed."""
+        self.tell(*command)
+        answers = [self._answer(number) for number in range(len(self.children))]
+        for answer in answers:
+            if "failed" in answer:
+                raise WorkerFailed(answer["failed"])
+        return answers[0]["ok"]
+
+    def tell(self, *command: Any) -> None:
+        """Give a command to all processes, without a wait for its answer; a mapping is the order."""
+        line = json.dumps(command[0] if isinstance(command[0], dict) else command)
+        for child in self.children:
+            with suppress(BrokenPipeError):  # the answer that is missing tells why
+                child.stdin.write(line.encode() + b"\n")
+                child.stdin.flush()
+
+    def _answer(self, number: int) -> dict[str, Any]:
+        child = self.children[number]
+        while b"\n" not in self._rest[number]:
+            if not select.select([child.stdout], [], [], self._silence)[0]:
+                waited = format_duration(self._silence)
+                raise WorkerFailed(f"nothing happened for {waited}; the measuring process was ended")
+            read = os.read(child.stdout.fileno(), 1 << 16)
+            if not read:
+                code = child.wait()
+                raise WorkerFailed(f"the measuring process ended: {describe_exit(code or 0)}{self._last_words()}")
+            self._rest[number] += read
+        line, _, self._rest[number] = self._rest[number].partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _last_words(self) -> str:
+        """Return the last line that a process printed."""
+        lines = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+        return f": {lines[-1][:240]}" if lines else ""
 
     def close(self) -> None:
-        self._child.kill()
-        self._child.wait()
+        """Let the processes give back what they hold, and end them."""
+        for child in self.children:
+            with suppress(BrokenPipeError):
+                child.stdin.close()
+        for child in self.children:
+            child.wait(_CLOSING_SECONDS)
+            child.kill()
+            child.wait()
+            child.stdout.close()
 
 
-def _follow(child: Child, path: Path, silence: float) -> Iterator[Event]:
-    """The lines of a growing file, until the process that writes it has ended."""
-    heard = time.monotonic()
-    with open(path, encoding="utf-8") as file:
-        rest = ""
-        while True:
-            ended = child.poll() is not None  # asked before reading, so that its last words are read
-            rest += file.read()
-            *lines, rest = rest.split("\n")
-            for line in lines:
-                heard = time.monotonic()
-                yield json.loads(line)
-            if ended:
-                return
-            if time.monotonic() - heard > silence:
-                raise WorkerFailed(f"nothing happened for {format_duration(silence)}; the measuring process was ended")
-            time.sleep(_POLL_SECONDS)
+def _rank(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
 
 
-def importable() -> dict[str, str]:
-    """Environment in which a process finds this very ttrain, wherever we were started."""
+def _importable() -> dict[str, str]:
+    """Return the environment in which a process finds this very ttrain, wherever we were started."""
     root = str(Path(ttrain.__file__).resolve().parent.parent)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
-def _last_words(log: Path) -> str:
-    """The last line that the process printed."""
-    lines = [line.strip() for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
-    return f": {lines[-1][:240]}" if lines else ""
+def caches(folder: Path) -> dict[str, str]:
+    """Return the environment in which a process keeps all code that it compiles below a folder."""
+    kinds = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TTRAIN_CACHE": "ttrain",
+        "XDG_CACHE_HOME": "user",
+    }  # fmt: skip
+    for kind in kinds.values():
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    return {variable: str(folder / kind) for variable, kind in kinds.items()}
 
 
-class Caches:
-    """Folders for compiled code: an empty one per contender, and one with all of them for the interleaved steps."""
+class Neighbour:
+    """Processes that keep cores busy. They stand still but while they are let run."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, worker: Worker | None = None) -> None:
+        """`worker` does its steps for ever; without one a process keeps one core busy."""
+        self._worker = worker
+        busy = [sys.executable, "-c", "while True: pass"]
+        if worker is None:
+            self._children = [Child(busy, orphaned=signal.SIGKILL)]
+        else:
+            self._children = worker.children
+            worker.ask("start", False)
+            worker.tell("repeat")
+        self._send(signal.SIGSTOP)
 
-    def of(self, contender: str) -> dict[str, str]:
-        """Environment that makes a process keep its compiled code in the contender's folder."""
-        return self._environment(self._root / contender)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let them run."""
+        self._send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGSTOP)
 
-    def all(self) -> dict[str, str]:
-        """Environment with a copy of everything compiled so far. Compiled code is found by its content's hash."""
-        together = self._root / "together"
-        for folder in sorted(self._root.iterdir()) if self._root.exists() else []:
-            if folder != together:
-                shutil.copytree(folder, together, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.lock", "locks"))
-        return self._environment(together)
+    def _send(self, number: signal.Signals) -> None:
+        for child in self._children:
+            child.send(number)
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        kinds = {
-            "TORCHINDUCTOR_CACHE_DIR": "inductor",
-            "TRITON_CACHE_DIR": "triton",
-            "TTRAIN_CACHE": "ttrain",
-            "XDG_CACHE_HOME": "user",
-        }
-        for kind in kinds.values():
-            (folder / kind).mkdir(parents=True, exist_ok=True)
-        return {variable: str(folder / kind) for variable, kind in kinds.items()}
+    def close(self) -> None:
+        """End them."""
+        for child in self._children:
+            child.kill()
+        if self._worker is not None:
+            self._worker.close()
+        for child in self._children:
+            child.wait()

@@ -9,7 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ttrain.bench.workload import TrainingWork
 from ttrain.core.errors import UserError
+from ttrain.models.settings import GPTConfig, MLPConfig
+
+
+def reference_of(work: TrainingWork) -> nn.Module:
+    """Return the model of a work without anything of ours: batch -> loss []."""
+    model = work.model
+    if isinstance(model, MLPConfig):
+        return PlainMLP(model.layers, model.width)
+    if isinstance(model, GPTConfig):
+        layers, heads, width, context, vocabulary = model.required_sizes()
+        return PlainGPT(layers, heads, width, context, vocabulary, model.bias)
+    from ttrain.models.llama_weights import config_to_transformers
+
+    return TransformersLlama(config_to_transformers(model), work.lora.rank or 0, work.lora.alpha)
 
 
 class PlainMLP(nn.Module):

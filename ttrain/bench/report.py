@@ -1,130 +1,200 @@
-"""A result for people: tables and notes on the terminal and in Markdown."""
+"""One table from the JSON of a result, and notes. Everything here is a function of that JSON."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ttrain.bench.results import COST_MODEL, SIMULATED, CaseResult, Earlier, Result, Row
-from ttrain.bench.tables import Lines, sweep_tables, tables_of
-from ttrain.config.registry import families
-from ttrain.core.tables import fitted, window
+from ttrain.core.options import differences
+from ttrain.core.units import format_bytes, format_count
 
+_UNBOUNDED = 1000  # columns of a file or a pipe, whose lines may be long
 BUSY = 0.1  # share of all cores used by others from which on a note says so
+LEFT = ("size", "precision", "contender", "basis", "bound by", "same work")  # columns of words
+Values = Mapping[str, Any]
+
+_BASES = {
+    "cost model": "These times are from {model} ({name}), not from a card: there is none here. docs/planning.md tells "
+    "what the model rests on.",
+    "mocked board": "This is host dispatch alone on a mocked board ({name}), which computes nothing.",
+    "simulator": "On a simulator, not on a card ({name}): {note}.",
+}
 
 
-def sections(result: Result, earlier: Earlier | None) -> Iterator[tuple[str, list[Lines], list[str]]]:
-    """(heading, tables, notes) in order: one section per case, or one for all sizes of a sweep."""
-    cases = result.cases
-    if result.kind == "sweep" and cases and all(case.basis != COST_MODEL for case in cases):
-        told = list(dict.fromkeys(note for case in cases for note in notes(result, case, earlier)))
-        found = sweep_tables(cases, earlier)
-        for number, (precision, lines) in enumerate(found):
-            yield f"{result.bench}, {precision}", [lines], told if number == len(found) - 1 else []
-    else:
-        seen: set[str] = set()
-        for case in cases:
-            told = [note for note in notes(result, case, earlier) if note not in seen]
-            seen.update(told)
-            yield case.heading, tables_of(case, result.kind, earlier), told
-    if result.notes:
-        yield "", [], result.notes
+def table(result: Values, earlier: Values | None = None) -> list[list[str]]:
+    """Return a line of titles and a line per case and contender. Columns in which nothing stands are left out."""
+    titles = [title for title, _ in _COLUMNS] + (["earlier ms", "x earlier"] if earlier else [])
+    before = {} if earlier is None else dict(_medians(earlier))
+    lines = [
+        [cell(case, row) for _, cell in _COLUMNS] + (_before(case, row, before) if earlier else [])
+        for case in result["cases"]
+        for row in case["rows"]
+    ]
+    used = [column for column in range(len(titles)) if any(line[column] for line in lines)]
+    return [[line[column] for column in used] for line in [titles, *lines]]
 
 
-def _verdict(row: Row, case: CaseResult, several: bool) -> str:
-    """Why there is nothing to compare."""
-    where = f" at {case.title}" if several else ""
-    return f"{row.contender}{where}: {row.status}" + (f", {row.reason}" if row.reason else "").rstrip(".") + "."
+def _medians(result: Values) -> Iterator[tuple[tuple[str, str, str], float]]:
+    for case in result["cases"]:
+        for row in case["rows"]:
+            if row["status"] == "ok" and row.get("step_ms"):
+                yield (case["size"], case["precision"], row["contender"]), row["step_ms"]["median"]
 
 
-def notes(result: Result, case: CaseResult, earlier: Earlier | None) -> Iterator[str]:
-    """What a reader must know about a case's table."""
-    device = case.device
-    if case.basis == COST_MODEL:
-        yield (
-            f"These times are from {device['model']} ({device['name']}), not from a card: there is none here. "
-            "docs/planning.md tells what the model rests on."
-        )
+def _before(case: Values, row: Values, before: Mapping[tuple[str, str, str], float]) -> list[str]:
+    median, then = _median(row), before.get((case["size"], case["precision"], row["contender"]))
+    return [ms(then), f"{then / median:.2f}" if then and median else ""]
+
+
+def _median(row: Values) -> float | None:
+    return (row.get("step_ms") or {}).get("median")
+
+
+def _quartiles(case: Values, row: Values) -> str:
+    steps = row.get("step_ms") or {}
+    return f"{ms(steps['q1'])} – {ms(steps['q3'])}" if steps.get("q1") and steps["q1"] != steps["q3"] else ""
+
+
+def _times(case: Values, row: Values) -> str:
+    times = row.get("times_as_fast")
+    return f"{times['ratio']:.2f}" if times else ""
+
+
+def _interval(case: Values, row: Values) -> str:
+    times = row.get("times_as_fast") or {}
+    return f"{times['low']:.2f} – {times['high']:.2f}" if times.get("low") and times["low"] != times["high"] else ""
+
+
+def _rate(case: Values, row: Values) -> str:
+    speed = row.get("units_per_s")
+    return f"{format_count(speed)} {case['unit']}" if speed else ""
+
+
+def _seconds(key: str) -> Callable[[Values, Values], str]:
+    def cell(case: Values, row: Values) -> str:
+        samples = row.get(key) or []
+        spread = f" ({min(samples):.1f} – {max(samples):.1f})" if len(samples) > 1 else ""
+        return f"{statistics.median(samples):.1f} s{spread}" if samples else ""
+
+    return cell
+
+
+def used_bytes(row: Values) -> int | None:
+    """Return the peak of later steps, or of all where only that is known, above what the process held before."""
+    base, peak = row.get("base_bytes"), row.get("steady_bytes") or row.get("peak_bytes")
+    return None if base is None or peak is None else int(peak - base)
+
+
+def _roof(case: Values, row: Values) -> str:
+    roof, median = (row.get("facts") or {}).get("roof"), _median(row)
+    return percent(roof["ms"] / median) if roof and median else ""
+
+
+def ms(value: float | None) -> str:
+    """Return milliseconds with three digits."""
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent."""
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _bytes(value: int | None) -> str:
+    return "" if value is None else format_bytes(value)
+
+
+def _off(expected: float | None, found: float | None) -> str:
+    return f"{100 * (expected / found - 1):+.0f} %" if expected and found else ""
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[Values, Values], str]]] = (
+    ("size", lambda case, row: case["size"]),
+    ("precision", lambda case, row: case["precision"]),
+    ("contender", lambda case, row: row["contender"]),
+    ("basis", lambda case, row: "" if case["basis"] == "measured" else case["basis"]),
+    ("ms/step", lambda case, row: ms(_median(row))),
+    ("quartiles", _quartiles),
+    ("x", _times),
+    ("95 %", _interval),
+    ("per second", _rate),
+    ("TFLOP/s", lambda case, row: f"{row['flops_per_s'] / 1e12:.3g}" if row.get("flops_per_s") else ""),
+    ("mfu", lambda case, row: percent(row.get("mfu"))),
+    ("roof ms", lambda case, row: ms(((row.get("facts") or {}).get("roof") or {}).get("ms"))),
+    ("of roof", _roof),
+    ("bound by", lambda case, row: (row.get("facts") or {}).get("bound_by", "")),
+    ("planned ms", lambda case, row: ms(row.get("planned_ms"))),
+    ("off by", lambda case, row: _off(row.get("planned_ms"), _median(row))),
+    ("cold start", _seconds("cold_s")),
+    ("warm start", _seconds("warm_s")),
+    ("planned memory", lambda case, row: _bytes(row.get("planned_bytes"))),
+    ("memory", lambda case, row: _bytes(used_bytes(row))),
+    ("off", lambda case, row: _off(row.get("planned_bytes"), used_bytes(row))),
+    ("of process", lambda case, row: _bytes(row.get("peak_bytes"))),
+    ("same work", lambda case, row: "yes" if row["status"] == "ok" and row.get("checked_against") else ""),
+)
+
+
+def notes(result: Values, earlier: Values | None = None) -> list[str]:
+    """Return what a reader must know about the table, each once."""
+    found = [f"{case['size']} is {case['title']}." for case in result["cases"] if case["size"] != case["title"]]
+    for case in result["cases"]:
+        found += _case_notes(case)
+    if earlier is not None:
+        pairs = differences(_machine(earlier), _machine(result))
+        found += [f"{key} differs: {then} earlier, {now} now." for key, then, now in pairs]
+    found += result.get("notes") or []
+    if not result["complete"]:
+        found.append("Interrupted: the results are partial.")
+    return list(dict.fromkeys(found))
+
+
+def _case_notes(case: Values) -> Iterator[str]:
+    device = case["device"]
+    if case["basis"] in _BASES:
+        yield _BASES[case["basis"]].format(**{"model": "", "name": "", "note": "", **device})
     elif device:
-        if case.basis == SIMULATED:
-            yield f"On a simulator: {device.get('note')}."
-        facts = ", ".join(f"{device[key]} {unit}" for key, unit in (("threads", "threads"),) if key in device)
-        made = [device.get("hardware") or device.get("arch"), facts.replace("1 threads", "1 thread")]
-        packages = ("torch", *(family.package for family in families()))
-        versions = [f"{name} {device[name]}" for name in packages if name in device]
-        yield f"{device['name']}: {', '.join(filter(None, [*map(str, filter(None, made)), *versions]))}."
-    if case.others_cpu is not None and case.others_cpu >= BUSY:
+        made = [str(device[key]) for key in ("hardware", "arch") if device.get(key)][:1]
+        made += [f"{device['threads']} threads"] if "threads" in device else []
+        made += [" ".join(device["cpu_features"])] if device.get("cpu_features") else []
+        made += [f"torch {device['torch']}"] if "torch" in device else []
+        yield f"{device['name']}: {', '.join(made)}."
+    if case.get("others_cpu") is not None and case["others_cpu"] >= BUSY:
         yield (
-            f"Other processes used {100 * case.others_cpu:.0f} % of the CPU cores during the interleaved steps, so the "
-            "times are noisy. Repeat on a quiet machine."
+            f"Other processes used {100 * case['others_cpu']:.0f} % of the CPU cores during the steps of "
+            f"{case['size']} in {case['precision']}, so the times are noisy. Repeat on a quiet machine."
         )
-    for row in case.rows.values():
-        if row.status not in ("ok", "not measured"):
-            yield _verdict(row, case, result.kind == "sweep")
-        if row.description.endswith("in this time"):
-            yield f"{row.contender}: {row.description.partition('; ')[2]}."
-    if earlier:
-        yield f"Compared with {earlier.path}."
-        yield from _differences(result, case, earlier)
-    if not result.complete:
-        yield "Interrupted: the results are partial."
+    for row in case["rows"]:
+        if row["status"] not in ("ok", "not measured"):
+            why = f", {row['reason']}".rstrip(".") if row.get("reason") else ""
+            yield f"{row['contender']} at {case['size']} in {case['precision']}: {row['status']}{why}."
 
 
-def _differences(result: Result, case: CaseResult, earlier: Earlier) -> Iterator[str]:
-    """What else differs from the earlier result, so that a changed time is not taken for a changed program."""
-    before, now = earlier.environment, result.environment
-    for key in ("platform", "versions"):
-        if before.get(key) != now.get(key):
-            yield f"{key} differ: {before.get(key)} earlier, {now.get(key)} now."
-    then = before.get("device") or {}
-    places = [f"{device.get('name')}, {device.get('mode', 'measured')}" for device in (then, case.device)]
-    if then.get("name") and places[0] != places[1]:
-        yield f"The device differs, so the times do not tell of the program: {places[0]} earlier, {places[1]} now."
-        return
-    for key in ("hardware", "threads"):
-        if then.get(key) != case.device.get(key):
-            yield f"The {key} differ: {then.get(key)} earlier, {case.device.get(key)} now."
+def _machine(result: Values) -> dict[str, Any]:
+    """Return what else than the program may change a time."""
+    devices = [case["device"] for case in result["cases"] if case["device"]]
+    return {key: result["environment"].get(key) for key in ("platform", "versions")} | {"device": devices[:1]}
 
 
-def print_result(result: Result, earlier: Earlier | None, folder: Path) -> None:
-    """Tables and notes on the standard output."""
+def print_result(result: Values, earlier: Values | None) -> None:
+    """Print the table and the notes on the standard output."""
+    from rich import box
     from rich.console import Console
-    from rich.text import Text
+    from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
-    ours = {row.contender for case in result.cases for row in case.rows.values() if row.side == "ttrain"}
-    for heading, tables, told in sections(result, earlier):
-        if heading:
-            console.print(Text(heading, style="bold"))
-        for lines in tables:
-            left = [
-                number for number, title in enumerate(lines[0]) if number == 0 or title in ("same work", "bound by")
-            ]
-            for row, line in fitted(lines, window(), left):
-                console.print(Text(line, style="bold" if row >= 0 and lines[row][0] in ours else ""))
-            console.print()
-        for note in told:
-            console.print(Text(note))
-        console.print()
-    console.print(Text(f"results: {folder}"))
-    console.print(Text(f"compare a later run with it: bench.compare={shlex.quote(str(folder / 'results.json'))}"))
-
-
-def markdown(result: Result, earlier: Earlier | None) -> str:
-    """The same as Markdown, for the docs."""
-    words, started = shlex.split(result.environment["command"]), result.environment.get("started")
-    # Where the result went to is no part of what was measured.
-    command = shlex.join(word for word in words if not word.startswith(("bench.out=", "bench.markdown=")))
-    parts = [f"```sh\n{command}\n```" + (f"\n\nStarted {started}." if started else "")]
-    for heading, tables, told in sections(result, earlier):
-        parts.append(f"**{heading}**" if heading else "")
-        parts += map(_markdown_table, tables)
-        parts.append("\n".join(f"- {note}" for note in told))
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    rule = "| --- " + "| ---: " * (len(lines[0]) - 1) + "|"
-    return "\n".join([rows[0], rule, *rows[1:]])
+    console, (titles, *lines) = Console(highlight=False), table(result, earlier)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_UNBOUNDED)
+    shown = Table(box=box.SIMPLE_HEAD, title=f"bench={result['bench']}", title_justify="left")
+    for title in titles:
+        shown.add_column(title, justify="left" if title in LEFT else "right")
+    ours = {row["contender"] for case in result["cases"] for row in case["rows"] if row["side"] == "ttrain"}
+    groups = [tuple(line[: titles.index("contender")]) for line in lines]
+    for number, line in enumerate(lines):
+        last = number + 1 == len(lines) or groups[number + 1] != groups[number]
+        bold = "bold" if line[titles.index("contender")] in ours else ""
+        shown.add_row(*line, style=bold, end_section=last)
+    console.print(shown)
+    for note in notes(result, earlier):
+        console.print(note, markup=False, soft_wrap=True)

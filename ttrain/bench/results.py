@@ -1,28 +1,24 @@
-"""What a benchmark found: rows per contender, as JSON, as CSV, and as it was in an earlier file."""
+"""What a benchmark found: cases with a row for each contender, and the JSON of them."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.ratios import Ratio, Spread, ratio, spread
-from ttrain.bench.workload import Case
+import numpy as np
+
+from ttrain.bench.workload import Case, TrainingWork
 from ttrain.core.errors import UserError
 
-FORMAT = 2
-BASELINE_SIDE = "PyTorch"
+FORMAT = 3
+PYTORCH, OURS = "PyTorch", "ttrain"
 MEASURED, COST_MODEL, MOCKED, SIMULATED = "measured", "cost model", "mocked board", "simulator"
-_WARNINGS = {
-    MEASURED: "",
-    COST_MODEL: "from the cost model, not from a card",
-    SIMULATED: "on a simulator, not on a card",
-    MOCKED: "host dispatch alone on a mocked board, which computes nothing",
-}
+RESAMPLES, CONFIDENCE = 4000, 0.95
 
 
 @dataclass
@@ -30,46 +26,39 @@ class Row:
     """One contender at one case. Numbers that were not measured are None."""
 
     contender: str
-    side: str = ""
+    side: str
     description: str = ""
     status: str = "not measured"  # ok, invalid, failed, left out, not measured
     reason: str | None = None
     round_ms: list[float] = field(default_factory=list)  # median step time of each turn
-    fastest_ms: float | None = None
-    cold_s: float | None = None  # start of building until the first loss, with empty compile caches
-    warm_s: float | None = None  # the same with filled caches, or where nothing is compiled
+    fastest_ms: float | None = None  # of a single step
+    cold_s: list[float] = field(default_factory=list)  # of each start with empty compile caches: building to first loss
+    warm_s: list[float] = field(default_factory=list)  # the same with filled caches, or where nothing is compiled
     imports_s: float | None = None  # start of the process until building starts
-    base_bytes: int | None = None  # before building
-    peak_bytes: int | None = None  # of the warm process, until a few steps are done
-    steady_bytes: int | None = None  # the part of it after the first step
-    losses: list[float] = field(default_factory=list)
+    base_bytes: int | None = None  # memory before building
+    peak_bytes: int | None = None  # of building and the first steps
+    steady_bytes: int | None = None  # peak of later steps
+    planned_bytes: int | None = None  # expected above base_bytes
+    planned_ms: float | None = None  # expected of a step
+    losses: list[float | None] = field(default_factory=list)  # of the first steps
+    checked_against: str | None = None
     loss_difference: float | None = None
     weight_difference: float | None = None
-    checked_against: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    cold_samples_s: list[float] = field(default_factory=list)  # of every start, where there are several
-    warm_samples_s: list[float] = field(default_factory=list)
-    planned_bytes: int | None = None  # what task=plan expects to be used above base_bytes
-    planned_ms: float | None = None  # what task=plan expects of a step
-
-    @property
-    def used_bytes(self) -> int | None:
-        """Peak above what the process held before."""
-        if self.peak_bytes is None or self.base_bytes is None:
-            return None
-        return (self.steady_bytes or self.peak_bytes) - self.base_bytes
+    beside: str | None = None  # what ran meanwhile
+    facts: dict[str, Any] = field(default_factory=dict)  # such as peak_flops: FLOP/s of a large product there
 
     @property
     def timed(self) -> bool:
-        """Whether its step times may be compared: it was timed and did the same work."""
+        """True if its step times may be compared: it was timed and did the same work."""
         return self.status == "ok" and bool(self.round_ms)
 
-    @property
-    def spread(self) -> Spread | None:
-        return spread(self.round_ms, self.fastest_ms or min(self.round_ms)) if self.round_ms else None
+    def turn(self, seconds: Sequence[float]) -> None:
+        """Enter the seconds of the timed steps of a turn."""
+        self.round_ms.append(1e3 * statistics.median(seconds))
+        self.fastest_ms = min(1e3 * min(seconds), self.fastest_ms or math.inf)
 
     def fail(self, why: str) -> None:
-        """It takes no further part."""
+        """Take it out of the contest."""
         self.status, self.reason = "failed", why
 
 
@@ -77,70 +66,47 @@ class Row:
 class CaseResult:
     """All contenders at one case."""
 
+    size: str
     title: str
     precision: str
-    item: str  # what items_per_step counts, in plural
-    items_per_step: int
-    work: dict[str, Any]
-    rows: dict[str, Row]
+    unit: str  # what units_per_step counts
+    units_per_step: int
+    flops_per_step: float
+    parameters: int | None
+    basis: str = MEASURED
     device: dict[str, Any] = field(default_factory=dict)
-    parameters: int | None = None
-    flops_per_step: float | None = None
-    peak_flops: float | None = None  # FLOP/s of a large matmul on this device in this precision
-    others_cpu: float | None = None  # share of all cores that other processes used during the interleaved steps
-    resident: bool = False  # whether one batch stayed on the device for all steps
-    basis: str = MEASURED  # or COST_MODEL, MOCKED or SIMULATED
+    others_cpu: float | None = None  # share of all cores that other processes used during the steps
+    rows: list[Row] = field(default_factory=list)
 
     @classmethod
-    def of(cls, case: Case) -> CaseResult:
-        """Before anybody has done the case."""
-        work = case.work
-        found = cls(case.title, case.precision, work.item_plural, work.items_per_step, asdict(work), {})
-        found.resident = case.resident
-        return found
+    def of(cls, case: Case, rows: list[Row]) -> CaseResult:
+        """Return the result of a case that nobody has done yet."""
+        work, parameters = case.work, case.model.parameter_count if isinstance(case.work, TrainingWork) else None
+        sizes = case.size, case.title, case.precision, work.unit, work.units_per_step, case.flops(), parameters
+        return cls(*sizes, rows=rows)
 
-    @property
-    def heading(self) -> str:
-        """The work, its precision, and where the numbers come from if they were not measured."""
-        return ", ".join(filter(None, (self.title, self.precision, _WARNINGS[self.basis])))
-
-    @property
-    def best_baseline(self) -> Row | None:
-        """The fastest valid PyTorch."""
-        rows = [row for row in self.rows.values() if row.side == BASELINE_SIDE and row.timed]
-        return min(rows, key=lambda row: row.spread.median if row.spread else 0.0, default=None)
-
-    def ratio(self, row: Row, other: Row | None) -> Ratio | None:
-        """How many times as fast as another row; None unless both are valid."""
-        return ratio(row.round_ms, other.round_ms) if other is not None and row.timed and other.timed else None
-
-    def per_second(self, row: Row) -> float | None:
-        """Items per second at the median step time."""
-        return 1e3 * self.items_per_step / row.spread.median if row.spread else None
-
-    def mfu(self, row: Row) -> float | None:
-        """Share of the device's measured peak."""
-        if not (row.spread and self.flops_per_step and self.peak_flops):
-            return None
-        return self.flops_per_step / (row.spread.median / 1e3) / self.peak_flops
+    def best_baseline(self, beside: str | None) -> Row | None:
+        """Return the fastest valid PyTorch, beside such a neighbour."""
+        rows = [row for row in self.rows if row.side == PYTORCH and row.timed and row.beside == beside]
+        return min(rows, key=lambda row: statistics.median(row.round_ms), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with everything that derives from the samples."""
-        best = self.best_baseline
-        values = asdict(self)
-        values["best_baseline"] = best.contender if best else None
-        values["rows"] = [self._row_dict(row) for row in self.rows.values()]
-        return values
+        """Return plain values, with everything that derives from the samples."""
+        return {**asdict(self), "rows": [self._row(row, self.best_baseline(row.beside)) for row in self.rows]}
 
-    def _row_dict(self, row: Row) -> dict[str, Any]:
-        ratios = {other.contender: self.ratio(row, other) for other in self.rows.values() if other is not row}
-        return {
-            **asdict(row),
-            "step_ms": asdict(row.spread) if row.spread else None,
-            "items_per_s": self.per_second(row),
-            "mfu": self.mfu(row),
-            "times_as_fast_as": {name: asdict(found) for name, found in ratios.items() if found},
-        }
+    def _row(self, row: Row, best: Row | None) -> dict[str, Any]:
+        values = asdict(row)
+        if row.round_ms:
+            q1, median, q3 = (float(value) for value in np.percentile(row.round_ms, [25, 50, 75]))
+            values["step_ms"] = {"median": median, "q1": q1, "q3": q3, "rounds": len(row.round_ms)}
+            if self.basis != MOCKED:  # where nothing is computed
+                values["units_per_s"] = 1e3 * self.units_per_step / median
+                values["flops_per_s"] = 1e3 * self.flops_per_step / median
+            if self.basis != MOCKED and row.facts.get("peak_flops"):
+                values["mfu"] = values["flops_per_s"] / row.facts["peak_flops"]
+        if row.timed and best is not None:
+            values["times_as_fast"] = ratio(row.round_ms, best.round_ms)
+        return values
 
 
 @dataclass
@@ -148,86 +114,66 @@ class Result:
     """One run of a benchmark."""
 
     bench: str
-    label: str
     settings: dict[str, Any]
     environment: dict[str, Any]
     cases: list[CaseResult] = field(default_factory=list)
     complete: bool = False
-    kind: str = "contest"  # see studies.Study
-    notes: list[str] = field(default_factory=list)  # on all cases
-    mark: str = ""  # of this result on a page, see page.py
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT, "bench": self.bench, "label": self.label, "complete": self.complete, "kind": self.kind,
-            "notes": self.notes, "settings": self.settings, "environment": self.environment,
-            "cases": [case.to_dict() for case in self.cases],
-        }  # fmt: skip
-
-    def to_csv(self) -> str:
-        """One line per case and contender."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for case in self.cases:
-            writer.writerows(_csv_rows(case))
-        return text.getvalue()
+        """Return the content of results.json."""
+        cases = [case.to_dict() for case in self.cases]
+        return {"format": FORMAT, **vars(self), "numbers": numbers(cases), "cases": cases}
 
 
-_COLUMNS = (
-    "case", "precision", "basis", "contender", "side", "status", "reason", "median_ms", "q1_ms", "q3_ms", "fastest_ms",
-    "rounds", "items_per_s", "item", "mfu", "best_baseline", "times_as_fast", "times_low", "times_high",
-    "cold_s", "warm_s", "imports_s", "base_bytes", "peak_bytes", "steady_bytes", "loss_difference", "weight_difference",
-    "planned_bytes", "planned_ms",
-)  # fmt: skip
+def finite(value: float) -> float | None:
+    """Return the value, or None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
-def _csv_rows(case: CaseResult) -> Iterator[dict[str, Any]]:
-    best = case.best_baseline
-    for row in case.rows.values():
-        times, steps = case.ratio(row, best), row.spread
-        plain = {name: value for name, value in asdict(row).items() if name in _COLUMNS}
-        yield {
-            **plain,
-            "case": case.title, "precision": case.precision, "basis": case.basis, "item": case.item,
-            "median_ms": steps and steps.median, "q1_ms": steps and steps.q1, "q3_ms": steps and steps.q3,
-            "rounds": len(row.round_ms), "items_per_s": case.per_second(row), "mfu": case.mfu(row),
-            "best_baseline": best and best.contender, "times_as_fast": times and times.ratio,
-            "times_low": times and times.low, "times_high": times and times.high,
-        }  # fmt: skip
+def ratio(own_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0) -> dict[str, float]:
+    """Return how many times as fast: median of the other / own median, over the rounds that both took part in.
+
+    `low` and `high` are a percentile bootstrap (Efron, 1979) over rounds. A round is drawn with the turns of both,
+    since what disturbs the machine disturbs them together.
+    """
+    count = min(len(own_ms), len(other_ms))
+    own, other = np.asarray(own_ms[:count]), np.asarray(other_ms[:count])
+    drawn = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
+    ratios = np.median(other[drawn], axis=1) / np.median(own[drawn], axis=1)
+    low, high = np.percentile(ratios, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    return {"ratio": float(np.median(other) / np.median(own)), "low": float(low), "high": float(high)}
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """The step times of an earlier results.json, by (case, precision, contender)."""
+def numbers(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return the median step time of every contender, and how many times as fast as the best PyTorch our best is.
 
-    path: str
-    environment: dict[str, Any]
-    step_ms: dict[tuple[str, str, str], Spread]
+    Of several cases each number has its own name, and `times_as_fast` is the least of them.
+    """
+    found: dict[str, float] = {}
+    ratios: list[float] = []
+    for case in cases:
+        several = [key for key in ("size", "precision") if len({each[key] for each in cases}) > 1]
+        before = "".join(f"{case[key]} " for key in several)
+        timed = [row for row in case["rows"] if row["status"] == "ok" and row.get("step_ms")]
+        found |= {f"{before}{row['contender']}_ms": row["step_ms"]["median"] for row in timed}
+        ours = [row["times_as_fast"]["ratio"] for row in timed if row["side"] == OURS and row.get("times_as_fast")]
+        if ours:
+            found[f"{before}times_as_fast"] = max(ours)
+            ratios.append(max(ours))
+    return {**found, "times_as_fast": min(ratios)} if ratios else found
 
-    def find(self, case: CaseResult, row: Row) -> Spread | None:
-        return self.step_ms.get((case.title, case.precision, row.contender))
 
-
-def read_earlier(path: str, bench: str) -> Earlier:
-    """Reads a file to compare with. Raises UserError where it is missing, no result of ours or of another benchmark."""
+def read_earlier(path: str) -> dict[str, Any]:
+    """Return an earlier results.json. Raises UserError where it is missing or none of ours."""
+    fix = "Give the results.json of an earlier run."
     try:
-        values = json.loads(Path(path).read_text("utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(f"bench.compare={path}: has format {values['format']}, this ttrain reads format {FORMAT}.")
-        found = values["bench"]
-        steps = {
-            (case["title"], case["precision"], row["contender"]): Spread(**row["step_ms"])
-            for case in values["cases"]
-            for row in case["rows"]
-            if row["step_ms"] and row["status"] == "ok"
-        }
-        environment = dict(values["environment"])
+        values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
+        form = values["format"]
     except OSError as error:
-        fix = "Give the results.json of an earlier run."
         raise UserError(f"bench.compare={path}: can't be read ({error.strerror}). {fix}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"bench.compare={path}: is not a results.json of task=bench.") from error
-    if found != bench:
-        raise UserError(f"bench.compare={path}: holds bench={found}, this is bench={bench}. Give bench={found}.")
-    return Earlier(path, environment, steps)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"bench.compare={path}: is not a results.json of task=bench. {fix}") from error
+    if form != FORMAT:
+        raise UserError(f"bench.compare={path}: has format {form}, ttrain reads {FORMAT}. Measure again.")
+    return values

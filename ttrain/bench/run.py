@@ -1,270 +1,296 @@
-"""Runs a benchmark: starts of single contenders first, then the interleaved steps; results are saved as they come."""
+"""Runs a benchmark: starts, memory and steps in turns of every contender; results are saved as they come."""
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ttrain.bench.contender import compiles
-from ttrain.bench.findings import note_event, note_host, note_memory, note_start
-from ttrain.bench.process import Caches, Event, WorkerFailed, events
-from ttrain.bench.progress import Progress
-from ttrain.bench.results import MOCKED, CaseResult, Result, Row
-from ttrain.bench.settings import BenchConfig, StartupBenchConfig, TimedConfig, TrainingBenchConfig
-from ttrain.bench.studies import Study
-from ttrain.bench.workload import Case, ProductWork
-from ttrain.core.errors import UserError
+from ttrain.bench.contender import loss_difference, problem
+from ttrain.bench.entrants import Entrant, modelled
+from ttrain.bench.modelled import enter_times
+from ttrain.bench.process import Neighbour, Worker, WorkerFailed, caches
+from ttrain.bench.results import MOCKED, SIMULATED, CaseResult, Result, Row, finite
+from ttrain.bench.settings import BenchConfig
+from ttrain.bench.workload import Case
 from ttrain.core.units import format_bytes, format_duration
-from ttrain.device.family import Variant, family_of
-from ttrain.device.settings import DeviceConfig
-from ttrain.engine.settings import EngineConfig
+from ttrain.device.family import MOCK, SIMULATOR, family_of
 
-Start = Callable[[Mapping[str, Any], Path, Mapping[str, str] | None], Iterator[Event]]
-# Whom to leave out first where not all fit into memory side by side.
-_EXPENDABLE = ("dynamic", "compile_all", "compile", "static", "traced", "eager")
-_MEMORY_SHARE = 0.85  # of what is available
+Clock = Callable[[], float]
+LEAST_ROUNDS = 3
+MOST_STEPS = 2000  # per turn
+NOTICE_SECONDS = 0.3  # an engine looks for neighbours ten times a second
+COMPILERS = ("traced", "compile", "compile_all")  # keep machine code on disk: a cold start differs from a warm one
+# Who is built first: whoever no longer fits into memory side by side with the others is left out.
+_ORDER = ("eager", "compile", "static", "traced", "compile_all", "dynamic")
+_SPARE = 1.15  # times the memory of the largest contender so far that has to be free for the next one
 # glibc keeps up to 64 MiB of free memory for later; here it gives back what is more than a MiB, so that it is not taken
 # for memory in use.
 _TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
-_APART_ROUNDS = 3  # of variants that need a process each
+
+
+@dataclass
+class Seat:
+    """A contender at a case, with its row, its process and the size of its turns."""
+
+    entrant: Entrant
+    row: Row
+    open: Callable[..., Worker]  # (entrant, environment) -> a process that has built nothing yet
+    worker: Worker | None = None  # stays from turn to turn; None: started anew for each
+    step_seconds: float = 0.0
+    settle: int = 1  # steps that warm the caches up again and are not timed
+    timed: int = 1
+    beside: Neighbour | None = None  # runs meanwhile
+
+    def size(self, turn_seconds: float) -> None:
+        """Fit a turn into `turn_seconds`: at least one untimed and one timed step. Beside a neighbour it begins with
+        steps in which it can be noticed.
+        """
+        step_seconds = max(self.step_seconds, 1e-9)
+        steps = min(max(round(turn_seconds / step_seconds), 2), MOST_STEPS)
+        settle = max(1, steps // 5)
+        self.timed = steps - settle
+        noticed = 0 if self.beside is None else min(ceil(NOTICE_SECONDS / step_seconds), 10 * MOST_STEPS)
+        self.settle = max(settle, noticed)
+
+    def turn(self, each: bool) -> None:
+        """Settle, time, and enter the times into the row."""
+        with nullcontext() if self.beside is None else self.beside.running():
+            if self.worker is not None:
+                self.row.turn(self.worker.ask("turn", self.settle, self.timed, each))
+                return
+            with self.once() as (worker, _):
+                self.row.turn(worker.ask("turn", self.settle, self.timed, each))
+
+    @contextmanager
+    def once(
+        self, environment: Mapping[str, str] | None = None, memory: bool = False
+    ) -> Iterator[tuple[Worker, dict[str, Any]]]:
+        """Start a process, give it with what its start found, and end it."""
+        worker = self.open(self.entrant, environment)
+        try:
+            answer = worker.ask("start", memory)
+            self.row.description = answer["description"]
+            yield worker, answer
+        finally:
+            worker.close()
+
+
+def take_turns(
+    seats: Sequence[Seat], rounds: int, seconds: float, each: bool, seed: int, clock: Clock = time.perf_counter
+) -> Iterator[int]:
+    """Give everybody a turn in every round, in random order, until all rounds are done or the time is up after
+    LEAST_ROUNDS. Yield the number of rounds done. Who fails takes no further part.
+    """
+    order, stop = random.Random(seed), clock() + seconds
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and clock() >= stop:
+            return
+        shuffled = [seat for seat in seats if seat.row.status != "failed"]
+        order.shuffle(shuffled)
+        for seat in shuffled:
+            with _failing(seat.row):
+                seat.turn(each)
+        yield number + 1
 
 
 @dataclass
 class Bench:
-    """One run of a study. `save` is called whenever `result` has grown.
+    """One run of a benchmark. `save` is called whenever `result` has grown, `say` with every finished stage."""
 
-    `modelled` says whether a chip is meant that is not here: then times come from the cost model. `mocked`
-    says whether the host's time per step is measured on a mocked board as well.
-    """
-
-    study: Study
     config: BenchConfig
-    device: DeviceConfig
-    engine: EngineConfig
+    entrants: list[Entrant]
+    seed: int
     plugins: list[str]
     result: Result
-    progress: Progress
-    save: Callable[[], None] = lambda: None
-    start: Start = events
-    modelled: bool = False
-    mocked: bool = False
-    _numbers: Iterator[int] = field(default_factory=count)
+    save: Callable[[], None]
+    say: Callable[[str], None] = print
+    make_worker: Callable[..., Worker] = Worker
+    _folder: Path = field(default_factory=Path)
 
     def run(self) -> None:
         """Measure everything. Interrupted by KeyboardInterrupt, what was found so far is in `result`."""
-        self.result.kind = self.study.kind
+        resident = self.config.resident_batch
         with tempfile.TemporaryDirectory(prefix="ttrain-bench-", ignore_cleanup_errors=True) as folder:
-            if self.modelled:
-                self._model()
-            if self.mocked:
-                self._mock(Path(folder))
-            if not self.modelled and not self.mocked:
-                for number, case in enumerate(self.study.cases):
-                    self._case(number, case, Path(folder) / f"case{number}")
+            for size in dict.fromkeys(self.config.size):
+                for precision in dict.fromkeys(self.config.precision):
+                    self._folder = Path(folder) / f"{size} {precision}"
+                    # The factors of a product stay on the device anyway.
+                    self._case(Case(size, precision, self.seed, resident and not size.startswith("mm")))
+                    self.save()
         self.result.complete = True
         self.save()
 
-    def _model(self) -> None:
-        """Every case on the cost model."""
-        from ttrain.bench.modelled import modelled
-
-        listed = list(zip(self.study.cases, self.study.variants, strict=True))
-        with self.progress.stage(f"cost model of {self.device.name}") as stage:
-            for number, (case, variants) in enumerate(listed):
-                stage.tell(case.work.title, number / len(listed))
-                self.result.cases.append(modelled(case, variants, self.device))
-                self.save()
-            stage.done(f"{len(listed)} cases; there is no card here")
-
-    def _mock(self, folder: Path) -> None:
-        """Host time per step by engine, of every case that trains."""
-        device = family_of(self.device).mocked(self.device)
-        assert device is not None  # or nobody would have asked
-        for case, variants in zip(self.study.cases, self.study.variants, strict=True):
-            if isinstance(case.work, ProductWork):
-                continue
-            rows = {name: Row(name) for name in dict.fromkeys(each.engine for each in variants)}
-            found = CaseResult.of(case)
-            found.rows, found.basis = rows, MOCKED
-            self.result.cases.append(found)
-            for row in rows.values():
-                with self.progress.stage(f"{case.title}, {case.precision}: host dispatch of {row.contender}") as stage:
-                    order = self._order("host", case, [row.contender], device)
-                    for event in self._events(order, folder, None, row):
-                        note_host(found, row, event)
-                    stage.done(row.reason or f"{row.round_ms[0] if row.round_ms else 0:.3g} ms on a mocked board")
-                self.save()
-
-    def _case(self, number: int, case: Case, folder: Path) -> None:
-        study = self.study
-        chip = study.kind == "chip"
-        names = [variant.name for variant in study.variants[number]] if chip else study.contenders
-        rows = {name: Row(name) for name in names}
-        found = CaseResult.of(case)
-        found.rows = rows
+    def _case(self, case: Case) -> None:
+        entrants = [entrant for entrant in self.entrants if entrant.can_do(case)]
+        found = CaseResult.of(case, [Row(entrant.name, entrant.side) for entrant in entrants])
         self.result.cases.append(found)
-        caches = Caches(folder / "caches")
-        label = f"{case.title}, {case.precision}" if len(study.cases) > 1 else case.precision
-        if chip:
-            self._apart(case, found, study.variants[number], folder, label)
-        elif study.kind == "startup":
-            self._startup(case, rows, folder, label)
-        elif study.kind == "memory":
-            for row in rows.values():
-                self._memory(case, row, folder, label)
-            self._contest(case, found, folder, None, label)
-        else:
-            separate = isinstance(self.config, TrainingBenchConfig) and self.config.startup
-            if separate:
-                for row in rows.values():
-                    self._starts(case, row, folder, caches, label)
-                    self.save()
-            self._contest(case, found, folder, caches if separate else None, label)
+        if any(modelled(entrant.device) for entrant in entrants):
+            with self._stage(found, "cost model"):
+                enter_times(case, found, entrants)
+            return
+
+        def opened(entrant: Entrant, environment: Mapping[str, str] | None = None) -> Worker:
+            order = {
+                "case": case.plain(), "name": entrant.own, "mode": entrant.mode, "plugins": self.plugins,
+                "device": asdict(entrant.device), "engine": asdict(entrant.engine),
+            }  # fmt: skip
+            return self.make_worker(order, self._folder, entrant.ranks, environment)
+
+        seats = [Seat(entrant, row, opened) for entrant, row in zip(entrants, found.rows, strict=True)]
+        if "start" in self.config.measure:
+            self._starts(found, seats, case.seed)
+        if "memory" in self.config.measure:
+            self._memory(found, seats)
+        if "steps" in self.config.measure:
+            self._steps(found, [seat for seat in seats if seat.row.status != "failed"], case.seed)
+
+    @contextmanager
+    def _stage(self, found: CaseResult, label: str, row: Row | None = None) -> Iterator[None]:
+        """Say how long a stage took, and why its contender failed where it did."""
+        started = time.monotonic()
+        with nullcontext() if row is None else _failing(row):
+            yield
+        why = f": {row.reason}" if row is not None and row.reason else ""
+        passed = format_duration(time.monotonic() - started)
+        self.say(f"{found.size} in {found.precision}: {label}{'' if row is None else row.contender}{why} ({passed})")
         self.save()
 
-    def _contest(self, case: Case, found: CaseResult, folder: Path, caches: Caches | None, label: str) -> None:
-        """Interleaved steps of everybody who can take part."""
-        taking_part = [name for name, row in found.rows.items() if row.status != "failed"]
-        for name in _too_many(found.rows, taking_part):
-            taking_part.remove(name)
-        if taking_part:
-            self._together(case, found, taking_part, folder, caches.all() if caches else None, label)
+    def _starts(self, found: CaseResult, seats: Sequence[Seat], seed: int) -> None:
+        """Time starts in turns, each round with empty caches of its own; whoever compiles starts a second time."""
+        order = random.Random(seed)
+        for number in range(self.config.starts):
+            for seat in order.sample(seats, len(seats)):
+                row, environment = seat.row, caches(self._folder / f"caches{number}" / seat.entrant.name)
+                samples = {"cold ": row.cold_s, "warm ": row.warm_s}
+                for heat, kept in samples.items() if seat.entrant.own in COMPILERS else [("", row.warm_s)]:
+                    if row.status != "failed":
+                        with self._stage(found, f"{heat}start of ", row), seat.once(environment) as (_, answer):
+                            kept.append(answer["first_step_s"])
+                            row.imports_s = answer["imports_s"]
 
-    def _order(self, do: str, case: Case, contenders: list[str], device: DeviceConfig | None = None) -> dict[str, Any]:
-        timed = self.config if isinstance(self.config, TimedConfig) else TimedConfig()
-        return {
-            "do": do, "case": case.to_dict(), "contenders": contenders, "plugins": self.plugins,
-            "device": asdict(device or self.device), "engine": asdict(self.engine), "reference": self.study.reference,
-            "seconds": timed.seconds, "rounds": timed.rounds,
-            "planned": self.study.kind == "memory",
-            "beside": getattr(self.config, "beside", None),
-        }  # fmt: skip
+    def _memory(self, found: CaseResult, seats: Sequence[Seat]) -> None:
+        for row, seat in ((seat.row, seat) for seat in seats if seat.row.status != "failed"):
+            with self._stage(found, "memory of ", row), seat.once(_TRIMMING, memory=True) as (_, answer):
+                row.base_bytes, row.peak_bytes = answer["base_bytes"], answer["peak_bytes"]
+                row.steady_bytes, row.planned_bytes = answer["steady_bytes"], answer["planned_bytes"]
 
-    def _starts(self, case: Case, row: Row, folder: Path, caches: Caches, label: str) -> None:
-        """Cold and warm start of one contender, each in a new process."""
-        two = compiles(row.contender)
-        for temperature in ["cold", "warm"] if two else ["warm"]:
-            name = f"{label}: {f'{temperature} start' if two else 'start'} of {row.contender}"
-            with self.progress.stage(name) as stage:
-                order = self._order("alone", case, [row.contender])
-                for event in self._events(order, folder, caches.of(row.contender), row):
-                    note_start(row, event, temperature)
-                stage.done(row.reason or f"first step after {format_duration(_first_step(row, temperature))}")
-            if row.status == "failed":
-                return
+    def _steps(self, found: CaseResult, listed: Sequence[Seat], seed: int) -> None:
+        """Build everybody, check that they do the same work, and let them take turns."""
+        with ExitStack() as opened:
+            seats = self._build(found, listed, opened)
+            if self.config.beside is not None:
+                seats += [beside for seat in list(seats) for beside in self._beside(found, seat, opened)]
+            for seat in seats:
+                seat.size(self.config.seconds / (self.config.rounds * len(seats)))
+            cpu, each = _CpuShare(), found.device.get("name") == "cpu" or found.basis == MOCKED
+            with self._stage(found, "steps"):
+                for _ in take_turns(seats, self.config.rounds, self.config.seconds, each, seed):
+                    found.others_cpu = cpu.others()
+            for seat in seats:
+                if seat.worker is not None and seat.beside is None and seat.row.status == "ok":
+                    with _failing(seat.row):
+                        self._facts(found, seat.row, seat.worker)
 
-    def _startup(self, case: Case, rows: Mapping[str, Row], folder: Path, label: str) -> None:
-        """Starts in turns, each round with empty caches of its own."""
-        assert isinstance(self.config, StartupBenchConfig)
-        order, repeats = random.Random(case.seed), self.config.repeats
-        for number in range(repeats):
-            caches, turns = Caches(folder / f"round{number}"), list(rows.values())
-            order.shuffle(turns)
-            for row in turns:
-                if row.status != "failed":
-                    self._starts(case, row, folder, caches, f"{label}, {number + 1} of {repeats}")
-                    row.status = "ok" if row.warm_samples_s and row.status != "failed" else row.status
-                    self.save()
+    def _build(self, found: CaseResult, listed: Sequence[Seat], opened: ExitStack) -> list[Seat]:
+        """Start and check contenders one after the other; the first one is the reference of the others."""
+        reference: tuple[str, list[float]] | None = None
+        largest, seats = 0, list[Seat]()
+        for seat in sorted(listed, key=lambda each: _ORDER.index(each.entrant.own)):
+            row, free, device = seat.row, psutil.virtual_memory().available, seat.entrant.device
+            if len(seats) > 1 and largest * _SPARE > free:
+                row.status = "left out"
+                row.reason = f"the largest so far needs {format_bytes(largest)}, {format_bytes(free)} are free"
+                continue
+            with self._stage(found, "building ", row), ExitStack() as one:
+                worker, answer = one.enter_context(seat.once())
+                largest = max(largest, answer["rss"] * seat.entrant.ranks)
+                row.losses, seat.step_seconds = [finite(loss) for loss in answer["losses"]], answer["step_seconds"]
+                if family_of(device).mode(device) == MOCK:
+                    row.status, found.basis = "ok", MOCKED
+                else:
+                    reference = self._check(found, row, worker, answer["losses"], reference)
+                if not found.device or family_of(device).exclusive(device):
+                    self._facts(found, row, worker)
+                if not family_of(device).exclusive(device):
+                    seat.worker = worker
+                    opened.push(one.pop_all())
+                seats.append(seat)
+        return seats
 
-    def _memory(self, case: Case, row: Row, folder: Path, label: str) -> None:
-        """Peak memory of one contender in a new process."""
-        with self.progress.stage(f"{label}: memory of {row.contender}") as stage:
-            order = self._order("memory", case, [row.contender])
-            for event in self._events(order, folder, _TRIMMING, row):
-                note_memory(row, event)
-            stage.done(row.reason or f"{format_bytes(row.used_bytes or 0)} used")
-        self.save()
-
-    def _together(
+    def _check(
         self,
-        case: Case,
         found: CaseResult,
-        names: list[str],
-        folder: Path,
-        environment: Mapping[str, str] | None,
-        label: str,
-    ) -> None:
-        rows = [found.rows[name] for name in names]
-        with self.progress.stage(f"{label}: interleaved steps") as stage:
-            order = self._order("together", case, names)
-            rounds = 0
-            for event in self._events(order, folder, environment, *rows):
-                note_event(found, event)
-                if event["event"] == "building":
-                    stage.tell(f"building {event['contender']}")
-                elif event["event"] == "round":
-                    rounds += 1
-                    stage.tell(f"round {rounds} of {order['rounds']}", rounds / order["rounds"])
-            stage.done(f"{rounds} rounds")
+        row: Row,
+        worker: Worker,
+        losses: list[float],
+        reference: tuple[str, list[float]] | None,
+    ) -> tuple[str, list[float]]:
+        """Compare a contender with the reference, or make it that where there is none. Return the reference."""
+        weights = str(self._folder / "weights")
+        if reference is None:
+            worker.ask("write_weights", weights)
+            row.status, row.checked_against = "ok", row.contender
+            return row.contender, losses
+        name, expected = reference
+        loss, way = loss_difference(losses, expected), worker.ask("weight_difference", weights)
+        row.checked_against, row.loss_difference, row.weight_difference = name, finite(loss), finite(way)
+        row.reason = problem(found.precision, loss, way, name)
+        row.status = "invalid" if row.reason else "ok"
+        return reference
 
-    def _apart(self, case: Case, found: CaseResult, variants: tuple[Variant, ...], folder: Path, label: str) -> None:
-        """Variants whose device has to be opened otherwise, each in a process of its own, in turns."""
-        order = random.Random(case.seed)
-        for number in range(_APART_ROUNDS):
-            turns = list(variants)
-            order.shuffle(turns)
-            for variant in turns:
-                row = found.rows[variant.name]
-                device = family_of(self.device).variant(self.device, variant)
-                if device is None:
-                    row.status, row.reason = "left out", "one product can't be shared between sub-devices yet"
-                elif row.status != "failed":
-                    self._variant(case, found, row, variant, device, folder, f"{label}, {number + 1}: {variant.name}")
-                    self.save()
+    def _facts(self, found: CaseResult, row: Row, worker: Worker) -> None:
+        """Enter what a contender tells of itself and of its device."""
+        answer = worker.ask("facts", "memory" in self.config.measure)
+        row.facts, row.planned_ms = answer["facts"], answer["planned_ms"]
+        found.device = found.device or answer["device"]
+        found.basis = SIMULATED if found.device.get("mode") == SIMULATOR else found.basis
 
-    def _variant(
-        self, case: Case, found: CaseResult, row: Row, variant: Variant, device: DeviceConfig, folder: Path, label: str
-    ) -> None:
-        with self.progress.stage(label) as stage:
-            order = self._order("together", case, [variant.engine], device)
-            order["seconds"] /= _APART_ROUNDS * len(found.rows)
-            alone = replace(found, rows={variant.engine: row})
-            for event in self._events(order, folder, None, row):
-                note_event(alone, event)
-            found.device, found.flops_per_step, found.peak_flops = alone.device, alone.flops_per_step, alone.peak_flops
-            found.parameters, found.others_cpu = alone.parameters, alone.others_cpu
-            stage.done(row.reason or "")
-
-    def _events(
-        self, order: Mapping[str, Any], folder: Path, environment: Mapping[str, str] | None, *rows: Row
-    ) -> Iterator[Event]:
-        """The events of one process; a process that dies fails the rows that it was started for."""
-        try:
-            place = folder / f"process{next(self._numbers)}"
-            with closing(self.start(order, place, environment)) as found:  # type: ignore[type-var]
-                for event in found:
-                    if event["event"] == "refused":
-                        raise UserError(event["reason"])
-                    yield event
-        except WorkerFailed as error:
-            for row in rows:
-                if row.status != "failed":
-                    row.fail(str(error))
+    def _beside(self, found: CaseResult, seat: Seat, opened: ExitStack) -> list[Seat]:
+        """Return a second seat of a contender beside a neighbour, with a row of its own; none where that fails."""
+        row = Row(f"{seat.row.contender} beside", seat.row.side, seat.row.description, seat.row.status)
+        row.checked_against, row.beside = seat.row.checked_against, self.config.beside
+        found.rows.append(row)
+        with self._stage(found, "neighbour of ", row):
+            same = None
+            if self.config.beside == "same":
+                same, _ = opened.enter_context(seat.once())
+            near = Neighbour(same)
+            opened.callback(near.close)
+            return [replace(seat, row=row, beside=near)]
+        return []
 
 
-def _first_step(row: Row, temperature: str) -> float:
-    return (row.cold_s if temperature == "cold" else row.warm_s) or 0.0
+@contextmanager
+def _failing(row: Row) -> Iterator[None]:
+    """Take a contender out whose process fails."""
+    try:
+        yield
+    except WorkerFailed as error:
+        row.fail(str(error))
 
 
-def _too_many(rows: Mapping[str, Row], names: list[str]) -> list[str]:
-    """Contenders that must stay out so that the others fit into memory together; their rows say so."""
-    needs = {name: (rows[name].peak_bytes or 0) - (rows[name].base_bytes or 0) for name in names}
-    available, out = _MEMORY_SHARE * psutil.virtual_memory().available, []
-    for name in _EXPENDABLE:
-        total = sum(needs.values())
-        if total <= available or len(needs) <= 2:
-            break
-        if name in needs:
-            del needs[name]
-            out.append(name)
-            rows[name].status = "left out"
-            rows[name].reason = f"all together need {format_bytes(total)}, {format_bytes(available)} can be used"
-    return out
+class _CpuShare:
+    """Share of all cores that other processes used since the start."""
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._start = self._read()
+
+    def _read(self) -> tuple[float, float, float]:
+        times, process = psutil.cpu_times(), psutil.Process()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        own = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return sum(times[:8]) - idle, sum(each.user + each.system for each in own), time.perf_counter()
+
+    def others(self) -> float:
+        busy, own, now = self._read()
+        elapsed = max(now - self._start, 1e-9) * (psutil.cpu_count() or 1)
+        return max(0.0, (busy - self._busy) - (own - self._own)) / elapsed

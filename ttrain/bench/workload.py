@@ -1,15 +1,15 @@
-"""The work that all contenders of a benchmark do: sizes, batches, first weights, optimizer. Needs no torch."""
+"""Work that all contenders of a benchmark do: model, batches, first weights, optimizer. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttrain.core.spec import DType
+from ttrain.bench.settings import PERCEPTRON, PRODUCT
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import ADAPTER
@@ -18,121 +18,55 @@ from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ttrain.models.base import Model
 
 Batch = dict[str, np.ndarray]
 BATCHES = 8  # distinct ones; steps take them in turn
-PRODUCT = "product"  # stands for a parameter's path where the work is one matrix product
+PRODUCT_PATH = "product"  # stands for a parameter's path where the work is one matrix product
 
 
 @dataclass(frozen=True)
-class GPTWork:
-    """Next-token prediction by GPT-2's architecture: tokens and targets int64 [rows, context]."""
+class TrainingWork:
+    """Optimizer steps of a model on batches of `rows` examples or sequences."""
 
-    layers: int
-    heads: int
-    width: int
-    context: int
+    model: MLPConfig | GPTConfig | LlamaConfig
     rows: int
-    vocabulary: int
-    bias: bool
-    kind: str = "gpt"
-    lr: float = 1e-3
+    optimizer: OptimizerConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
-    item = "token"
-    item_plural = "tokens"
+    @property
+    def unit(self) -> str:
+        return "examples" if isinstance(self.model, MLPConfig) else "tokens"
+
+    @property
+    def units_per_step(self) -> int:
+        return self.rows if isinstance(self.model, MLPConfig) else self.rows * int(self.model.context or 1)
 
     @property
     def title(self) -> str:
-        sizes = f"{self.layers} layers, {self.width} wide, {self.heads} heads, vocabulary {self.vocabulary}"
-        return f"{self.kind}: {sizes}, {self.rows} x {self.context} tokens"
+        model = self.model
+        if isinstance(model, MLPConfig):
+            return f"mlp: {model.layers} layers, {model.width} wide, batch {self.rows}"
+        sizes = f"{model.layers} layers, {model.width} wide, {model.heads} heads, vocabulary {model.vocabulary}"
+        adapters = f", adapters of rank {self.lora.rank}" if self.lora.rank else ""
+        return f"{model.name}: {sizes}, {self.rows} x {model.context} tokens{adapters}"
 
-    @property
-    def items_per_step(self) -> int:
-        return self.rows * self.context
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """nanoGPT's settings for a small transformer."""
-        return AdamWConfig(lr=self.lr, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
-
-    def smaller(self) -> GPTWork:
-        """The same ops at the same shapes in one layer."""
-        return replace(self, layers=1)
-
-    def model(self, compute: DType) -> Model:
-        """Ours."""
-        from ttrain.models.gpt import GPT
-
-        sizes = {name: getattr(self, name) for name in ("layers", "heads", "width", "context", "vocabulary", "bias")}
-        return GPT(GPTConfig(**sizes), compute)
-
-    def reference(self) -> nn.Module:
-        """The same in plain PyTorch."""
-        from ttrain.bench.reference import PlainGPT
-
-        return PlainGPT(self.layers, self.heads, self.width, self.context, self.vocabulary, self.bias)
+    def smaller(self) -> TrainingWork:
+        """Return work of the same ops at the same shapes in as few layers as have them all."""
+        fewest = 2 if isinstance(self.model, MLPConfig) else 1
+        return replace(self, model=replace(self.model, layers=min(int(self.model.layers or 1), fewest)))
 
     def reference_name(self, path: str) -> str:
-        """Our parameter path -> the reference's parameter."""
-        from ttrain.models.gpt_weights import original_name
+        """Return the reference's name of the parameter that we call `path`."""
+        if isinstance(self.model, MLPConfig):
+            return path
+        if isinstance(self.model, GPTConfig):
+            from ttrain.models.gpt_weights import original_name as gpt_name
 
-        return original_name(path)
-
-    def batches(self, seed: int) -> list[Batch]:
-        """Tokens by Zipf's law, so that there is something to learn and a wrong update shows in the losses."""
-        generator = generator_of(seed, "bench tokens")
-        shares = 1 / np.arange(1, self.vocabulary + 1)
-        drawn = generator.choice(self.vocabulary, (BATCHES, self.rows, self.context + 1), p=shares / shares.sum())
-        return [{"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()} for rows in drawn]
-
-
-@dataclass(frozen=True)
-class LlamaWork(GPTWork):
-    """The same by Llama's architecture, beside that of Transformers; with a `rank`, by adapters beside those of PEFT.
-
-    Thirty layers take a rate of 1e-3 badly without warm-up: losses drift apart within five steps of bf16.
-    """
-
-    kind: str = "llama"
-    kv_heads: int = 1
-    hidden: int = 1
-    rank: int = 0  # of the adapters; 0 trains the model itself
-
-    @property
-    def title(self) -> str:
-        return super().title + (f", adapters of rank {self.rank}" if self.rank else "")
-
-    @property
-    def adapters(self) -> LoraConfig:
-        return LoraConfig(rank=self.rank)
-
-    def _sizes(self) -> dict[str, Any]:
-        names = ("layers", "heads", "kv_heads", "width", "hidden", "context", "vocabulary")
-        return {name: getattr(self, name) for name in names}
-
-    def model(self, compute: DType) -> Model:
-        from ttrain.models.llama import Llama
-        from ttrain.nn.lora import attach
-
-        model = Llama(LlamaConfig(**self._sizes()), compute)
-        if self.rank:
-            attach(model, self.adapters)
-        return model
-
-    def reference(self) -> nn.Module:
-        from ttrain.bench.reference import TransformersLlama
-        from ttrain.models.llama_weights import config_to_transformers
-
-        config = config_to_transformers(LlamaConfig(**self._sizes()))
-        return TransformersLlama(config, self.rank, self.adapters.alpha)
-
-    def reference_name(self, path: str) -> str:
+            return gpt_name(path)
         from ttrain.models.llama_weights import original_name
 
-        if not self.rank:
+        if not self.lora.rank:
             return f"causal.{original_name(path)}"
         layer, adapter, matrix = path.partition(ADAPTER)
         own = original_name(f"{layer}.weight" if adapter else path).removesuffix(".weight")
@@ -142,57 +76,22 @@ class LlamaWork(GPTWork):
             own = f"{own}.base_layer"
         return f"causal.base_model.model.{own}.weight"
 
-
-@dataclass(frozen=True)
-class MLPWork:
-    """Regression on mean squared error: inputs and targets fp32 [rows, width], linear layers with a ReLU between."""
-
-    layers: int
-    width: int
-    rows: int
-    kind: str = "mlp"
-
-    item = "example"
-    item_plural = "examples"
-
-    @property
-    def title(self) -> str:
-        return f"mlp: {self.layers} layers, {self.width} wide, batch {self.rows}"
-
-    @property
-    def items_per_step(self) -> int:
-        return self.rows
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        return SGDConfig(lr=0.1, momentum=0.0, clip_norm=None)
-
-    def smaller(self) -> MLPWork:
-        """The same ops at the same shapes in two layers."""
-        return replace(self, layers=min(self.layers, 2))
-
-    def model(self, compute: DType) -> Model:
-        """Ours."""
-        from ttrain.models.mlp import MLP
-
-        return MLP(MLPConfig(layers=self.layers, width=self.width), compute)
-
-    def reference(self) -> nn.Module:
-        """The same in plain PyTorch."""
-        from ttrain.bench.reference import PlainMLP
-
-        return PlainMLP(self.layers, self.width)
-
-    def reference_name(self, path: str) -> str:
-        """Our parameter path -> the reference's parameter: both call the list of linear layers `layers`."""
-        return path
-
     def batches(self, seed: int) -> list[Batch]:
-        """Normal inputs and a random linear map of them."""
-        generator = generator_of(seed, "bench examples")
-        teacher = generator.standard_normal((self.width, self.width), dtype=np.float32) / np.float32(self.width**0.5)
-        inputs = generator.standard_normal((BATCHES, self.rows, self.width), dtype=np.float32)
-        return [{"inputs": x, "targets": x @ teacher} for x in inputs]
+        """Return BATCHES batches. Inputs and a random linear map of them: fp32 [rows, width]. Or tokens and targets:
+        int64 [rows, context], by Zipf's law, so that there is something to learn and a wrong update shows in losses.
+        """
+        model = self.model
+        if isinstance(model, MLPConfig):
+            generator = generator_of(seed, "bench examples")
+            root = np.float32(model.width**0.5)
+            teacher = generator.standard_normal((model.width, model.width), dtype=np.float32) / root
+            inputs = generator.standard_normal((BATCHES, self.rows, model.width), dtype=np.float32)
+            return [{"inputs": x, "targets": x @ teacher} for x in inputs]
+        generator = generator_of(seed, "bench tokens")
+        vocabulary, context = int(model.vocabulary or 1), int(model.context or 1)
+        shares = 1 / np.arange(1, vocabulary + 1)
+        drawn = generator.choice(vocabulary, (BATCHES, self.rows, context + 1), p=shares / shares.sum())
+        return [{"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()} for rows in drawn]
 
 
 @dataclass(frozen=True)
@@ -200,11 +99,9 @@ class ProductWork:
     """One square matrix product [size, size] x [size, size]; nothing is trained."""
 
     size: int
-    kind: str = "product"
 
-    item = "product"
-    item_plural = "products"
-    items_per_step = 1
+    unit = "products"
+    units_per_step = 1
 
     @property
     def title(self) -> str:
@@ -212,94 +109,113 @@ class ProductWork:
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts two."""
+        """Operations of a product; a multiply-add counts two."""
         return 2 * self.size**3
 
     def factors(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Both matrices, fp32."""
+        """Return both matrices, fp32."""
         generator = generator_of(seed, "bench product")
         a, b = (generator.standard_normal((self.size, self.size), dtype=np.float32) for _ in range(2))
         return a, b
 
 
-TrainingWork = GPTWork | MLPWork
 Work = TrainingWork | ProductWork
-KINDS: dict[str, Callable[..., Work]] = {"gpt": GPTWork, "llama": LlamaWork, "mlp": MLPWork, "product": ProductWork}
 
-_SMOLLM2 = LlamaWork(30, 9, 576, context=256, rows=2, vocabulary=49152, bias=False, kv_heads=3, hidden=1536, lr=1e-4)
-GPT_WORK = {
-    "char": GPTWork(layers=4, heads=4, width=128, context=64, rows=12, vocabulary=65, bias=False),
-    "nano": GPTWork(layers=6, heads=6, width=384, context=256, rows=8, vocabulary=65, bias=False),
-    "nano32": GPTWork(layers=6, heads=6, width=384, context=256, rows=32, vocabulary=256, bias=True),
-    "gpt2": GPTWork(layers=12, heads=12, width=768, context=256, rows=2, vocabulary=50257, bias=True),
-    "smollm2": _SMOLLM2,
-    "smollm2-lora": replace(_SMOLLM2, rank=8),
+
+def _transformer(model: GPTConfig | LlamaConfig, rows: int, lr: float = 1e-3, rank: int = 0) -> TrainingWork:
+    """Return the work with nanoGPT's settings for a small transformer."""
+    adam = AdamWConfig(lr=lr, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
+    return TrainingWork(model, rows, adam, LoraConfig(rank=rank))
+
+
+_NANO = GPTConfig(layers=6, heads=6, width=384, context=256, vocabulary=65, bias=False)
+_SMOLLM2 = LlamaConfig(layers=30, heads=9, kv_heads=3, width=576, hidden=1536, context=256, vocabulary=49152)
+NAMED: dict[str, Work] = {
+    "char": _transformer(GPTConfig(layers=4, heads=4, width=128, context=64, vocabulary=65, bias=False), 12),
+    "nano": _transformer(_NANO, 8),
+    "nano32": _transformer(replace(_NANO, vocabulary=256, bias=True), 32),
+    "gpt2": _transformer(GPTConfig(layers=12, heads=12, width=768, context=256, vocabulary=50257), 2),
+    # Thirty layers take a rate of 1e-3 badly without warm-up: losses drift apart within five steps of bf16.
+    "smollm2": _transformer(_SMOLLM2, 2, 1e-4),
+    "smollm2-lora": _transformer(_SMOLLM2, 2, 1e-4, 8),
 }
-MLP_WORK = {
-    "tiny": MLPWork(layers=2, width=64, rows=32),
-    "256": MLPWork(layers=2, width=256, rows=256),
-    "1024x512": MLPWork(layers=2, width=512, rows=1024),
-}
 
 
-def work_of(values: dict[str, Any]) -> Work:
-    """The work whose `asdict` these values are."""
-    return KINDS[values["kind"]](**values)
+def work_of(size: str) -> Work:
+    """Return the work that a value of `bench.size` stands for."""
+    size = "32x64" if size == "tiny" else size
+    if (product := PRODUCT.fullmatch(size)) is not None:
+        return ProductWork(int(product[1]))
+    if (shape := PERCEPTRON.fullmatch(size)) is not None:
+        rows, width, layers = (int(number or 2) for number in shape.groups())
+        return TrainingWork(MLPConfig(layers=layers, width=width), rows, SGDConfig(lr=0.1, momentum=0, clip_norm=None))
+    return NAMED[size]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One work at one precision from one seed: what a contender is built for."""
+    """One size at one precision from one seed: what a contender is built for."""
 
-    work: Work
+    size: str
     precision: str
     seed: int
-    resident: bool = False  # whether one batch stays on the device for all steps
+    resident: bool = False  # one batch stays on the device for all steps
+    small: bool = False  # the same ops in few layers
 
-    @property
-    def title(self) -> str:
-        """Of the work, with what is unusual about how it is done."""
-        return self.work.title + (", batch on the device" if self.resident else "")
-
-    @property
-    def dtypes(self) -> PrecisionConfig:
-        """What computes in which dtype, as in training."""
-        return PrecisionConfig(self.precision)
+    @cached_property
+    def work(self) -> Work:
+        work = work_of(self.size)
+        return work.smaller() if self.small and isinstance(work, TrainingWork) else work
 
     @property
     def training(self) -> TrainingWork:
         """The work, where it is that of training."""
-        assert not isinstance(self.work, ProductWork)
+        assert isinstance(self.work, TrainingWork)
         return self.work
+
+    @property
+    def title(self) -> str:
+        return self.work.title + (", batch on the device" if self.resident else "")
+
+    @property
+    def dtypes(self) -> PrecisionConfig:
+        return PrecisionConfig(self.precision)
 
     @cached_property
     def model(self) -> Model:
-        """Ours, on symbolic tensors: the list of parameters, whoever computes."""
-        model = self.training.model(self.dtypes.compute)
-        self.dtypes.set_masters(model.parameters().values())
-        return model
+        """Our model on symbolic tensors: the list of parameters, whoever computes."""
+        from ttrain.config.build import build_model
+        from ttrain.data.settings import TextConfig
+        from ttrain.device.settings import DeviceConfig
+
+        work = self.training
+        return build_model(work.model, self.dtypes, DeviceConfig(), TextConfig(), work.lora)
 
     @cached_property
     def batches(self) -> list[Batch]:
-        """What steps take in turn."""
+        """Batches that steps take in turn."""
         found = self.training.batches(self.seed)
         return found[:1] if self.resident else found
 
-    def first_weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(our parameter path, first values fp32), one parameter in memory at a time."""
+    def first_weights(self, trained: bool = False) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield (our parameter path, first values fp32), one parameter in memory at a time; all, or those trained."""
         if isinstance(self.work, ProductWork):
-            yield PRODUCT, np.zeros((self.work.size, self.work.size), np.float32)
+            yield PRODUCT_PATH, np.zeros((self.work.size, self.work.size), np.float32)
             return
         for path, parameter in self.model.parameters().items():
-            yield path, initial_value(parameter, self.seed)
+            if parameter.trainable or not trained:
+                yield path, initial_value(parameter, self.seed)
 
-    def trains(self, path: str) -> bool:
-        """Whether steps change the parameter."""
-        return isinstance(self.work, ProductWork) or self.model.parameters()[path].trainable
+    def flops(self) -> int:
+        """Return the floating-point operations of one step, as the ops of our graph declare them."""
+        if isinstance(self.work, ProductWork):
+            return self.work.flops
+        from ttrain.config.build import build_optimizer
+        from ttrain.train.steps.session import flops_per_step
+        from ttrain.train.steps.step_graph import StepGraph
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "work": asdict(self.work)}
+        return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))
 
-    @staticmethod
-    def of(values: dict[str, Any]) -> Case:
-        return Case(**{**values, "work": work_of(values["work"])})
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return {"size": self.size, "precision": self.precision, "seed": self.seed, "resident": self.resident}

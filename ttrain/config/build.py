@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.bench.settings import BenchConfig
 from ttrain.config.registry import component
 from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
@@ -35,7 +34,6 @@ from ttrain.parallel.world import World
 from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from ttrain.bench.studies import Study
     from ttrain.data.batches import Dataset, Sizes
     from ttrain.device.base import Device
     from ttrain.engine.base import Engine
@@ -341,11 +339,6 @@ def planned_device(config: DeviceConfig) -> Device:
 def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     """The engine over a device and a state: target(config, device, state)."""
     return component("engine", config.name).load()(config, device, state)
-
-
-def build_study(config: BenchConfig, seed: int) -> Study:
-    """What task=bench measures: target(config, seed of weights and batches)."""
-    return component("bench", config.name).load()(config, seed)
 
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ttrain.bench import settings as bench
 from ttrain.config.registry import loaded, register, rows
 from ttrain.core.options import option, rule
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
@@ -122,8 +121,5 @@ for _way in ("none", "ddp", "zero1"):
 register("logger", "console", config=LoggerConfig, target="ttrain.config.targets:no_views")
 register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.targets:no_views")
 register("logger", "wandb", config=WandbConfig, target="ttrain.config.targets:wandb_views")
-
-for _study, _settings in bench.STUDIES.items():
-    register("bench", _study, config=_settings, target=f"ttrain.bench.studies:{_study}")
 
 BUILT_IN = frozenset((row.group, row.name) for row in rows())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ttrain.bench.settings import BenchConfig, GPTBenchConfig
+from ttrain.bench.settings import BenchConfig
 from ttrain.config import registry
 from ttrain.config.components import TaskConfig
 from ttrain.core.names import did_you_mean
@@ -284,7 +284,7 @@ class Config:
     profile: ProfileConfig = option(ProfileConfig, "what task=profile measures")
     prepare: PrepareConfig = option(PrepareConfig, "what task=prepare writes")
     verify: VerifyConfig = option(VerifyConfig, "what task=verify compares with PyTorch")
-    bench: BenchConfig = option(GPTBenchConfig, "what task=bench measures")
+    bench: BenchConfig = option(BenchConfig, "what task=bench measures")
     supervise: SuperviseConfig = option(SuperviseConfig, "restart training when it crashes or hangs")
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
     recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")

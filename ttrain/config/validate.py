@@ -175,6 +175,8 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
     bare = without_none(hint)
     if value is None or (isinstance(value, str) and key not in VERBATIM):
         value = _meant(value, hint, schema.__dataclass_fields__[key])
+    if schema.__dataclass_fields__[key].metadata.get("one") and isinstance(value, str | int):
+        value = [value]
     if bare is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:

@@ -26,15 +26,17 @@ def option(
     below: float | None = None,
     path: bool = False,
     changes: str = "function",
+    one: bool = False,
 ) -> Any:
     """A dataclass field with its meaning, unit and bounds.
 
     `minimum` and `maximum` are inclusive, `above` and `below` exclusive; in a list or mapping each number obeys.
     A `path` names a file or folder, and a leading `~` in it stands for the home folder. `changes` is for keys of a
-    model, see models/identity.py. A mutable default is copied per instance.
+    model, see models/identity.py. `one` lets a single value stand for a list of it. A mutable default is copied per
+    instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, **bounds}
+    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, "one": one, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):

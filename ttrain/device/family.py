@@ -59,29 +59,19 @@ class OutOfResources(UserError):
         return {"accepted": False, "out_of": self.cause, "keys": self.keys, "reason": str(self)}
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One way to run a job on a device. `part` is full, half (of the cores), or both (halves, each with a queue)."""
-
-    name: str
-    engine: str
-    dispatch: str | None = None  # None: as configured
-    part: str = "full"
-
-
 class TimeModel(Protocol):
     """Times of work on hardware that need not be here."""
 
     def describe(self) -> dict[str, object]:
         """Return facts for a result: `name`, `mode`, `model` (what tells the times) and `source`."""
 
-    def product(self, size: int, dtype: str, variant: Variant) -> tuple[float, str]:
-        """(milliseconds, what bounds it) of a square matrix product that is waited for."""
+    def product(self, size: int, dtype: str, engine: str) -> tuple[float, str]:
+        """Return (milliseconds, what bounds it) of a square matrix product that is waited for."""
 
-    def step(self, work: Work, variant: Variant) -> tuple[float, str]:
-        """(milliseconds, what bounds it) of an optimizer step."""
+    def step(self, work: Work, engine: str) -> tuple[float, str]:
+        """Return (milliseconds, what bounds it) of an optimizer step."""
 
-    def peak_flops(self, variant: Variant) -> float:
+    def peak_flops(self, engine: str) -> float:
         """Return the highest FLOP/s that the hardware can reach."""
 
 
@@ -114,7 +104,6 @@ class Family:
     package = ""  # whose version `Device.describe` tells under its name
     precisions: frozenset[str] = frozenset()  # that other devices do not have
     row_multiple = 1  # rows that a vocabulary is padded to
-    modelled: str | None = None  # a device of the family with a time model: studies of a chip take it by default
     profiles = False  # whether there is a profiler of the device, and reports of it to read
     divides = False  # whether independent runs may share a device
 
@@ -129,6 +118,10 @@ class Family:
     def present(self, config: DeviceConfig) -> bool:
         """True if its hardware, or what plays it, is here."""
         return True
+
+    def exclusive(self, config: DeviceConfig) -> bool:
+        """Return True if no two processes can have it open at a time."""
+        return False
 
     def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
         """Yield the problems of a config that trains micro-batches of so many sequences, a sentence each."""
@@ -178,18 +171,6 @@ class Family:
     def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:
         """Opens the device, measures the constants of its model, keeps them, and says so. Raises UserError."""
         raise UserError(f"plan.calibrate=true: {self.named(config)} has no cost model whose constants to measure.")
-
-    def variant(self, config: DeviceConfig, variant: Variant) -> DeviceConfig | None:
-        """The device that a variant of a benchmark opens; None for what can't be run."""
-        return config
-
-    def mocked(self, config: DeviceConfig) -> DeviceConfig | None:
-        """Return the config of a device that plays this one and computes nothing; None where none can."""
-        return None
-
-    def installed(self) -> bool:
-        """True if the software that drives them is installed."""
-        return True
 
     def profiler(self, config: DeviceConfig, folder: Path) -> Profiler | None:
         """The device's own profiler, writing below `folder`; None where it has none."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ def numbers_of(task: str, run: Path, output: Path | None) -> Numbers:
     if task == "plan" and output is not None:
         return _plan(read_json(output))
     if task == "bench" and output is not None:
-        return _bench(read_json(output / "results.json"))
+        return dict(read_json(output / "results.json").get("numbers") or {})
     if task != "train":
         return {}
     results = read_json(run / "summary.json") or _newest(run)
@@ -100,31 +99,3 @@ def _plan(plan: dict[str, Any]) -> Numbers:
     }
     found |= {f"largest_{key}": value.get("value") for key, value in largest.items() if isinstance(value, dict)}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _bench(results: dict[str, Any]) -> Numbers:
-    """Median step time of every contender, and how many times as fast as the best PyTorch ours is, the best of each.
-
-    Where a benchmark has several tables, `times_as_fast` is the least of them.
-    """
-    found: Numbers = {}
-    ratios: list[float] = []
-    cases = results.get("cases") or []
-    for case in cases:
-        before = f"{case.get('title')} " if len({other.get("title") for other in cases}) > 1 else ""
-        before += f"{case.get('precision')} " if len({other.get("precision") for other in cases}) > 1 else ""
-        times = dict(_times(case))
-        found |= {f"{before}{name}_ms": time for (_, name), time in times.items()}
-        ours = [time for (side, _), time in times.items() if side == "ttrain"]
-        others = [time for (side, _), time in times.items() if side == "PyTorch"]
-        if ours and others:
-            ratios.append(min(others) / min(ours))
-            found[f"{before}times_as_fast"] = ratios[-1]
-    return {**found, "times_as_fast": min(ratios)} if ratios else found
-
-
-def _times(case: dict[str, Any]) -> Iterator[tuple[tuple[str, str], float]]:
-    for row in case.get("rows") or []:
-        median = (row.get("step_ms") or {}).get("median")
-        if row.get("status") == "ok" and median is not None:
-            yield (str(row.get("side")), str(row.get("contender"))), float(median)

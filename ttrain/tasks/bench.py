@@ -2,88 +2,93 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench import folder as folders
-from ttrain.bench.page import check_page, insert, mark_name
-from ttrain.bench.progress import Progress
-from ttrain.bench.report import markdown, print_result
+from ttrain.bench.entrants import entrants_of, modelled
+from ttrain.bench.report import print_result
 from ttrain.bench.results import Result, read_earlier
 from ttrain.bench.run import Bench
-from ttrain.bench.settings import ContestConfig
-from ttrain.bench.studies import Study
-from ttrain.config import build
-from ttrain.config.registry import component, family_that
 from ttrain.config.schema import Config, to_dict
+from ttrain.config.validate import typed_config
 from ttrain.core.errors import Interrupted, UserError
+from ttrain.core.files import replace_file, to_json
 from ttrain.device.family import MOCK, family_of
 from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
 from ttrain.train.runs.record import environment_record
-from ttrain.train.runs.results_folder import claim
+from ttrain.train.runs.results_folder import RESULTS, claim
+
+ROOT = Path("outputs/bench")
 
 
 def run(config: Config) -> None:
-    """Measures, prints and saves. Ctrl-C and SIGTERM save what is there. Raises UserError before anything starts."""
-    settings, study = config.bench, build.build_study(config.bench, config.run.seed)
-    device, modelled, mocked = _chip(config.device, study)
-    earlier = None if settings.compare is None else read_earlier(settings.compare, settings.name)
-    now = datetime.now()
-    name = mark_name(study.label, device.name)
-    if settings.markdown is not None:
-        check_page(Path(settings.markdown), name)
-    folder = claim("bench.out", settings.out, folders.ROOT, study.label, now)
-    result = Result(settings.name, study.label, asdict(settings), _environment(config), mark=name)
-    if modelled and isinstance(settings, ContestConfig) and settings.baselines:
-        result.notes.append("PyTorch does not take part: it would run on this machine, and the chip is not here.")
+    """Measure, print and save. Ctrl-C and SIGTERM save what is there. Raises UserError before anything starts."""
+    settings, name = config.bench, config.source.choices.get("bench", "bench")
+    variants = {each: _with_overrides(config, each) for each in settings.variants or [""]}
+    earlier = None if settings.compare is None else read_earlier(settings.compare)
+    notes = []
+    if settings.baselines and not _here(config.device):
+        notes.append("PyTorch does not take part: it would run on this machine, and the device is not here.")
+        settings = replace(settings, baselines=[])
+    for device, _ in variants.values():
+        _check_here(settings.measure, device)
+    entrants = entrants_of(settings, variants)
+    if not entrants:
+        raise UserError("bench.engines=[]: nobody takes part. Name at least one.")
+    folder = claim("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
+    result = Result(name, asdict(settings), _environment(config), notes=notes)
 
     def save() -> None:
-        result.environment["device"] = next((case.device for case in result.cases if case.device), {})
-        folders.save(result, folder, earlier)
+        replace_file(folder / RESULTS, to_json(result.to_dict()))
 
-    bench = Bench(study, settings, device, config.engine, config.plugins, result, Progress(), save)
-    bench.modelled, bench.mocked = modelled, mocked
     interrupted = False
     with _sigterm_as_ctrl_c():
         try:
-            bench.run()
+            Bench(settings, entrants, config.run.seed, config.plugins, result, save, _say).run()
         except KeyboardInterrupt:
             interrupted = True
     save()
-    missing = folders.save_plot(result, folder)
-    print_result(result, earlier, folder)
-    if missing:
-        print(f"There is no plot: {missing}.")
+    print_result(result.to_dict(), earlier)
+    print(f"results: {folder}")
+    print(f"compare a later run with it: bench.compare={shlex.quote(str(folder / RESULTS))}")
     if interrupted:
         raise Interrupted(f"interrupted; partial results are in {folder}")
-    if settings.markdown is not None:
-        insert(Path(settings.markdown), name, markdown(result, earlier))
 
 
-def _chip(device: DeviceConfig, study: Study) -> tuple[DeviceConfig, bool, bool]:
-    """(device, whether its times come from the cost model, whether a mocked board tells the host's time).
+def _with_overrides(config: Config, variant: str) -> tuple[DeviceConfig, EngineConfig]:
+    """Return device and engine with the overrides of a variant. Raises ConfigError as they would on a command line."""
+    values = to_dict(config)
+    for override in variant.split():
+        key, _, value = override.partition("=")
+        section, _, option = key.partition(".")
+        values[section][option] = value
+    changed = typed_config(values)
+    return changed.device, changed.engine
 
-    Raises UserError where neither is possible.
-    """
-    if study.kind == "chip" and family_of(device).modelled is None:
-        name = str(family_that(lambda each: each.modelled).modelled)
-        device = component("device", name).config(name=name)
+
+def _here(device: DeviceConfig) -> bool:
+    return not modelled(device) and family_of(device).mode(device) != MOCK
+
+
+def _check_here(measure: list[str], device: DeviceConfig) -> None:
+    """Raise UserError where something can't be measured because the device is not here, or has no model of times."""
     family = family_of(device)
-    if family.present(device):
-        return device, False, False
-    if study.kind in ("startup", "memory"):
+    if not _here(device) and measure != ["steps"]:
         raise UserError(
-            f"bench={study.name}: measures on the device, and there is no {family.title} card here. Use device=cpu."
+            f"bench.measure=[{','.join(measure)}]: start and memory are measured on the device, and there is no "
+            f"{family.title} card here. Give bench.measure=[steps], or device=cpu."
         )
-    family.time_model(device)  # or it says why there is none
-    mocked = family.mode(device) == MOCK or (study.name == "dispatch" and family.installed())
-    return device, True, mocked
+    if modelled(device):
+        family.time_model(device)
 
 
 def _environment(config: Config) -> dict[str, Any]:
@@ -91,9 +96,13 @@ def _environment(config: Config) -> dict[str, Any]:
     return {key: record[key] for key in ("started", "command", "versions", "platform", "git")}
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, so that it too ends in saved results."""
+    """While entered, SIGTERM raises KeyboardInterrupt, so that it too ends in saved results."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ttrain.core.errors import UserError
-from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel, Variant
+from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -32,7 +31,6 @@ class Tenstorrent(Family):
     package = "ttnn"
     precisions = frozenset({"bf8"})
     row_multiple = 32  # a tile
-    modelled = "n300"
     profiles = True
     divides = True
 
@@ -47,6 +45,9 @@ class Tenstorrent(Family):
 
         mode = _ours(config).mode
         return environment.has_card() if mode == SILICON else mode != MOCK
+
+    def exclusive(self, config: DeviceConfig) -> bool:
+        return self.mode(config) != MOCK
 
     def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
         from ttrain.device.ttnn.problems import problems
@@ -114,17 +115,6 @@ class Tenstorrent(Family):
                 "plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300."
             )
         return calibrate(_ours(config), node_of)
-
-    def variant(self, config: DeviceConfig, variant: Variant) -> DeviceConfig | None:
-        from ttrain.device.ttnn.cost.time_model import variant_config
-
-        return variant_config(_ours(config), variant)
-
-    def mocked(self, config: DeviceConfig) -> DeviceConfig | None:
-        return replace(_ours(config), mode=MOCK)
-
-    def installed(self) -> bool:
-        return find_spec("ttnn") is not None
 
     def profiler(self, config: DeviceConfig, folder: Path) -> TtnnProfiler | None:
         from ttrain.device.ttnn.runtime.dispatch_profile import TtnnProfiler

@@ -30,8 +30,10 @@ class Child:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         orphaned: signal.Signals = signal.SIGTERM,
+        piped: bool = False,
     ) -> None:
-        """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed.
+        """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed. With `piped` its
+        input and output are `stdin` and `stdout`; a log then has what it says on its standard error stream.
 
         Raises OSError where the process or the file can't be made.
         """
@@ -41,15 +43,25 @@ class Child:
             self._process = subprocess.Popen(
                 self.command,
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.DEVNULL if log is not None else None,
-                stdout=self._file,
-                stderr=None if self._file is None else subprocess.STDOUT,
+                stdin=subprocess.PIPE if piped else subprocess.DEVNULL if log is not None else None,
+                stdout=subprocess.PIPE if piped else self._file,
+                stderr=self._file if piped or self._file is None else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
         except OSError:
             self._close()
             raise
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._process.stdout is not None
+        return self._process.stdout
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,203 @@
+"""JSON, the table and the notes of a result, comparison with an earlier one, and what a config is refused for."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttrain import ops
+from ttrain.bench.engines import EngineContender
+from ttrain.bench.report import notes, print_result, table
+from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio, read_earlier
+from ttrain.cli import main
+from ttrain.config.compose import load
+from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.spec import TensorSpec
+from ttrain.graph import Graph
+from ttrain.train.forecast.peak import Rates
+
+
+def result(static_ms: float = 0.5, threads: int = 2, precision: str = "fp32") -> dict[str, Any]:
+    rows = [
+        Row("eager", "PyTorch", status="ok", round_ms=[1.0, 1.1, 1.2], checked_against="eager", warm_s=[1.5, 1.0, 3.0]),
+        Row("static", "ttrain", status="ok", round_ms=[static_ms] * 3, checked_against="eager"),
+        Row("traced", "ttrain", status="failed", reason="no [bold] compiler | here."),
+    ]
+    device = {"name": "cpu", "hardware": "a processor", "threads": threads, "torch": "2"}
+    case = CaseResult("char", "gpt: small", precision, "tokens", 100, 2e9, 7, device=device, others_cpu=0.5, rows=rows)
+    return Result("gpt", {}, {"platform": "here", "versions": {}}, [case], complete=True).to_dict()
+
+
+def cells(values: dict[str, Any], contender: str, earlier: dict[str, Any] | None = None) -> dict[str, str]:
+    titles, *lines = table(values, earlier)
+    return next(dict(zip(titles, line, strict=True)) for line in lines if contender in line)
+
+
+def test_the_table_says_what_the_json_says_and_has_no_empty_column() -> None:
+    assert cells(result(), "static") == {
+        "size": "char", "precision": "fp32", "contender": "static", "ms/step": "0.5", "quartiles": "", "x": "2.20",
+        "95 %": "2.00 – 2.40", "per second": "200.0k tokens", "TFLOP/s": "4", "warm start": "", "same work": "yes",
+    }  # fmt: skip
+    assert cells(result(), "eager")["warm start"] == "1.5 s (1.0 – 3.0)"
+    values = json.loads(json.dumps(result()))
+    values["cases"][0]["rows"][1]["facts"] = {"roof": {"ms": 0.25}, "bound_by": "compute"}
+    found = cells(values, "static")
+    assert (found["roof ms"], found["of roof"], found["bound by"]) == ("0.25", "50.0 %", "compute")
+
+
+def test_a_reader_is_told_what_to_make_of_it(capsys: Any) -> None:
+    print_result(result(), None)
+    shown = capsys.readouterr().out
+    for said in ("a processor", "2 threads", "50 %", "no [bold] compiler | here", "char is gpt: small"):
+        assert said in shown
+    assert "partial" not in shown
+    assert any("partial" in note for note in notes({**result(), "complete": False}))
+
+
+def test_numbers_of_a_sweep_are_named_by_what_differs() -> None:
+    assert result()["numbers"] == pytest.approx({"eager_ms": 1.1, "static_ms": 0.5, "times_as_fast": 2.2})
+    both = numbers([*result()["cases"], *result(0.25, precision="bf16")["cases"]])
+    assert both["bf16 static_ms"] == 0.25 and both["times_as_fast"] == pytest.approx(2.2)
+    assert both["bf16 times_as_fast"] == pytest.approx(4.4)
+
+
+def test_a_comparison_shows_both_and_names_what_else_changed() -> None:
+    now = result(static_ms=0.25, threads=1)
+    found = cells(now, "static", result())
+    assert (found["earlier ms"], found["x earlier"]) == ("0.5", "2.00")
+    assert any("2" in note and "1" in note and "threads" in note for note in notes(now, result()))
+
+
+@pytest.mark.parametrize("change", [lambda values: {"format": 1}, lambda values: [], lambda values: {"bench": "gpt"}])
+def test_a_file_that_cannot_be_compared_with(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(change(result())), "utf-8")
+    with pytest.raises(UserError, match=r"^bench.compare="):
+        read_earlier(str(path))
+
+
+def test_quartiles_by_another_library() -> None:
+    times = list(np.random.default_rng(0).lognormal(size=21))
+    case = CaseResult(
+        "a", "a", "fp32", "tokens", 1, 1.0, 1, rows=[Row("static", "ttrain", status="ok", round_ms=times)]
+    )
+    found = case.to_dict()["rows"][0]["step_ms"]
+    expected = statistics.quantiles(times, n=4, method="inclusive")
+    assert [found[name] for name in ("q1", "median", "q3")] == pytest.approx(expected)
+
+
+def test_times_as_fast_is_the_other_over_the_own_where_both_took_part() -> None:
+    assert ratio([2.0, 2.0, 2.0], [6.0, 6.0, 6.0]) == {"ratio": 3.0, "low": 3.0, "high": 3.0}
+    assert ratio([1.0, 1.0], [2.0, 2.0, 99.0])["ratio"] == 2.0
+
+
+def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says() -> None:
+    """A true ratio of 1.5 under noise that both share: at least 85 of 100 intervals of 95 % contain it."""
+    generator, hits = np.random.default_rng(5), 0
+    for seed in range(100):
+        shared = generator.lognormal(0, 0.3, 20)
+        own, other = (shared * scale * generator.lognormal(0, 0.1, 20) for scale in (1.0, 1.5))
+        found = ratio(list(own), list(other), seed)
+        hits += found["low"] <= 1.5 <= found["high"]
+    assert hits >= 85
+
+
+def test_the_roof_adds_up_the_kernels_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph()
+    x, weight = graph.input("x", TensorSpec((100, 200))), graph.input("weight", TensorSpec((200, 300)))
+    launched = [ops.matmul(x, weight).producer, ops.add(weight, weight).producer]
+    contender: Any = EngineContender.__new__(EngineContender)
+    contender.built = SimpleNamespace(plan=SimpleNamespace(launched=launched))
+    contender.device, contender._device_config = SimpleNamespace(name="cpu"), SimpleNamespace(index=0)
+    contender._case = SimpleNamespace(dtypes=SimpleNamespace(compute="fp32"))
+    moved = 4 * (100 * 200 + 200 * 300 + 100 * 300), 4 * 2 * 200 * 300
+    for rate, expected in ((1e9, sum(moved) / 1e6), (1e7, 12e6 / 1e7 + moved[1] / 1e6)):
+        monkeypatch.setattr("ttrain.train.forecast.peak.measured_rates", lambda *_, r=rate: Rates(r, 1e6))
+        roof = contender._roof()["roof"]
+        assert (roof["flops"], roof["nbytes"]) == (2 * 100 * 200 * 300 + 200 * 300, sum(moved))
+        assert roof["ms"] == pytest.approx(1e3 * expected)
+
+
+CHIP = [
+    ["bench=dispatch", "device=n300", "bench.size=[mm1024,nano32]"],
+    ["bench=core_grid", "device=n150"],
+    ["bench=mlp", "device=n300"],
+    ["bench=wormhole", "device=n300", "bench.size=256x256"],
+    ["bench=matmul", "device=n300", "bench.size=mm512"],
+    ["bench=gpt", "device=n300", "bench.precision=bf16"],
+]
+
+
+@pytest.mark.parametrize("overrides", CHIP, ids=" ".join)
+def test_without_a_card_the_output_says_that_a_model_told_the_times(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
+    assert main(["task=bench", *overrides, f"bench.out={tmp_path}"]) == 0
+    shown = capsys.readouterr()
+    assert "cost model" in shown.out and "not from a card" in shown.out and "cost model" in shown.err
+    values = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    assert values["complete"] and {case["basis"] for case in values["cases"]} == {"cost model"}
+    rows = [row for case in values["cases"] for row in case["rows"]]
+    assert all(row["side"] == "ttrain" and row["step_ms"]["median"] > 0 and row["facts"]["bound_by"] for row in rows)
+
+
+def test_variants_change_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the cores take longer for a large product; a narrower dtype does not."""
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
+    found = {}
+    for precision in ("bf16", "bf8"):
+        overrides = ["device=n300", "bench.size=mm4096", f"bench.precision={precision}", "bench.engines=static"]
+        assert main(["task=bench", "bench=core_grid", *overrides, f"bench.out={tmp_path / precision}"]) == 0
+        found[precision] = json.loads((tmp_path / precision / "results.json").read_text("utf-8"))["numbers"]
+    whole, half = "static, device.core_grid=[7,8]_ms", "static, device.core_grid=[7,4]_ms"
+    assert 1.5 < found["bf16"][half] / found["bf16"][whole] < 2.5 and found["bf8"][whole] <= found["bf16"][whole]
+
+
+REFUSED = [
+    ("bench=gtp", "bench=gtp"), ("bench.size=chra", "bench.size=chra"), ("bench.size=256", "bench.size=256"),
+    ("bench.size=[2000000x5]", "bench.size=2000000x5"), ("bench.size=mm65536", "bench.size=mm65536"),
+    ("bench.size=0x5", "bench.size=0x5"), ("bench.engines=[statik]", "bench.engines=statik"),
+    ("bench.precision=[fp16]", "bench.precision=fp16"), ("bench.precision=[]", "bench.precision=[]"),
+    ("bench.engines=[] bench.baselines=[]", "bench.engines=[] and bench.baselines=[]"),
+    ("bench.compare=missing.json", "bench.compare=missing.json"), ("device=null", "device=null"),
+    ("model.width=64", "model.width"), ("engine=traced", "engine=traced"), ("bench.rounds=2", "bench.rounds=2"),
+    ("bench.variants=[device.treads=1]", "device.treads"), ("bench.variants=[model.width=1]", "bench.variants"),
+    ("bench.variants=[engine.name=static]", "bench.variants"), ("bench.ranks=3", "bench.ranks=3"),
+    ("bench.ranks=2 bench.measure=[memory]", "bench.ranks=2"), ("device=p150", "device=p150"),
+    ("bench=memory device=n150", "bench.measure"), ("bench.precision=[bf8] device=cpu", "bench.precision=bf8"),
+    ("bench=dispatch device=cpu", "device.dispatch"), ("bench.measure=[stop]", "bench.measure=stop"),
+    ("device=n300 bench.engines=[]", "bench.engines=[]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key"), REFUSED, ids=[overrides for overrides, _ in REFUSED])
+def test_a_bad_request_is_one_line_and_exit_code_2(
+    overrides: str, key: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
+    assert main(["task=bench", *overrides.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"ttrain: {key}") and shown.err.count("\n") == 1
+    assert not shown.out and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"), [("work", "bench.size"), ("startup", "bench.measure"), ("dim", "x<width>")]
+)
+def test_a_key_that_is_gone_names_what_to_give_instead(key: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^bench\.{key}: unknown key\. .*{instead}"):
+        load(["task=bench", f"bench.{key}=1"])
+
+
+def test_one_value_stands_for_a_list_of_it() -> None:
+    found = load(["task=bench", "bench=gpt", "bench.size=nano", "bench.engines=static"])
+    assert (found.bench.size, found.bench.engines) == (["nano"], ["static"])
