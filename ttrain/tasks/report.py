@@ -6,7 +6,7 @@ The page holds no script and loads nothing: curves are SVG in the page.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -80,25 +80,31 @@ def _labels(runs: Sequence[RunInfo]) -> list[str]:
 
 
 def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
-    rows = [("state", [info.state for info in runs])]
-    rows.append(("step", [f"{info.step} of {info.steps}" if info.steps else str(info.step) for info in runs]))
-    for key in ("train/loss", "val/loss", "val/bits_per_byte"):
-        rows.append((key, [_number(info.newest(key)) for info in runs]))
-    summaries = [info.summary for info in runs]
-    rows.append(("best held-out loss", [_best(info) for info in runs]))
-    rows.append(("parameters", [format_count(s["parameters"]) if s.get("parameters") else "" for s in summaries]))
-    rows.append(("tokens", [format_count(info.newest("tokens") or 0) for info in runs]))
-    seconds = [s.get("seconds") or info.newest("seconds") for s, info in zip(summaries, runs, strict=True)]
-    rows.append(("time in the loop", [format_duration(found) if found else "" for found in seconds]))
-    speeds = [info.tokens_per_s for info in runs]
-    rows.append(("tokens/s over that time", [format_count(speed) if speed else "" for speed in speeds]))
-    medians = [s.get("median_step_ms") for s in summaries]
-    rows.append(("median step", [format_duration(median / 1e3) if median else "" for median in medians]))
-    peaks = [s.get("peak_memory_bytes") for s in summaries]
-    rows.append(("peak memory", [format_bytes(peak) if peak else "" for peak in peaks]))
-    rows.append(("attempts", [str(len(info.attempts)) for info in runs]))
-    head = ["", *labels] if len(runs) > 1 else None
-    return _table([[name, *values] for name, values in rows if any(values)], head)
+    facts = [_facts(info) for info in runs]
+    rows = [[name, *(each[name] for each in facts)] for name in facts[0]]
+    return _table([row for row in rows if any(row[1:])], ["", *labels] if len(runs) > 1 else None)
+
+
+def _facts(info: RunInfo) -> dict[str, str]:
+    """Name the main numbers of a run, empty where one is not known."""
+
+    def shown(form: Callable[[Any], str], value: Any) -> str:
+        return form(value) if value else ""
+
+    summary = info.summary
+    return {
+        "state": info.state,
+        "step": f"{info.step} of {info.steps}" if info.steps else str(info.step),
+        **{key: _number(info.newest(key)) for key in ("train/loss", "val/loss", "val/bits_per_byte")},
+        "best held-out loss": _best(info),
+        "parameters": shown(format_count, summary.get("parameters")),
+        "tokens": format_count(info.newest("tokens") or 0),
+        "time in the loop": shown(format_duration, summary.get("seconds") or info.newest("seconds")),
+        "tokens/s over that time": shown(format_count, info.tokens_per_s),
+        "median step": shown(format_duration, (summary.get("median_step_ms") or 0) / 1e3),
+        "peak memory": shown(format_bytes, summary.get("peak_memory_bytes")),
+        "attempts": str(len(info.attempts)),
+    }
 
 
 def _best(info: RunInfo) -> str:
@@ -109,12 +115,9 @@ def _best(info: RunInfo) -> str:
 
 
 def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
-    """What makes the numbers of two runs not comparable, or of one run not those of a device."""
-    found = []
-    for key, meaning, but in (
-        ("tokenizer_hash", "tokenizer", "; bits per byte of the same text do"),
-        ("data", "data", ""),
-    ):
+    """Tell why the numbers of two runs do not compare, or why those of one run are not those of a device."""
+    found, same = [], "; bits per byte of the same text do"
+    for key, meaning, but in (("tokenizer_hash", "tokenizer", same), ("data", "data", "")):
         values = {json.dumps(info.attempts[-1].get(key), sort_keys=True) for info in runs if info.attempts}
         if len(values) > 1:
             told = f"The runs differ in their {meaning}, so their losses do not compare{but}."
