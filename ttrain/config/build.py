@@ -162,6 +162,8 @@ def resized_model(model: Model, length: int, precision: PrecisionConfig, lora: L
     """
     if hasattr(model, "at_length"):
         return model.at_length(length)
+    if not hasattr(model.config, "context"):
+        return None
     other = _model(replace(model.config, context=length), precision, lora)
     parameters, buffers = model.parameters(), model.buffers()
     same = all(parameter.spec == parameters[path].spec for path, parameter in other.parameters().items())

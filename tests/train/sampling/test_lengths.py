@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,16 @@ import pytest
 from tests.conftest import cache_home
 from ttrain import load_config
 from ttrain.cli import main
+from ttrain.config.build import resized_model
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph.kinds import Kind
+from ttrain.models.gpt import GPT
+from ttrain.nn.precision import PrecisionConfig
+from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.evaluating.scorer import Scorer, opened
 from ttrain.tasks.evaluating.windows import Texts
 from ttrain.train.sampling import lengths
@@ -177,3 +182,15 @@ def test_tensors_come_and_go() -> None:
         assert state.names() == before
         with pytest.raises(GraphError, match="no persistent tensor 'more/keys'"):
             state.placed("more/keys")
+
+
+def test_a_model_of_a_plugin_needs_no_more_than_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have neither a context of its own, nor one in its config, nor caches."""
+    run = trained("gpt")
+    monkeypatch.setattr(GPT, "extend", property(lambda self: self.nothing))
+    monkeypatch.setattr(GPT, "at_length", property(lambda self: self.nothing))
+    with opened(load_config("task=eval", f"run.dir={run}", *CPU)) as scorer:
+        source = dataclasses.replace(scorer.source, config=dataclasses.replace(scorer.source.config, tokens=2))
+        assert len(list(source.tokens([1], 0))) == 2 and scorer.context == CONTEXT
+    bare = types.SimpleNamespace(config=types.SimpleNamespace(name="mine"))
+    assert resized_model(bare, 64, PrecisionConfig(), LoraConfig()) is None  # type: ignore[arg-type]

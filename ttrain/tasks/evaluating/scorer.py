@@ -60,7 +60,7 @@ class Scorer:
     @property
     def context(self) -> int:
         """Longest text that the model reads at once."""
-        return int(self.given.model.context)
+        return self.steps.context
 
     @cached_property
     def source(self) -> TokenSource:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ttrain.core.attention_mask import CAUSAL, PAIRS
@@ -86,7 +87,7 @@ class TokenSource:
     def make_room(self, tokens: int) -> None:
         """Build the steps for texts of so many tokens, or of the context where that is less, if there are none yet."""
         length = max(self._length, self.steps.length(tokens))
-        built = self.steps.get(f"sample {self.config.mode}", length, self._traces)
+        built = self.steps.get(f"sample {self.config.mode}", length, partial(self._traces, length))
         if self._length == length and self._built is built:
             return
         keeps, self._length, self._built = self.config.cache is not False, length, built
@@ -96,11 +97,9 @@ class TokenSource:
         }
         self._whole = None if reads else whole_text_scores(built[WHOLE], self.vocabulary)
 
-    def _traces(self, graph: StepGraph) -> dict[str, Trace]:
-        """All steps by name, for texts of the length that a graph is for."""
-        model: Any = graph.model
-        length = model.length if hasattr(model, "length") else model.batch_specs(1)["tokens"].shape[-1]
-        reads = sampling_traces(model, self.config, length)
+    def _traces(self, length: int, graph: StepGraph) -> dict[str, Trace]:
+        """Return all steps by name, for texts of the length that the graph is for."""
+        reads = sampling_traces(graph.model, self.config, length)
         named = {name: trace for traces in reads.values() for name, trace in traces.items()}
         return named or {WHOLE: graph.trace_logits}
 
