@@ -108,6 +108,10 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: 
         (["train.accumulation=1e9"], "train.accumulation=1000000000: must divide train.batch_size=16."),
         (["optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=1"], "optimizer.nesterov=true: needs momentum."),
         (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: must hold two numbers, got 1."),
+        (
+            ["lora.rank=2", "model.parametrization=mup", "model.base_width=8", "optimizer=muon"],
+            "optimizer=muon: has no rule for the rates of adapters",
+        ),
         (["schedule.warmup=2000"], "schedule.warmup=2000: must be at most train.steps=1000."),
         (["schedule=wsd", "schedule.warmup=900"], "schedule.decay=0.2: warm-up (900 steps)"),
         (["schedule=wsd", "schedule.warmup=9", "schedule.decay_from=8"], "schedule.decay_from=8: must be at least"),

@@ -63,7 +63,8 @@ class Model(Protocol):
     """Records a forward pass on symbolic tensors. Built from its small config and the compute dtype.
 
     Step inputs that a model declares while it records: the fields of `batch_specs`, `loss_weight` fp32 [], and where it
-    draws random numbers `seed` int64 [].
+    draws random numbers `seed` int64 []. One that must not be zero says so with the `example` of Graph.input: steps are
+    run once before there is a batch.
     """
 
     config: Any

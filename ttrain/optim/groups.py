@@ -136,7 +136,7 @@ def learning_rates(
 
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
-    check_groups(parameters, config)
+    check_prefixes(parameters, config)
     changing = trained(parameters, config)
     names = {lr_input(path, parameter, config) for path, parameter in changing.items()}
     factors = {"": 1.0, **{f"/{key}": value for key, value in config.group_lr.items()}}
@@ -152,7 +152,7 @@ def learning_rates(
 
 
 def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
-    """Raise ConfigError for what a run can't mean: what `check_prefixes` refuses, and prefixes that change nothing."""
+    """Raise ConfigError for what a new run can't mean: what `check_prefixes` refuses, and keys that change nothing."""
     check_prefixes(parameters, config)
     if problems := _idle(parameters, config):
         raise ConfigError(problems)

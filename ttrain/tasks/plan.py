@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Prints the plan, and with plan.show the nodes or the buffers behind it; writes plan.json=<file> if asked."""
+    from ttrain.optim.groups import check_groups
     from ttrain.train.forecast.plan_report import plan_report
     from ttrain.train.forecast.show import product_ways, show_ways
     from ttrain.train.steps.resident import resident_by_default
@@ -43,6 +44,7 @@ def run(config: Config) -> None:
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     dataset = _dataset(config)
     model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
+    check_groups(model.parameters(), config.optimizer)
     with (
         closing(build.planned_device(config.device)) as device,
         closing(session_to_plan(config, model, device, dataset)) as session,

@@ -16,7 +16,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.settings import DataConfig
-from ttrain.optim.groups import check_groups
+from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.tasks.training.prompt import sample_prompt
@@ -116,7 +116,8 @@ def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, 
     """Return the model on symbolic tensors, and the config as checkpoints keep it."""
     parts = config.model, config.precision, config.device, config.data, config.lora
     model = build.build_model(*parts, dataset.vocabulary)
-    check_groups(model.parameters(), config.optimizer)
+    check = check_prefixes if config.source.merged else check_groups  # a run that has begun may go on as it is
+    check(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
     stored["parallel"]["slices"] = world.ranks.slices if world.ranks.slices > 1 else None
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
