@@ -29,7 +29,7 @@ def sample_prompt(config: Config, dataset: Dataset) -> list[int] | None:
         tokenizer.config = {**tokenizer.config, "add_bos_token": False}
     end = named_end(config.data, tokenizer.config)
     found = _held_out(dataset, end_id(tokenizer, end)) if config.sample.prompt is None else []
-    return tokenizer.with_start(found) if found else encode_prompt(tokenizer, config.sample.prompt, end)
+    return found or encode_prompt(tokenizer, config.sample.prompt, end)
 
 
 def shown_prompt(tokenizer: Any, prompt: list[int]) -> str:
@@ -41,7 +41,7 @@ def shown_prompt(tokenizer: Any, prompt: list[int]) -> str:
 
 
 def _held_out(dataset: Any, end: int | None) -> list[int]:
-    """Return some tokens of the first held-out sequence: all before its first reply, or about a line."""
+    """Return some tokens of the first held-out sequence, as they are learnt: all before its first reply, or a line."""
     batch = dataset.batch("val", 0, 0, 1)
     tokens, learnt = batch["tokens"][0].tolist(), batch["targets"][0] >= 0
     if not learnt[0] and learnt.any():
@@ -49,7 +49,8 @@ def _held_out(dataset: Any, end: int | None) -> list[int]:
     parts = [list(part) for ended, part in groupby(tokens[:_TOKENS], lambda token: token == end) if not ended]
     start = dataset.tokenizer.start
     lines = [_line(dataset.tokenizer, part[len(start) :] if part[: len(start)] == start else part) for part in parts]
-    return max(lines, key=len, default=[])
+    line = max(lines, key=len, default=[])
+    return dataset.tokenizer.with_start(line) if line else []
 
 
 def _line(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
