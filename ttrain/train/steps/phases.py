@@ -105,21 +105,23 @@ class Reader:
 
     def before(self, step: int) -> Position:
         """Return where a step of the attempt, counted from 1, starts to read."""
-        return self._position(self.schedule.number(step), self._samples(step))
+        return self._position(self.schedule.number(step), step)
 
     def _samples(self, step: int) -> int:
         return self._start.samples + self.schedule.read(self._step, step - 1).samples
 
-    def _position(self, phase: int, samples: int) -> Position:
-        """Return the place of a sample that a phase reads; the data knows the tokens before it."""
-        view = self._view(phase)
-        return Position(samples, view.position(self._seed, samples) if hasattr(view, "position") else samples)
+    def _position(self, phase: int, step: int) -> Position:
+        """Return where a step after one of this phase starts to read. Data that fills sequences up tells its tokens."""
+        samples, tokens = self.schedule.read(self._step, step - 1)
+        samples, view = self._start.samples + samples, self._view(phase)
+        known = hasattr(view, "position")
+        return Position(samples, view.position(self._seed, samples) if known else self._start.tokens + tokens)
 
     def _view(self, phase: int) -> Any:
         """Return the data in sequences of a phase's length, from where the phase before it ended."""
         if phase not in self._views and hasattr(self._dataset, "at"):
             first = phase * self.schedule.every
-            start = self._start if first <= self._step else self._position(phase - 1, self._samples(first + 1))
+            start = self._start if first <= self._step else self._position(phase - 1, first + 1)
             self._views[phase] = self._dataset.at(self.schedule.phases[phase].length, *start)
         return self._views.get(phase, self._dataset)  # examples have no length
 
