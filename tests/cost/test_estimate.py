@@ -31,7 +31,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.forecast import kernel_times, peak, step_cost
+from ttrain.train.forecast import kernel_times, step_cost
 from ttrain.train.forecast.estimate import host_estimate, host_time
 from ttrain.train.forecast.kernel_times import KernelTimes
 from ttrain.train.forecast.memory_picture import memory_over_time
@@ -234,22 +234,6 @@ def test_what_a_busy_machine_took_is_forgotten_and_it_spoils_nothing(steps: Any,
         assert times.measured <= (kernel_times.AGAIN if number else len(nodes))
     assert totals[0] == pytest.approx(100 * sum(true)) and sorted(totals, reverse=True) == totals
     assert totals[-1] == pytest.approx(sum(true), rel=0.02)
-
-
-def test_a_process_measures_rates_once_and_the_best_of_all_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
-    found = peak.measured_rates("cpu", "fp32")
-    assert found is not None and found.flops > 1e7 and found.nbytes > 1e6
-    monkeypatch.setattr(peak, "_fastest", lambda *_: pytest.fail("measured again"))
-    assert peak.measured_rates("cpu", "fp32") == found and peak.measured_rates("null", "fp32") is None
-    for seconds, factor in ((1e9, 1), (1e-9, None)):  # of another process, on a busy and on a quick machine
-        monkeypatch.setattr(peak, "_fastest", lambda *_, taken=seconds: taken)
-        monkeypatch.setattr(peak, "_rates", {})
-        other = peak.measured_rates("cpu", "fp32")
-        assert other is not None and (other == found) == (factor == 1)
-    assert other.flops == pytest.approx(2 * 1024**3 / 1e-9) and other.nbytes == pytest.approx(2**27 / 1e-9)
 
 
 def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:

@@ -144,22 +144,6 @@ def test_holders_are_found_by_their_open_files(tmp_path: Path) -> None:
     assert holders(nodes, processes) == {42: "python train.py"}
 
 
-def test_the_doctor_shows_cards_firmware_and_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-
-    (tmp_path / "version").write_text("2.1.0\n", "ascii")
-    monkeypatch.setattr(examine, "DRIVER", tmp_path / "version")
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev" / "0").touch()
-    card = tmp_path / "class" / "tenstorrent!0"
-    card.mkdir(parents=True)
-    (card / "tt_card_type").write_text("n150\n", "ascii")
-    (card / "tt_fw_bundle_ver").write_text("18.5.0.0\n", "ascii")
-    assert examine._driver().text == "tenstorrent 2.1.0"
-    assert examine._cards(tmp_path / "dev").text.startswith("1 in ")
-    (found,) = examine._firmware(tmp_path / "class")
-    assert found.text == "card type n150, fw bundle ver 18.5.0.0"
-
-
 def test_the_doctor_tries_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from ttrain.tasks import doctor
 
