@@ -13,7 +13,7 @@ from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, 
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
-from ttrain.nn.precision import PrecisionConfig
+from ttrain.nn.precision import PRECISIONS, PrecisionConfig
 from ttrain.optim.settings import (
     AdafactorConfig,
     AdamWConfig,
@@ -60,33 +60,22 @@ class TaskConfig:
             )
 
 
-register("task", "train", config=TaskConfig, target="ttrain.tasks.train:run")
-register("task", "sample", config=TaskConfig, target="ttrain.tasks.sample:run")
-register("task", "chat", config=TaskConfig, target="ttrain.tasks.chat:run")
-register("task", "eval", config=TaskConfig, target="ttrain.tasks.eval:run")
-register("task", "export", config=TaskConfig, target="ttrain.tasks.export:run")
-register("task", "plan", config=TaskConfig, target="ttrain.tasks.plan:run")
-register("task", "prepare", config=TaskConfig, target="ttrain.tasks.prepare:run")
-register("task", "runs", config=TaskConfig, target="ttrain.tasks.runs:run")
-register("task", "report", config=TaskConfig, target="ttrain.tasks.report:run")
+TASKS = ("train", "sample", "chat", "eval", "export", "plan", "prepare", "runs", "report", "verify", "profile", "bench",
+         "doctor")  # fmt: skip
+for _task in TASKS:
+    register("task", _task, config=TaskConfig, target=f"ttrain.tasks.{_task}:run")
 register("task", "lr", config=TaskConfig, target="ttrain.tasks.training.lr:run")
-register("task", "verify", config=TaskConfig, target="ttrain.tasks.verify:run")
-register("task", "profile", config=TaskConfig, target="ttrain.tasks.profile:run")
-register("task", "bench", config=TaskConfig, target="ttrain.tasks.bench:run")
-register("task", "doctor", config=TaskConfig, target="ttrain.tasks.doctor:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
 register("model", "llama", config=LlamaConfig, target="ttrain.models.llama:Llama")
 register("model", "agillm", config=AGILLMConfig, target="ttrain.models.agillm:AGILLM")
 
-register("engine", "dynamic", config=EngineConfig, target="ttrain.config.targets:dynamic_engine")
-register("engine", "static", config=EngineConfig, target="ttrain.config.targets:static_engine")
-register("engine", "traced", config=EngineConfig, target="ttrain.config.targets:traced_engine")
+for _engine in ("dynamic", "static", "traced"):
+    register("engine", _engine, config=EngineConfig, target=f"ttrain.config.targets:{_engine}_engine")
 
-register("device", "auto", config=DeviceConfig, target="ttrain.device.torch.device:auto")
-register("device", "cpu", config=DeviceConfig, target="ttrain.device.torch.device:cpu")
-register("device", "cuda", config=DeviceConfig, target="ttrain.device.torch.device:cuda")
+for _device in ("auto", "cpu", "cuda"):
+    register("device", _device, config=DeviceConfig, target=f"ttrain.device.torch.device:{_device}")
 register("device", "null", config=DeviceConfig, target="ttrain.config.targets:null_device")
 for _names in FAMILIES:
     for _device, (_config, _target) in loaded(_names).items():
@@ -100,20 +89,16 @@ register("optimizer", "schedule_free", config=ScheduleFreeConfig, target="ttrain
 register("optimizer", "muon", config=MuonConfig, target="ttrain.optim.muon:Muon")
 register("optimizer", "normuon", config=NorMuonConfig, target="ttrain.optim.muon:NorMuon")
 
-register("schedule", "constant", config=ScheduleConfig, target="ttrain.optim.schedules:constant")
-register("schedule", "linear", config=ScheduleConfig, target="ttrain.optim.schedules:linear")
-register("schedule", "cosine", config=ScheduleConfig, target="ttrain.optim.schedules:cosine")
-register("schedule", "wsd", config=ScheduleConfig, target="ttrain.optim.schedules:wsd")
+for _shape in ("constant", "linear", "cosine", "wsd"):
+    register("schedule", _shape, config=ScheduleConfig, target=f"ttrain.optim.schedules:{_shape}")
 
 register("data", "text", config=TextConfig, target="ttrain.data.text:open_text")
 register("data", "tokens", config=TokensConfig, target="ttrain.data.tokens:open_tokens")
 register("data", "documents", config=DocumentsConfig, target="ttrain.data.documents:open_documents")
 register("data", "regression", config=RegressionConfig, target="ttrain.data.regression:open_regression")
 
-register("precision", "fp32", config=PrecisionConfig, target=PrecisionConfig)
-register("precision", "bf16", config=PrecisionConfig, target=PrecisionConfig)
-register("precision", "bf16_pure", config=PrecisionConfig, target=PrecisionConfig)
-register("precision", "bf8", config=PrecisionConfig, target=PrecisionConfig)
+for _precision in PRECISIONS:
+    register("precision", _precision, config=PrecisionConfig, target=PrecisionConfig)
 
 for _way in ("none", "ddp", "zero1"):
     register("parallel", _way, config=ParallelConfig, target=ParallelConfig)

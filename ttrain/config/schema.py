@@ -12,8 +12,8 @@ from ttrain.config import registry
 from ttrain.config.components import TaskConfig
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import as_keys, option, rule
-from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
-from ttrain.device.family import MOCK, Family, family_of
+from ttrain.data.settings import DataConfig, PrepareConfig, TextConfig
+from ttrain.device.family import Family, family_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
@@ -22,7 +22,9 @@ from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.testing.settings import VerifyConfig
+from ttrain.train.forecast.settings import PlanConfig, ProfileConfig
 from ttrain.train.runs.record import command_line, override
+from ttrain.train.runs.settings import ReportConfig, RunsConfig
 from ttrain.train.settings import (
     GuardConfig,
     LoggerConfig,
@@ -33,82 +35,6 @@ from ttrain.train.settings import (
     TrainConfig,
 )
 from ttrain.train.task_settings import EvalConfig, ExportConfig, SampleConfig
-
-
-@dataclass
-class PlanConfig:
-    """What task=plan prints after its summary."""
-
-    show: str | None = option(
-        None, "also print the traced graph, the graph with gradients, the op list with buffers, or what each op costs",
-        choices=("graph", "backward", "plan", "ops"),
-    )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
-    picture: str | None = option(None, "image file for the planned memory over time, such as plan.png", path=True)
-    time: bool = option(
-        True, "expect a step's time; on the CPU and on a GPU each kernel is timed for that, and its best time kept"
-    )
-    seconds: float = option(
-        10.0, "time kernels for so long; those that are left then are estimated from their FLOPs and bytes", minimum=0
-    )
-    calibrate: bool = option(
-        False, "first open the device and measure the constants of its cost model on it; they are kept for later"
-    )
-    limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
-    memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
-
-
-@dataclass
-class ProfileConfig:
-    """What task=profile measures: the nodes of a step, or what a device's own profiler reports."""
-
-    steps: int = option(5, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
-    top: int = option(20, "nodes in the table, those first that take longest", minimum=1)
-    csv: str | None = option(
-        None, "report of such a profiler to read instead of running, such as cpp_device_perf_report.csv",
-        path=True,
-    )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into, of every node", path=True)
-    trace: str | None = option(
-        None, "file for one step as a timeline in Chrome's trace format, which ui.perfetto.dev opens; not for "
-        "devices with a profiler of their own", path=True,
-    )  # fmt: skip
-
-    @rule
-    def _something_takes_time(self, others: Any) -> Iterator[str]:
-        if others.task.name != "profile":
-            return
-        device, profiled = others.device, others.family_that(lambda each: each.profiles)
-        family = family_of(device)
-        if self.csv is None and (device.name == "null" or family.mode(device) == MOCK):
-            yield (
-                f"task=profile: {family.named(device)} computes nothing that takes time. Give device=cpu, device=cuda, "
-                f"a {profiled.title} card or simulator, or profile.csv=<its report>; task=plan plan.show=ops tells "
-                "what ops cost on any device."
-            )
-        if self.trace is not None and (self.csv is not None or family.profiles):
-            yield "profile.trace: a device's own profiler gives no timeline. Give device=cpu or device=cuda, or null."
-
-
-@dataclass
-class PrepareConfig:
-    """What task=prepare writes."""
-
-    dir: str | None = option(
-        None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True
-    )
-
-    @rule
-    def _reads_text(self, others: Any) -> Iterator[str]:
-        if others.task.name != "prepare":
-            return
-        if self.dir is None:
-            yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
-        if not isinstance(others.data, TextConfig | DocumentsConfig):
-            yield (
-                f"data={others.data.name}: task=prepare reads text. Give data=stdlib, data=text with data.path, or "
-                "data=documents with data.sources."
-            )
 
 
 @dataclass
@@ -184,38 +110,6 @@ class RampConfig:
             yield f"ramp.low={self.low:g}: must be less than ramp.high={self.high:g}."
         if others.task.name == "lr" and others.optimizer.lr == 0:
             yield "optimizer.lr=0: task=lr tries rates in proportion to it. Leave it out."
-
-
-@dataclass
-class RunsConfig:
-    """What task=runs lists."""
-
-    root: str = option("outputs", "folder that is searched for runs and sweeps", path=True)
-    state: str | None = option(
-        None,
-        "list runs in this state only",
-        choices=("running", "finished", "failed", "resumable", "interrupted", "dry_run", "new"),
-    )
-
-
-@dataclass
-class ReportConfig:
-    """What task=report writes. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
-
-    run: list[str] = option([], "runs that are compared side by side; one run is given as run.dir", path=True)
-    out: str | None = option(
-        None, "HTML file to write; null takes report.html in the run, for several runs in this folder", path=True
-    )
-
-    @rule
-    def _has_a_run(self, others: Any) -> Iterator[str]:
-        task, run = others.task.name, others.run.dir
-        if task == "report" and not (self.run or run):
-            yield "task=report: needs a run. Give run.dir=<run directory>, or run=<one>,<another> to compare."
-        elif task == "report" and self.run and run:
-            yield "task=report: run.dir and report.run both name runs. Give run=<one>,<another> for all of them."
-        elif task != "report" and self.run and run is None:
-            yield f"report.run={self.run}: task={task} takes one run. Give run.dir=<run directory>."
 
 
 @dataclass(frozen=True)

@@ -196,3 +196,24 @@ class RegressionConfig(DataConfig):
     examples: int = option(8192, "number of distinct examples, held-out ones included", minimum=2)
     noise: float = option(0.1, "standard deviation of the noise on targets, whose own variance is about 1", minimum=0)
     seed: int = option(0, "seed of the teacher and of the examples", minimum=0)
+
+
+@dataclass
+class PrepareConfig:
+    """What task=prepare writes."""
+
+    dir: str | None = option(
+        None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True
+    )
+
+    @rule
+    def _reads_text(self, others: Any) -> Iterator[str]:
+        if others.task.name != "prepare":
+            return
+        if self.dir is None:
+            yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
+        if not isinstance(others.data, TextConfig | DocumentsConfig):
+            yield (
+                f"data={others.data.name}: task=prepare reads text. Give data=stdlib, data=text with data.path, or "
+                "data=documents with data.sources."
+            )
