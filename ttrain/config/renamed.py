@@ -13,7 +13,7 @@ RENAMED: dict[str, str] = {
     "bench.repeats": "bench.starts",
     "bench.startup": "Give bench.measure=[start,steps], or [steps] alone.",
     "bench.work": "bench.size",
-    "guard.search_seconds": "Leave it out: the step that went wrong is run once more.",
+    "guard.search_seconds": "Leave it out: no steps are repeated. guard.nonfinite=skip names the first bad tensor.",
     "recipe=bench-core-grid": "Give task=bench bench=core_grid device=n300.",
     "recipe=bench-depth": "Give task=bench bench=depth.",
     "recipe=bench-dispatch": "Give task=bench bench=dispatch device=n300.",
