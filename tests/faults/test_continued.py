@@ -38,11 +38,11 @@ class Killed(BaseException):
 
 def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str, step: int = 3, owner: Any = Loop) -> None:
     """Runs until `step` would be trained, or with `owner` Run until the attempt would be recorded."""
-    name = "_begin" if owner is Loop else "record"
+    name = "_turn" if owner is Loop else "record"
     original = getattr(owner, name)
 
     def call(self: Any, *arguments: Any) -> Any:
-        if owner is Run or self.progress.step >= step - 1:
+        if owner is Run or arguments[0] >= step:
             raise Killed
         return original(self, *arguments)
 
