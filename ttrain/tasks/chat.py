@@ -32,7 +32,7 @@ def run(config: Config) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the user writes."""
+    """Yield the lines that the user writes."""
     mark = "\ufeff"  # that a file may begin with
     while True:
         try:

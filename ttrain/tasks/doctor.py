@@ -76,7 +76,7 @@ def _gpu() -> Finding:
 
 
 def _cpp_compiler(compiling: bool) -> Finding:
-    """What engine=traced on the CPU compiles its kernels with; whether it makes a library that loads."""
+    """Find the compiler that engine=traced on the CPU takes, and check that it makes a library that loads."""
     from ttrain.core.errors import TtrainError
     from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
 

@@ -144,7 +144,7 @@ def _show(what: str, session: Session, steps: Any) -> None:
 
 
 class _Extra:
-    """What goes beyond the plan itself: expected time, limits, padding."""
+    """Parts of task=plan beyond the plan itself: expected time, limits, padding."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class _Extra:
         return "\n" + fit_text(needed, *known, keys)
 
     def _smaller(self) -> Table:
-        """What a plan takes with each key that takes less, with all of them, and with the model frozen."""
+        """Return a table of the planned memory with each key that takes less, with all, and with the model frozen."""
         from ttrain.core.tables import Table
 
         available = self.values["fits"]["available_bytes"]
@@ -229,7 +229,7 @@ class _Extra:
             self.tables.append(padding_table(values))
 
     def _adapters(self, session: Session) -> None:
-        """What training takes with the model frozen, and without."""
+        """Add a table of what training takes with the model frozen, and without."""
         from ttrain.core.tables import Table
         from ttrain.optim.groups import frozen_count
 

@@ -166,7 +166,7 @@ def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], write: C
 
 
 def ending_of(template: Any) -> str | None:
-    """What the model writes after a reply, such as <|im_end|>, where the template puts anything there."""
+    """Return the text that the template puts after a reply, such as <|im_end|>; None where it puts none there."""
     reply, question = "\ue001", "\ue002"
     said = {"role": "assistant", "content": reply}, {"role": "user", "content": question}
     try:

@@ -1,4 +1,4 @@
-"""What the rooms of training say to each other: arrays, inputs and outputs of a step, persistent tensors to read."""
+"""Types that the folders of training share: arrays, inputs and outputs of a step, persistent tensors to read."""
 
 from __future__ import annotations
 

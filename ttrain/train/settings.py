@@ -18,7 +18,7 @@ LOGGERS = ("console", "jsonl", "wandb")
 
 @dataclass
 class TrainConfig:
-    """How long to train, on how much per step, and what happens between steps."""
+    """Length of training, the data of each step, and what happens between steps."""
 
     steps: int = option(1000, "optimizer steps of the whole run, counted from the first attempt", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
@@ -177,7 +177,7 @@ def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
 
 @dataclass
 class RunConfig:
-    """Where the run lives and what its random numbers start from."""
+    """Run directory, and the start of the run's random numbers."""
 
     dir: str | None = option(
         None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
@@ -198,7 +198,7 @@ class RunConfig:
 
 @dataclass
 class ReplicasConfig:
-    """How the runs differ that device.subdevices=2 trains side by side."""
+    """Differences between the runs that device.subdevices=2 trains side by side."""
 
     seed: list[int] | None = option(
         None, "run.seed of each replica, such as [1,2]; null takes run.seed for the first, and the next number on"
@@ -242,7 +242,7 @@ class ReplicasConfig:
 
 @dataclass
 class LoggerConfig:
-    """Who else sees the metrics. metrics.jsonl is always written."""
+    """Outputs of the metrics. metrics.jsonl is always written."""
 
     name: str = option("console", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
 
@@ -296,7 +296,7 @@ class SuperviseConfig:
 
 @dataclass
 class GuardConfig:
-    """What happens when numbers go wrong."""
+    """Reactions to numbers that go wrong."""
 
     nonfinite: str = option(
         "stop",
@@ -326,7 +326,7 @@ class GuardConfig:
 
 @dataclass
 class RecoverConfig:
-    """What the run may change by itself to go on."""
+    """Changes that the run may make by itself to go on."""
 
     oom: str = option(
         "stop",

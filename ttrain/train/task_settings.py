@@ -12,7 +12,7 @@ from ttrain.models.settings import AGILLMConfig, TransformerConfig
 
 @dataclass
 class CheckpointConfig:
-    """Which weights of a run a task takes."""
+    """The weights of a run that a task takes."""
 
     checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
     average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
@@ -26,7 +26,7 @@ class CheckpointConfig:
 
 @dataclass
 class SampleConfig(CheckpointConfig):
-    """How text is drawn from a trained model."""
+    """Options for drawing text from a trained model."""
 
     prompt: str | None = option(
         None,
@@ -131,7 +131,7 @@ class SampleConfig(CheckpointConfig):
 
 @dataclass
 class EvalConfig(CheckpointConfig):
-    """What task=eval measures of a trained model."""
+    """Options of task=eval: the measures of a trained model."""
 
     text: list[str] = option(
         [],
@@ -161,7 +161,7 @@ class EvalConfig(CheckpointConfig):
 
 @dataclass
 class ExportConfig(CheckpointConfig):
-    """What task=export makes of a run's parameters, or of a file of weights."""
+    """Options of task=export: the form of a run's parameters, or of a file of weights, that it writes."""
 
     source: str | None = option(
         None,

@@ -1,1 +1,1 @@
-"""What task=eval measures, and how models are opened for it."""
+"""The measures of task=eval, and the opening of models for it."""

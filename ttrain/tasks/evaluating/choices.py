@@ -90,7 +90,7 @@ def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, 
 
 
 def _right(question: Question, totals: Sequence[float]) -> Iterator[bool]:
-    """Whether the right ending is the likeliest: as it is, by its characters, and by its bytes."""
+    """Yield whether the right ending is the likeliest: as it is, by its characters, and by its bytes."""
     characters = [len(ending) for ending in question.endings]
     for sizes in ([1] * len(totals), characters, [len(ending.encode()) for ending in question.endings]):
         yield int(np.argmax(np.array(totals) / sizes)) == question.label

@@ -75,7 +75,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         return self._answered("loglikelihood_rolling", requests, total, [len(text) for text in texts], disable_tqdm)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a stop; greedily unless a request asks to draw."""
+        """Return what the model writes after each context, up to a stop; greedily unless a request asks to draw."""
 
         def written(number: int) -> str:
             context, asked = requests[number].args

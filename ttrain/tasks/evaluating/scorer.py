@@ -34,7 +34,7 @@ _SCORED_PER_ROW = 32  # positions whose scores of the whole vocabulary come to t
 
 
 class Likelihood(NamedTuple):
-    """Of a continuation: the sum of its tokens' log-probabilities in nats, and whether each was the likeliest."""
+    """Likelihood of a continuation: its tokens' summed log-probability in nats, and whether each was the likeliest."""
 
     total: float
     greedy: bool
@@ -64,7 +64,7 @@ class Scorer:
 
     @cached_property
     def source(self) -> TokenSource:
-        """What writes text as `sample` says. Raises ConfigError where the model can't do that."""
+        """Return a source that writes text as `sample` says. Raises ConfigError where the model can't do that."""
         check_sampling(self.given.model, self.given.config.sample)
         return TokenSource(self.steps, self.given.config.sample, self.tokenizer.vocabulary)
 
@@ -92,7 +92,8 @@ class Scorer:
     def likelihoods(
         self, pairs: Sequence[tuple[list[int], list[int]]], told: Callable[[int], object] = lambda pairs: None
     ) -> list[Likelihood]:
-        """Of the continuation of each (context, continuation); of what is too long for the model the end counts.
+        """Return the likelihood of the continuation in each (context, continuation). Of a text that is too long for the
+        model, the end counts.
 
         A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
         """
@@ -194,6 +195,6 @@ def _trace_scores(model: Any, rows: int, graph: Graph) -> None:
 
 
 def cross_entropy(result: EvaluationResult) -> float:
-    """Of the next token, in nats: the loss, or where it is a sum of several its first term."""
+    """Return the cross-entropy of the next token in nats: the loss, or its first term where it is a sum of several."""
     terms = (value for name, value in result.metrics.items() if name != BITS_PER_BYTE and name.endswith("/ce"))
     return next(terms, result.loss)

@@ -210,7 +210,7 @@ def _hung(
     savers: Sequence[Saver],
     hang: DeviceHang,
 ) -> None:
-    """Told by a thread when the device never answers, right before the process ends: what can be kept is."""
+    """Keep what can be kept when the device never answers. A thread calls this right before the process ends."""
     console.close()
     for saver in savers:
         saver.join()

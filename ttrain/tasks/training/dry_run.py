@@ -106,7 +106,7 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
 
 
 def _failure(run: Run, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
-    """What an error says is short, with what the plan needs; else the error itself."""
+    """Return an error that says which resource is short, with the plan's needs; else the error itself."""
     from ttrain.train.forecast.out_of_memory import plan_needs
     from ttrain.train.forecast.step_cost import state_bytes
 

@@ -1,4 +1,4 @@
-"""How a run ends: summary.json and the loss curve."""
+"""End a run: write summary.json and the loss curve."""
 
 from __future__ import annotations
 

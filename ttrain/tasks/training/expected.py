@@ -1,4 +1,4 @@
-"""What a step, a run and alternatives to it are expected to take: which source of numbers fits, and what it gives."""
+"""Expect the time of a step, of a run and of alternatives to it, by the source of numbers that fits."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def pace_of(
     say: Callable[[str], None],
     continues: bool,
 ) -> Pace:
-    """What says how long a run takes that goes on after `step`, and what takes less where it does not `continue`."""
+    """Return the pace of a run after `step`, with ways to take less where the run does not `continue` another."""
     hours, count = config.train.long_hours, config.train.steps
     plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, count, config.train.eval_every))
     if hours is None or step >= count:
@@ -201,7 +201,7 @@ def pace_of(
 
 
 def schedule_of(config: Config) -> PhaseSchedule:
-    """What the steps of a run read; the context is that of the config."""
+    """Return what the steps of a run read; the context is that of the config."""
     return PhaseSchedule.of(config.train, build.data_sizes(config.model).context or 1)
 
 
@@ -212,14 +212,14 @@ def _left(config: Config, step: int) -> float:
 
 
 class _Alternatives:
-    """What a run and alternatives to it are expected to take, each by its plan."""
+    """Expected times of a run and of alternatives to it, each by its plan."""
 
     def __init__(self, config: Config, dataset: Dataset, plain: Forecast, continues: bool) -> None:
         """`plain` knows what is left, and no time of a step. A run that `continues` has to stay what it is."""
         self._config, self._dataset, self._plain, self._continues = config, dataset, plain, continues
 
     def forecast(self, config: Config, session: Session, steps: Mapping[str, Step]) -> Forecast:
-        """By the plans of built steps. What can't be told stays unknown, until steps were timed."""
+        """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were timed."""
         from ttrain.train.forecast.plan_report import plan_report
 
         report = plan_report(session.graph, session.state, steps)
@@ -236,7 +236,7 @@ class _Alternatives:
             return self.forecast(config, session, session.build_training())
 
     def _batches(self, config: Config) -> int:
-        """Of an evaluation; a split that is covered as a whole has more sequences where they are shorter."""
+        """Return the number of batches of an evaluation; a whole split has more sequences where they are shorter."""
         rows = config.train.batch_size // config.train.accumulation
         own, other = (build.data_sizes(each.model).context or 1 for each in (self._config, config))
         available = self._dataset.val_samples * own / other
@@ -278,7 +278,7 @@ class _Alternatives:
         return last[-SHOWN:]
 
     def _seconds(self, changes: Mapping[str, Any]) -> float | None:
-        """Of the run with these changes; None where they don't go together with the rest."""
+        """Return the seconds of the run with these changes; None where they don't go together with the rest."""
         config = changed(self._config, changes)
         return None if rule_problems(config) else self.planned(config).total
 
@@ -302,7 +302,7 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
 
 
 def _width_and_depth(sizes: Mapping[str, int]) -> int:
-    """What the parameters of blocks grow with."""
+    """Return the number that the parameters of blocks grow with."""
     return sizes["layers"] * sizes["width"] ** 2
 
 
@@ -318,5 +318,5 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def command(config: Config, changes: Mapping[str, Any]) -> str:
-    """What the user gave, with changes, in a run directory of its own."""
+    """Return the user's command with changes, in a run directory of its own."""
     return config.source.command(changes, without=["run.dir", "resume"])

@@ -34,7 +34,7 @@ _NOISE = 4.0  # times the median distance of a loss from the mean around it: les
 
 @dataclass(frozen=True)
 class Findings:
-    """What a ramp shows. Rates are None where the loss has not fallen by more than its noise."""
+    """Findings of a ramp. Rates are None where the loss has not fallen by more than its noise."""
 
     smoothed: list[float]  # losses, each averaged with its neighbours on both sides
     suggested: float | None = None  # half-way from steepest to lowest, by factors
@@ -125,8 +125,10 @@ def _rising(run: Run, ramp: RampConfig) -> Callable[[int], Rates]:
 
 
 def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
-    """Whether the mean of the newest losses is above the lowest such mean by more than noise, and by more than
-    ramp.rise of what it had fallen.
+    """Return whether the newest losses have risen above the lowest.
+
+    Their mean has to be above the lowest such mean by more than noise, and by more than ramp.rise of what it had
+    fallen.
     """
     size = window(ramp.steps)
     if len(losses) < 3 * size:
@@ -138,7 +140,7 @@ def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
 
 
 def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findings:
-    """What the losses show, over rates that rise by equal factors."""
+    """Find learning rates by the losses, over rates that rise by equal factors."""
     size = window(len(losses))
     if len(losses) < 3 * size:
         return Findings(list(losses))

@@ -1,4 +1,4 @@
-"""What a config may say although it is seldom meant: told when a run starts, never refused."""
+"""Notices on settings that are allowed but seldom meant: a run prints them at its start and never refuses them."""
 
 from __future__ import annotations
 

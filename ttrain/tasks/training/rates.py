@@ -75,7 +75,7 @@ def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
 
 
 def _saved_rate(saved: Mapping[str, Any], rate: Rate) -> Rate:
-    """That of a saved config; a schedule that is not registered any more is taken to be that of now."""
+    """Return the rate of a saved config; a schedule that is not registered any more is taken to be the present one."""
     kind = section_type("schedule", saved["schedule"]["name"])
     schedule = rate.schedule if kind is None else kind(**saved["schedule"])
     return Rate(saved["optimizer"]["lr"], schedule, saved["train"]["steps"])

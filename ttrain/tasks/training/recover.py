@@ -1,4 +1,4 @@
-"""What a run may change by itself to go on: recover.oom=shrink."""
+"""Changes that a run may make by itself to go on: recover.oom=shrink."""
 
 from __future__ import annotations
 

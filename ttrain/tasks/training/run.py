@@ -143,7 +143,7 @@ class Run:
         run.write_plan(plan_report(session.graph, session.state, steps).text())
 
     def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
-        """What is trained, where and on what, and what has to be known of it, `step` steps being done."""
+        """Yield what is trained, where and on what, and warnings about it, after `step` steps are done."""
         from ttrain.optim.groups import frozen_count
         from ttrain.train.forecast.show import product_ways, show_ways
         from ttrain.train.runs.summary import extent_line
@@ -187,7 +187,7 @@ class Run:
         )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:
-        """What a checkpoint says besides its tensors."""
+        """Return the content of a checkpoint besides its tensors."""
         tokenizer = self.dataset.tokenizer
         told = (None, val_loss) if tokenizer is None else (tokenizer.to_json(), val_loss, tokenizer.config)
         return CheckpointContent(progress.step, self.stored, progress.to_dict(), *told)

@@ -1,4 +1,4 @@
-"""From the config to a run, in five functions: find what to resume, merge the config, open the data, build the model,
+"""Make a run from the config in five functions: find what to resume, merge the config, open the data, build the model,
 check all. None of them needs the device.
 """
 

@@ -19,7 +19,7 @@ _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
 
 
 def wanted(task: str, config: SuperviseConfig, source: Source) -> bool:
-    """Whether this process should supervise: asked for, and not itself the child of a supervisor."""
+    """Return whether this process should supervise: the config asks for it, and it is no child of a supervisor."""
     alone = not os.environ.get(VARIABLE) and place() is None
     return task == "train" and alone and config.wanted(source.explicit)
 

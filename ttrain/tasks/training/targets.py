@@ -19,7 +19,7 @@ _MORE = 16  # and times as many where none of these has a target
 
 
 class Look(NamedTuple):
-    """How many rows from the first on were looked at, and how many of them have no target."""
+    """Count of the rows that were looked at, from the first on, and of those among them without a target."""
 
     rows: int
     empty: int

@@ -1,4 +1,4 @@
-"""What one rank writes of a state, copied to host memory."""
+"""A copy in host memory of the part of a state that one rank writes."""
 
 from __future__ import annotations
 

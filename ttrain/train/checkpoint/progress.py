@@ -55,7 +55,7 @@ class Progress:
         return improved
 
     def measure_on(self, held_out: str) -> str | None:
-        """From now on val/loss is of this held-out data; what to tell where earlier losses do not compare with it."""
+        """Take this as the held-out data of val/loss; return a note where earlier losses do not compare with it."""
         other, self.held_out = self.held_out != held_out, held_out
         if not other or self.best_val_loss is None:
             return None

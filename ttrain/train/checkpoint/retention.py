@@ -1,4 +1,4 @@
-"""Which checkpoints of a run exist, which one to resume from, and which ones to keep."""
+"""The checkpoints of a run: list them, choose the one to resume from and the ones to keep."""
 
 from __future__ import annotations
 

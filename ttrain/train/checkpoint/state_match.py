@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint go into a state, and what becomes of those that only one of the two has."""
+"""Match the tensors of a checkpoint with those of a state, and settle what only one of the two has."""
 
 from __future__ import annotations
 

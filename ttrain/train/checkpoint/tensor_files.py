@@ -45,7 +45,7 @@ class LazyTensor:
     layout: ClassVar[str] = "torch.strided"
 
     def is_floating_point(self) -> bool:
-        """As of a tensor of torch."""
+        """Return whether the dtype is a float, as a tensor of torch does."""
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

@@ -110,7 +110,7 @@ class Metadata:
         return plain if self.model is None else whole(plain, model.config)
 
     def to_header(self) -> dict[str, str]:
-        """As texts by name, for the header of a file of weights."""
+        """Return texts by name, for the header of a file of weights."""
         tokenizer = {} if self.tokenizer is None else {_TOKENIZER: self.tokenizer}
         return ({} if self.model is None else {_MODEL: json.dumps(dict(self.model))}) | tokenizer
 

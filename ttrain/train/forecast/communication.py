@@ -1,4 +1,4 @@
-"""What ranks send each other in an optimizer step, from the collectives of a plan; no process is started for it."""
+"""The bytes that ranks send each other in an optimizer step, by the collectives of a plan. No process is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def collectives(work: Work, ranks: Ranks) -> list[Collective]:
 
 
 def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, weigh: Callable[[Node], float]) -> float:
-    """How much longer a step takes that computes for `computing` seconds, since ranks communicate in it.
+    """Return how many seconds communication adds to a step that computes for `computing` seconds.
 
     The link carries one exchange after another, beside the nodes from its start to `collectives_done`. Of `computing`
     each node takes as much as it weighs.

@@ -1,4 +1,4 @@
-"""How long a step takes on this machine, from the time that each of its kernels takes by itself. No step is run."""
+"""Estimate how long a step takes on this machine, from the time of each kernel by itself. No step is run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Times(Protocol):
 
 
 def host_time(work: Work, times: Times, on_fewer_rows: Work | None, engine: str, source: str) -> StepTime:
-    """Of an engine that launches so. `on_fewer_rows` is the same work, where that is planned."""
+    """Return the time of a step on `engine`. `on_fewer_rows` is the same work planned on fewer rows, or None."""
     compute = bandwidth = 0.0
     small = work if on_fewer_rows is None else on_fewer_rows
     for (repeats, nodes), (_, fewer) in zip(work.nodes, small.nodes, strict=True):

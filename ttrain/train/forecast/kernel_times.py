@@ -1,4 +1,4 @@
-"""How long this machine's kernels take: each distinct kernel of a plan is timed, and its best time is kept.
+"""Time the kernels of this machine: each distinct kernel of a plan is timed, and its best time is kept.
 
 A kernel is timed in memory of its own, on example inputs of its step and else on zeros. State that one update takes
 together lies side by side, as in a run. A kernel that takes long is timed on fewer rows, and that time scaled by
@@ -77,7 +77,7 @@ class KernelTimes:
         return [each * self._ratio(node, timed) for each, node, timed in zip(seconds, whole, nodes, strict=True)]
 
     def _timed(self, node: Node, smaller: Node) -> Node:
-        """What is timed for a node: the one on fewer rows, where it takes long and was never timed itself."""
+        """Return the node to time for a node: the one on fewer rows, where it takes long and has no known time."""
         long = self.rates is not None and self.rates.seconds(node) > LONG
         return smaller if long and self._known is not None and self._key(node) not in self._known else node
 
@@ -101,7 +101,7 @@ class KernelTimes:
 
     @property
     def note(self) -> str:
-        """What a reader of the times should know of them; empty where all were measured."""
+        """Return a note on kernels that were estimated; empty where all were measured."""
         if not self.estimated:
             return ""
         kernels = "kernel was" if len(self.estimated) == 1 else "kernels were"
@@ -113,7 +113,7 @@ class KernelTimes:
         return dict(sorted(missing.items(), key=lambda item: -self._expected(item[1]) * counts[item[0]]))
 
     def _measure_all(self, known: dict[str, float], chosen: dict[str, Node]) -> None:
-        """As many as the time suffices for; a kernel is launched twice at least. The best time of each counts."""
+        """Time kernels while there is time, each in two launches at least, and keep the best time of each."""
         if self._end is None:
             self._end = self.clock() + self.seconds
         before = self.measured
@@ -156,14 +156,14 @@ class KernelTimes:
         return 0.0 if self.rates is None else self.rates.seconds(node) * measured / expected
 
     def _learn(self, node: Node, seconds: float, before: float | None = None) -> None:
-        """Of a kernel's seconds; `before` are those that were learnt of it already. A mere launch teaches nothing."""
+        """Learn from a kernel's seconds; `before` were learnt of it already. A mere launch teaches nothing."""
         if self.rates is not None and (plain := self.rates.seconds(node)) > 2 * LEAST:
             measured, expected = self._sums.get(node.op.family, (0.0, 0.0))
             new = (seconds, plain) if before is None else (seconds - before, 0.0)
             self._sums[node.op.family] = measured + new[0], expected + new[1]
 
     def _shown(self, chosen: dict[str, Node]) -> Iterable[tuple[str, Node]]:
-        """What is to be measured, with a progress bar where one is wanted and it takes long."""
+        """Yield the kernels to measure, with a progress bar where one is wanted and they take long."""
         if not self.bar:
             yield from chosen.items()
             return
@@ -225,7 +225,7 @@ class KernelTimes:
 
 
 def machine_name(device: str, threads: int | None) -> str:
-    """What a time holds for: the machine, the number of threads and the version of torch."""
+    """Return the conditions that a time holds for: the machine, the number of threads and the version of torch."""
     from importlib.metadata import version
 
     parts = [device, platform.node(), platform.machine(), os.cpu_count(), threads, version("torch")]

@@ -46,7 +46,7 @@ def largest(needed: Callable[[int], int], start: int, available: int, step: int 
 
 
 def _guess(fits: tuple[int, int], over: tuple[int, int], available: int, step: int, ceiling: int, halve: bool) -> int:
-    """Where to plan next, strictly between what fits and what does not."""
+    """Return the size to plan next, strictly between one that fits and one that does not."""
     if not over[0]:
         grown = int(fits[0] * min(available / max(fits[1], 1), 16.0))
         return min(_multiple(max(grown, 2 * fits[0]), step), ceiling)
@@ -78,7 +78,7 @@ def device_memory(name: str) -> tuple[int, str] | None:
 
 
 def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> str:
-    """Whether planned bytes fit, for people; where they do not, the keys that would take less."""
+    """Return a sentence for people: whether planned bytes fit, and if not, the keys that would take less."""
     room = f"{format_bytes(needed)} of {format_bytes(available)}, {source}"
     if needed <= CLOSE * available:
         return f"It fits: {room}."
@@ -95,7 +95,7 @@ def _control_group_limit() -> int | None:
 
 
 def _gpu_memory() -> tuple[int, str] | None:
-    """Of the first GPU, from the driver's tool: asking torch would initialise CUDA."""
+    """Return the memory of the first GPU from the driver's tool, since asking torch would initialise CUDA."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""What each node of a step took, beside what the machine could do at best; as tables, values and a timeline."""
+"""The time of each node of a step beside the machine's best, as tables, values and a timeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Stopwatch:
         return False
 
     def spans(self) -> list[Span]:
-        """Of the step that ran, which is forgotten."""
+        """Return the spans of the step that ran, and forget them."""
         self._device.synchronize()
         stamps, self._stamps = [(node, when()) for node, when in self._stamps], []
         pairs = pairwise(stamps)
@@ -49,7 +49,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Cost:
-    """What some launches of one step took, did and moved."""
+    """Cost of some launches of one step: their time, operations and bytes moved."""
 
     launches: int
     seconds: float
@@ -75,7 +75,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class NodeProfile:
-    """Of one optimizer step: medians over `steps` steps."""
+    """Profile of the nodes of one optimizer step: medians over `steps` steps."""
 
     device: str
     engine: str
@@ -93,7 +93,7 @@ class NodeProfile:
         cls, device: str, engine: str, top: int, plain: Sequence[float], watched: Sequence[float], rates: Rates,
         steps: Sequence[Sequence[Span]], ways: Mapping[str, str],
     ) -> NodeProfile:  # fmt: skip
-        """From the seconds of plain and of watched steps, and the spans of the latter."""
+        """Make a profile from the seconds of plain and of watched steps, and the spans of the latter."""
         taken: dict[Node, list[float]] = {}
         for spans in steps:
             sums: dict[Node, float] = {}
@@ -202,6 +202,6 @@ def _path(node: Node) -> list[str]:
 
 
 def part_of(node: Node) -> str:
-    """The same of all blocks together; the stage, in brackets, of what is no part of the model."""
+    """Return the part of the model, equal for all blocks; for a node outside the model, its stage in brackets."""
     part = "" if node.stage is Stage.UPDATE else _part(node)
     return re.sub(r"\.\d+", ".*", part) or f"({node.stage.value})"

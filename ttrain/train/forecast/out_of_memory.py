@@ -16,7 +16,7 @@ _SAYINGS = ("out of memory", "can't allocate memory", "not enough memory", "bad_
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or what it was raised from, tells that memory ran out."""
+    """Return whether an error, or an error that it was raised from, says that memory ran out."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MemoryError) or type(seen).__name__ == "OutOfMemoryError":
@@ -28,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_message(error: BaseException, device: str, steps: Mapping[str, Any], keys: list[str]) -> str:
-    """What ran out, the peak of the plan by class, and `keys` that shrink it."""
+    """Return a message with the error, the plan's peak by class, and the `keys` that shrink it."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     need = plan_needs(steps) or "How much the step needs was not planned; task=plan tells it."
     return f"Out of memory on {device}: {said}. {need} To need less, give {', or '.join(keys)}."

@@ -1,4 +1,4 @@
-"""What whole tiles cost: bytes that a device without arenas holds beyond the elements themselves."""
+"""The cost of whole tiles: bytes that a device without arenas holds beyond the elements themselves."""
 
 from __future__ import annotations
 

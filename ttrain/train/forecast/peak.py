@@ -27,13 +27,13 @@ REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach whe
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does at best: FLOP/s of products, byte/s of memory, read and written together."""
+    """The best rates of a device: FLOP/s of products, and byte/s of memory, read and written together."""
 
     flops: float
     nbytes: float
 
     def seconds(self, node: Node) -> float:
-        """About what a kernel takes, from its operations and bytes."""
+        """Return about how many seconds a kernel takes, from its operations and bytes."""
         return LEAST + self.roof(node.op.flops(node), node.op.nbytes(node)) / REACHED
 
     def roof(self, flops: int, nbytes: int) -> float:
@@ -69,7 +69,7 @@ def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
 
 
 def _key(device: str, dtype: str, index: int) -> str:
-    """What a measurement holds for."""
+    """Return the conditions that a measurement holds for."""
     import torch
 
     model = torch.cuda.get_device_name(index) if device == "cuda" else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""What a run will cost before it runs: parameters, operations, bytes moved, planned memory and checkpoint size."""
+"""The cost of a run before it runs: parameters, operations, bytes moved, planned memory and checkpoint size."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ttrain.device.family import MOCK, family_of
 
 @dataclass
 class PlanConfig:
-    """What task=plan prints after its summary."""
+    """Options of task=plan: the parts that it prints after its summary."""
 
     show: str | None = option(
         None, "also print the traced graph, the graph with gradients, the op list with buffers, or what each op costs",
@@ -35,7 +35,7 @@ class PlanConfig:
 
 @dataclass
 class ProfileConfig:
-    """What task=profile measures: the nodes of a step, or what a device's own profiler reports."""
+    """Options of task=profile: it measures the nodes of a step, or reads the report of a device's own profiler."""
 
     steps: int = option(5, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
     top: int = option(20, "nodes in the table, those first that take longest", minimum=1)

@@ -76,7 +76,7 @@ def product_ways(engine: Engine) -> dict[str, str]:
 
 
 def show_ways(ways: Mapping[str, str]) -> str:
-    """How many products, equal ones counted once, go each way, by what `product_ways` found."""
+    """Return a line that counts products by their way, as `product_ways` found it; equal ones count once."""
     counts = sorted(Counter(ways.values()).items())
     return "Products, equal ones counted once: " + ", ".join(f"{count} {way}" for way, count in counts) + "."
 

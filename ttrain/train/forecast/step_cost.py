@@ -1,4 +1,4 @@
-"""What a step costs, read from its graph and its plan: operations, bytes moved, and what holds memory when."""
+"""The cost of a step by its graph and its plan: operations, bytes moved, and the holders of memory over time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _named(what: Value | Node | str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one run of one step. Keys are stages (forward, backward, update) or CLASSES; sizes are bytes.
+    """Cost of one run of one step. Keys are stages (forward, backward, update) or CLASSES; sizes are bytes.
 
     `flops` counts what the model asks for; `executed_flops` also what the plan computes again to save memory.
     `memory` splits `peak`, the most bytes live at once, of which `borrowed` lie where gradients will; `arena` is what
@@ -83,7 +83,7 @@ class StepCost:
 
 
 def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
-    """What a step costs, from the graph as recorded and from its plan; lists so many of its `largest` buffers."""
+    """Return the cost of a step from its recorded graph and its plan; it lists the `largest` biggest buffers."""
     planned = plan is not None
     if plan is None:
         plan = Plan(recorded, Placement(elided={node for node in recorded.nodes if node.op.view}), {}, {})
@@ -116,7 +116,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
 
 @dataclass(frozen=True)
 class OpCost:
-    """What all launches of one op cost in one run of a step."""
+    """Cost of all launches of one op in one run of a step."""
 
     op: str
     count: int

@@ -18,7 +18,7 @@ class Logger(Protocol):
 
     @property
     def run_id(self) -> str | None:
-        """What a later attempt continues by; None where there is nothing to continue."""
+        """Return the id that a later attempt continues by; None where there is nothing to continue."""
         ...
 
     def log(self, metrics: Metrics) -> None: ...
@@ -26,7 +26,7 @@ class Logger(Protocol):
 
 
 class Console:
-    """What the user sees on stderr: a bar with loss, learning rate, tokens/s and time left, and messages above it."""
+    """Messages on stderr for the user, above a bar with loss, learning rate, tokens/s and time left."""
 
     run_id = None
 

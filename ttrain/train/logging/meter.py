@@ -167,7 +167,7 @@ class Pace:
 
 
 def evaluations_left(step: int, steps: int, every: int | None) -> int:
-    """How often a run evaluates after `step`: at every multiple, and at its end."""
+    """Return how often a run evaluates after `step`: at every multiple, and at its end."""
     if step >= steps:
         return 0
     due = 0 if every is None else steps // every - step // every

@@ -1,4 +1,4 @@
-"""Which lines of metrics.jsonl a run's W&B run already has, kept in the run directory as wandb.json.
+"""The lines of metrics.jsonl that a run's W&B run already has, noted in wandb.json of the run directory.
 
 Online, W&B's history can only grow: a resumed attempt repeats steps that an earlier attempt sent, and leaves them out.
 Offline attempts lie on this disk until they are synced, each in a folder of its own under wandb/, and a sync of one may
@@ -44,7 +44,7 @@ class WandbHistory:
 
     @property
     def is_online(self) -> bool:
-        """Whether W&B's servers have a part of the history."""
+        """Return whether W&B's servers have a part of the history."""
         return bool(self._online)
 
     def set_earlier_aside(self, run_id: str | None) -> None:
@@ -55,7 +55,7 @@ class WandbHistory:
             os.replace(attempt, target / attempt.name)
 
     def is_new(self, line: Metrics) -> bool:
-        """Whether the W&B run lacks this line; counts it as told."""
+        """Return whether the W&B run lacks this line, and count the line as told."""
         kind, step = _kind(line), int(line["step"] or 0)
         if step <= self._told.get(kind, 0):
             return False

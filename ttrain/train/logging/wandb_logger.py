@@ -53,7 +53,7 @@ class WandbLogger:
 
     @property
     def run_id(self) -> str | None:
-        """What a later attempt continues; None when disabled, because there is no run then."""
+        """Return the id that a later attempt continues; None when disabled, because there is no run then."""
         return None if self.mode == "disabled" else str(self._run.id)
 
     def log(self, metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and the way back to one."""
+"""Save checkpoints when they are due, and go back to one."""
 
 from __future__ import annotations
 

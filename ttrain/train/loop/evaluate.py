@@ -106,7 +106,7 @@ class Evaluation:
         return self._dataset.batch("val", 0, first, min(self._rows, self.samples - first))
 
     def _stopped(self, stopped: Callable[[], bool]) -> bool:
-        """Whether any rank is to stop."""
+        """Return whether any rank is to stop."""
         return self._world.largest({"stopped": float(stopped())})["stopped"] > 0
 
     def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:

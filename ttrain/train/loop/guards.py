@@ -34,7 +34,7 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=config.spike_window)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the loss is above spike_factor times the median of a full window; only losses above 0 can be."""
+        """Return whether the loss is above spike_factor times the median of a full window, and above 0."""
         full = len(self._losses) == self._losses.maxlen
         if full and loss > self._factor * median(self._losses) > 0:
             return True
@@ -129,8 +129,10 @@ class LearningCheck:
         self._typical = 0.0  # root mean square of the last step's gradients
 
     def after(self, number: int, rate: float, norm: float) -> str | None:
-        """Told of every step with its learning rate, 0 for one without an update, and the norm of its gradients; after
-        the last, the doubts in a note.
+        """Look at a step: its learning rate, 0 without an update, and the norm of its gradients. Return doubts in a
+        note after the last step, and None before it.
+
+        Raises TtrainError for problems.
 
         Raises TtrainError for problems. None before the last.
         """
@@ -179,7 +181,7 @@ class LearningCheck:
         return problems, doubts
 
     def _largest_gradient(self, name: str) -> tuple[float, bool]:
-        """Of a parameter, and whether that is known; else a typical one of any parameter."""
+        """Return a parameter's largest gradient and True; where it is not known, a typical gradient and False."""
         gradient = f"{name}/gradient"
         if gradient not in self._state.names(Kind.GRADIENT):
             return math.inf, True  # not kept: assume that there is one

@@ -62,7 +62,7 @@ class StopRequests:
         self._saves = self._entered
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since the last call of this run."""
+        """Return whether a save was asked for since the last call of this run."""
         asked = self._saves > 0
         self._saves -= asked
         return asked
@@ -78,5 +78,5 @@ class StopRequests:
 
 
 def _hangup_is_ignored(number: int) -> bool:
-    """Whether the command was started with nohup, which means that it outlives its terminal."""
+    """Return whether the command was started with nohup, which means that it outlives its terminal."""
     return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN

@@ -170,7 +170,7 @@ class Loop:
         return bool(improved)
 
     def _interrupts_evaluation(self) -> bool:
-        """Asked between the batches of an evaluation."""
+        """Give a sign of life between two batches of an evaluation, and return whether the run is to stop."""
         self.heartbeat()
         return self.stop.requested is not None
 

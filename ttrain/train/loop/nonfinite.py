@@ -1,4 +1,4 @@
-"""Where numbers went wrong: the first tensor of a step that ended in NaN or infinity, and what to say about it."""
+"""Find the first tensor of a step that holds NaN or infinity, and say what to do about it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def first_bad_input(batch: Batch) -> str | None:
 
 
 def _bad_elements(array: Any) -> str | None:
-    """How many of how many elements are not finite; None where all are."""
+    """Return a text that counts the elements which are not finite; None where all are."""
     values = np.asarray(array)
     count = values.size - int(np.isfinite(values).sum())
     return f"{count} of {values.size} elements" if count else None

@@ -103,7 +103,7 @@ class Saver:
             self._report()
 
     def _work(self, content: CheckpointContent, beside: bool) -> _Work:
-        """What is to be saved now, as the leading rank decides; its values are copied where the state goes on."""
+        """Return what to save now, as the leading rank decides; values are copied where the state goes on."""
         leads, several = self._world.leads, self._world.ranks.count > 1
         earlier, how, folder = None, "noted", self._run.checkpoints
         if leads and content.step != self.step:
@@ -201,7 +201,7 @@ class Saver:
         return files
 
     def _report(self) -> None:
-        """What the newest save ended with."""
+        """Report the end of the newest save: raise its error, or warn of it where training can go on."""
         error, self._error = self._error, None
         if error is None:
             return
@@ -215,7 +215,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the newest save failed, so that its step is not on the disk."""
+        """Return whether the newest save failed, so that its step is not on the disk."""
         return self._failures > 0
 
 

@@ -1,4 +1,4 @@
-"""What a run directory tells about its run, without loading a model."""
+"""Read from a run directory what is known of its run, without loading a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RunInfo:
 
     @property
     def model(self) -> str:
-        """As the user chose it, such as nano-gpt; what its config calls it where no attempt tells."""
+        """Return the name that the user chose, such as nano-gpt; without one, the name in the model's config."""
         return chosen_model(self.path) or str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
 
     @property

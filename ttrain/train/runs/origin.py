@@ -1,4 +1,4 @@
-"""What an attempt of a run begins with: the run that it continues, a checkpoint, values from elsewhere, or nothing."""
+"""The beginning of an attempt: the run that it continues, a checkpoint, values from elsewhere, or nothing."""
 
 from __future__ import annotations
 

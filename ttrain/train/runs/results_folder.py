@@ -1,4 +1,4 @@
-"""Where the results of a benchmark, an evaluation or a ramp of learning rates go: a new folder below outputs/."""
+"""New folders below outputs/ for the results of a benchmark, an evaluation or a ramp of learning rates."""
 
 from __future__ import annotations
 

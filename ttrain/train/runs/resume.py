@@ -1,4 +1,4 @@
-"""Where a run continues from, and what changed since its checkpoint."""
+"""Find the checkpoint that a run continues from, and what changed since it."""
 
 from __future__ import annotations
 

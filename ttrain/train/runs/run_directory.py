@@ -223,7 +223,7 @@ class RunDirectory:
         replace_file(self.summary, to_json(summary))
 
     def keep(self) -> None:
-        """From now on the directory is worth keeping."""
+        """Mark the directory as worth keeping from now on."""
         self._made = False
 
     def discard(self) -> bool:

@@ -11,7 +11,7 @@ from ttrain.core.options import option, rule
 
 @dataclass
 class RunsConfig:
-    """What task=runs lists."""
+    """Options of task=runs: the runs that it lists."""
 
     root: str = option("outputs", "folder that is searched for runs and sweeps", path=True)
     state: str | None = option(
@@ -23,7 +23,7 @@ class RunsConfig:
 
 @dataclass
 class ReportConfig:
-    """What task=report writes. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
+    """Options of task=report. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
 
     run: list[str] = option([], "runs that are compared side by side; one run is given as run.dir", path=True)
     out: str | None = option(

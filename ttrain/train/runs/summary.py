@@ -1,4 +1,4 @@
-"""What a run tells of its data at the start, and of itself at its end."""
+"""Describe a run's data at the start, and the run itself at its end."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class StepCosts:
         }
 
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Return these values as lines for people."""
         lines = [
             f"device ops per step      {self.device_ops}",
             f"programs                 {self.programs}",

@@ -1,4 +1,4 @@
-"""How large a batch is worth while: the scale of the gradient's noise, from micro-batches beside the whole batch."""
+"""Estimate how large a batch is worth while: the gradient's noise scale, from micro-batches beside the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step reads, and training on longer sequences or larger batches as a run goes on.
+"""The data that each step reads, and training on longer sequences or larger batches as a run goes on.
 
 A phase follows from the step's number. Longer sequences have steps of their own, over the same parameters and optimizer
 state; a larger batch is more micro-batches through the same steps. The place in the data is counted in samples and
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Phase(NamedTuple):
-    """What a training step reads."""
+    """Size of the batch that a training step reads."""
 
     length: int  # tokens of a sequence; 1 where examples are read
     rows: int  # sequences or examples
@@ -53,7 +53,7 @@ class PhaseSchedule:
 
     @classmethod
     def of(cls, config: TrainConfig, context: int) -> PhaseSchedule:
-        """That of a config, for a model of this context (1 for one that reads examples)."""
+        """Return the schedule of a config, for a model of this context (1 for a model that reads examples)."""
         lengths, rows = config.length_schedule or [context], config.batch_schedule or [config.batch_size]
         count = max(len(lengths), len(rows))
         lengths, rows = (each + each[-1:] * (count - len(each)) for each in (lengths, rows))
@@ -68,7 +68,7 @@ class PhaseSchedule:
         return self.phases[self.number(step)]
 
     def read(self, done: int, steps: int) -> Position:
-        """What the steps after the first `done` read, up to the step of number `steps`."""
+        """Return the samples and tokens that the steps after the first `done` read, up to step number `steps`."""
         samples = tokens = 0
         for number, (length, rows) in enumerate(self.phases):
             end = steps if number + 1 == len(self.phases) else min((number + 1) * self.every, steps)
@@ -77,7 +77,7 @@ class PhaseSchedule:
         return Position(samples, tokens)
 
     def in_steps_of(self, phase: Phase, done: int, steps: int) -> float:
-        """The same as a number of steps of this phase."""
+        """Return how many steps of this phase read as many tokens as the steps from `done` to `steps`."""
         return self.read(done, steps).tokens / (phase.length * phase.rows)
 
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Which steps an optimizer step of one rank is made of, and how often each of them runs."""
+"""List the steps that make up an optimizer step of one rank, and how often each of them runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ttrain.parallel.ranks import Ranks
 
 
 def joins(ranks: Ranks, accumulation: int, guarded: bool) -> bool:
-    """Whether `train` computes the last micro-batch and what follows: so ranks exchange gradients in backward."""
+    """Return whether `train` computes the last micro-batch and the rest: then ranks exchange gradients in backward."""
     return ranks.count > 1 or (accumulation == 1 and ranks.single and not guarded)
 
 

@@ -60,7 +60,7 @@ class Resident:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
-        """Of the persistent tensors, by name."""
+        """Return the specs of the persistent tensors, by name."""
         return {name: spec for parts in self._parts().values() for name, spec in parts.items()}
 
     def _parts(self) -> dict[str, dict[str, TensorSpec]]:
@@ -74,7 +74,7 @@ class Resident:
         return found
 
     def values(self, graph: Graph, fields: Mapping[str, TensorSpec]) -> dict[str, Value]:
-        """What stands in a step for these fields of its batch."""
+        """Return the values that stand in a step for these fields of its batch."""
         found = {
             name: [graph.state_value(part, spec, Kind.CACHE) for part, spec in parts.items()]
             for name, parts in self._parts().items()
@@ -117,7 +117,8 @@ def _sum(parts: list[Value]) -> Value:
 
 
 def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, dataset: Any) -> Resident | None:
-    """What of the training split lies on the device, as data.resident says; None where every batch is handed over.
+    """Return the part of the training split that lies on the device, as data.resident says; None where every batch is
+    handed over.
 
     `rows` are those of a micro-batch. With auto none of a dataset that is None, since nobody has opened it. Raises
     UserError for what can't lie there.
@@ -136,7 +137,7 @@ def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, d
 
 
 def resident_by_default(data: DataConfig, model: Model, device: Device) -> bool:
-    """Whether data.resident=auto has data that is small enough lie on the device.
+    """Return whether data.resident=auto lets data that is small enough lie on the device.
 
     That takes memory of the device's own that looks rows up quickly, and a step that reads nothing the host makes.
     """

@@ -61,7 +61,7 @@ class Session:
 
 @contextmanager
 def averaged(steps: Mapping[str, Step]) -> Iterator[None]:
-    """Where weights are averaged, the averages are in their place meanwhile: two passes over them, exact to the bit."""
+    """Put the averages, if any, in the place of the weights meanwhile: two passes over them, exact to the bit."""
     if "swap" not in steps:
         yield
         return

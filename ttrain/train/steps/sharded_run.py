@@ -1,4 +1,4 @@
-"""What one rank updates of a model: whole parameters, or with ZeRO-1 the parts of them that it owns."""
+"""The part of a model that one rank updates: whole parameters, or with ZeRO-1 the parts of them that it owns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OwnedPart:
     blocks: int  # of the run before its first one
 
     def of(self, graph: Graph, name: str, spec: TensorSpec, kind: Kind) -> Value:
-        """The same part of a tensor of the state that goes with the parameter."""
+        """Return this part of a tensor of the state that goes with the parameter."""
         if self.part is None:
             return graph.state_value(name, spec, kind)
         part = part_of(self.parameter, self.part, spec)
@@ -49,7 +49,7 @@ class ShardedRun:
 
     @cached_property
     def sharding(self) -> Sharding:
-        """Who owns what."""
+        """Return the owner of each part."""
         return sharding_of(self._sizes, self._ranks.count, self.run.rule.whole, self._ranks.bucket)
 
     @property
@@ -58,7 +58,7 @@ class ShardedRun:
 
     @property
     def blocks(self) -> int:
-        """Of BLOCK elements or less, of all parameters."""
+        """Count the blocks of BLOCK elements or less, of all parameters."""
         return sum(-(-size // BLOCK) for size in self._sizes)
 
     def tensors_of(self, bucket: Sequence[int]) -> tuple[slice, int]:
@@ -76,7 +76,7 @@ class ShardedRun:
         return list(self._owned())
 
     def values(self, graph: Graph, slot: str, spec_of: Callable[[Parameter], TensorSpec], kind: Kind) -> list[Value]:
-        """What this rank updates of the tensors `<parameter path><slot>`."""
+        """Return what this rank updates of the tensors `<parameter path><slot>`."""
         named = [(part, part.parameter) for part in self.owned]
         return [part.of(graph, parameter.path + slot, spec_of(parameter), kind) for part, parameter in named]
 
@@ -106,8 +106,10 @@ class ShardedRun:
         ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.bounds)
 
     def weight_spec(self, parameter: Parameter, remainders: bool) -> TensorSpec:
-        """Of a parameter's master values, or with `remainders` of what they have beyond a copy that layers read, unless
-        the rule reads them outside of an update.
+        """Return the spec of a parameter's master values.
+
+        With `remainders` it is what the values have beyond a copy that layers read, unless the rule works on whole
+        tensors.
         """
         kept = remainders and parameter.has_copy(self.run.dtype) and not self.run.rule.whole
         return parameter.spec.with_dtype(DType.INT16) if kept else parameter.spec
@@ -188,15 +190,16 @@ def _block_norm(graph: Graph, runs: Sequence[tuple[ShardedRun, Sequence[Value]]]
 
 
 def average_spec(parameter: Parameter) -> TensorSpec:
-    """Of the average of a parameter over steps."""
+    """Return the spec of a parameter's average over steps."""
     return parameter.spec.with_dtype(DType.FP32)
 
 
 def directions(
     run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None, frees: bool
 ) -> list[Value]:
-    """What a rule of whole tensors puts in the place of each gradient of `lists`, which is state unless the step
-    `frees` it; the slots are updated.
+    """Return what a rule of whole tensors puts in the place of each gradient of `lists`. The slots are updated.
+
+    A gradient is state, unless the step `frees` it.
     """
     found = []
     for parameter, gradient, *slots in zip(*lists, strict=True):

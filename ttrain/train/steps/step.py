@@ -150,7 +150,7 @@ class TrainStep:
         return [*calls, (name, self._whole(name, last, step))]
 
     def _tree(self, place: int) -> Iterator[str]:
-        """What follows a slice, so that the gradients of all of this rank's are summed in the end."""
+        """Yield the steps that follow a slice, so that in the end the gradients of this rank's slices are summed."""
         level = 0
         while place >> level & 1:
             yield f"merge{level}"

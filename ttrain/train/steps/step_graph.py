@@ -116,12 +116,12 @@ class StepGraph:
 
     @property
     def rebuilt_to_grow(self) -> bool:
-        """Whether another number of micro-batches takes other steps: that of `train` may be the first of its slice."""
+        """Return whether another number of micro-batches takes other steps: `train` may do the first of a slice."""
         return self.ranks.count > 1
 
     @property
     def repeats(self) -> dict[str, int]:
-        """How often each of `train_steps` runs in one optimizer step of this rank."""
+        """Return how often each of `train_steps` runs in one optimizer step of this rank."""
         return self._repeats(self._parts)
 
     @property
@@ -185,7 +185,7 @@ class StepGraph:
 
     @property
     def averages(self) -> bool:
-        """Whether there are averages of the weights, which evaluations read in their place."""
+        """Return whether there are averages of the weights, which evaluations read in their place."""
         return self.ema is not None or any(AVERAGE in run.rule.slots for run in self.runs)
 
     def trace_swap(self, graph: Graph) -> None:
@@ -209,7 +209,8 @@ class StepGraph:
         graph.output("logits", cast(LanguageModel, model).logits(graph, rows=1))
 
     def state_tensors(self, training: bool = True) -> list[StateTensor]:
-        """What an engine's State has to place; without `training` neither gradients nor the optimizer's tensors.
+        """List the tensors that an engine's State has to place; without `training`, no gradients and no optimizer
+        tensors.
 
         Runs of an update op come out side by side and in the same order in every kind.
         """
@@ -304,7 +305,7 @@ class StepGraph:
             return summed_over_ranks(self.sharded, found, owned)
 
     def _gradients(self, graph: Graph, run: ShardedRun) -> list[Value]:
-        """Of what this rank updates of a run, as they are in the state."""
+        """Return the gradients that this rank updates of a run, as they are in the state."""
         return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
@@ -319,13 +320,13 @@ class StepGraph:
         return parameter.spec if summed else parameter.read_spec(self.model.compute)
 
     def _slot_spec(self, parameter: Parameter, rule: Rule, slot: str) -> TensorSpec:
-        """Of an optimizer's tensor: in the weights' dtype, unless the config names one or the rule keeps it in fp32."""
+        """Return the spec of a slot: in the weights' dtype, unless the config names one or the rule keeps fp32."""
         name = self.optimizer.config.state_dtype
         return rule.slot_spec(slot, parameter.spec if name is None else parameter.spec.with_dtype(DType.parse(name)))
 
     @property
     def _scoped(self) -> bool:
-        """Whether some gradients are left out of the norm that is clipped."""
+        """Return whether some gradients are left out of the norm that is clipped."""
         return not all(run.clipped for run in self.runs)
 
     def _norm(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Value:
@@ -393,7 +394,7 @@ class StepGraph:
         return sharded.values(graph, f"/{slot}", lambda p: self._slot_spec(p, sharded.run.rule, slot), Kind.OPTIMIZER)
 
     def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
-        """Which lists of a run's update are rounded stochastically: 0 the parameters, from 1 the slots."""
+        """Return which tensor lists of an update are rounded stochastically: 0 the parameters, from 1 on the slots."""
         config, parameter = self.optimizer.config, run.parameters[0]
         asked = (config.stochastic_rounding or config.state_dtype is not None) and not run.rule.whole
         specs = [self._slot_spec(parameter, run.rule, slot) for slot in run.rule.slots]

@@ -1,5 +1,5 @@
-"""What a supervised process tells its supervisor, through one file: its run, its end, and by the file's time that it
-lives.
+"""A file by which a supervised process tells its supervisor of its run and its end. The time of the file tells that the
+process lives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Heartbeat:
 
     @classmethod
     def of_process(cls) -> Heartbeat:
-        """As the supervisor asked for it by the environment. SIGUSR2 then prints where every thread is."""
+        """Make the heartbeat that the environment asks for. SIGUSR2 then prints where every thread is."""
         path = os.environ.get(VARIABLE)
         if path and hasattr(signal, "SIGUSR2"):
             faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -59,7 +59,7 @@ def seconds_since_start() -> float:
 
 
 def first_step_note(seconds: float, counts: Mapping[str, int]) -> str:
-    """How long the start took, and what it compiled or found compiled, by an engine's counters."""
+    """Return a note on how long the start took, and the kernels that it compiled or found compiled."""
     built, cached = counts.get("kernels_built", 0), counts.get("kernels_cached", 0)
     kernels = f" ({built} kernels compiled, {cached} from the cache)" if built or cached else ""
     return f"First step {format_duration(seconds)} after the start{kernels}."

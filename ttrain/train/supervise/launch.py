@@ -22,7 +22,7 @@ _POLL_SECONDS = 0.05
 
 
 def wanted(config: ParallelConfig) -> int:
-    """How many ranks this process is to start, 0 where it is one itself, or stands alone."""
+    """Return how many ranks this process is to start; 0 where it is a rank itself, or stands alone."""
     several = config.processes is not None and config.processes > 1
     return config.processes or 0 if several and place() is None else 0
 
@@ -52,7 +52,7 @@ def launch(config: ParallelConfig, arguments: Sequence[str], note: Callable[[Ran
 
 
 def rank_environment(count: int, port: int) -> Mapping[str, str]:
-    """What all ranks of one machine are told, where the process at the port keeps their board; see place.py."""
+    """Return the environment for all ranks of one machine; the process at the port keeps their board, see place.py."""
     return {
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(max(1, default_threads() // count)),

@@ -32,7 +32,7 @@ NONFINITE = "NonFiniteError"
 
 @dataclass
 class _End:
-    """How one child ended."""
+    """End of one child."""
 
     code: int
     hung: bool
