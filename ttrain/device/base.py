@@ -29,7 +29,7 @@ NOTHING_AROUND = nullcontext()  # a step enters one each time, and to make one c
 
 
 class Delivery(Enum):
-    """How a kernel hands over its results."""
+    """Ways in which a kernel hands over its results."""
 
     INTO = "into"  # writes into the output buffers that it was bound to
     INPLACE = "inplace"  # overwrites inputs; outputs share their buffers
@@ -112,12 +112,12 @@ Rows = TypeVar("Rows", bound=Container[str])
 
 
 def of_side(rows: Rows, on_host: bool) -> Rows | Mapping[str, Kernel]:
-    """What one side has of a device's rows: the device, or the host beside it where it has one."""
+    """Return one side of a device's rows: its own, or those of the host beside it where it has one."""
     return rows.host if on_host and isinstance(rows, Table) and rows.host is not None else rows
 
 
 def serves(kernels: Container[str], name: str, inputs: GivenSpecs, attributes: Attributes) -> bool:
-    """Whether a table, or a set of names that stand for rows without conditions, has a kernel for a node."""
+    """Return whether a table, or a set of names that stand for rows without conditions, has a kernel for a node."""
     if name not in kernels:
         return False
     row = kernels[name] if isinstance(kernels, Mapping) else None
@@ -126,7 +126,7 @@ def serves(kernels: Container[str], name: str, inputs: GivenSpecs, attributes: A
 
 @dataclass
 class DeviceCounters:
-    """What a device did since it was opened."""
+    """Counts of a device's work since it was opened."""
 
     allocations: int = 0
     allocated_bytes: int = 0
@@ -263,7 +263,7 @@ class Device(ABC):
         return launch if kernel.delivery is not Delivery.FRESH else partial(self.deliver, launch, outputs)
 
     def offloaded(self, name: str) -> bool:
-        """Whether a persistent tensor stays in host memory, beside a device that has its own."""
+        """Return whether a persistent tensor stays in host memory, beside a device that has its own."""
         return False
 
     def side(self, on_host: bool) -> Device:
@@ -271,7 +271,7 @@ class Device(ABC):
         return self.host if on_host and self.host is not None else self
 
     def layout(self, spec: TensorSpec) -> Layout:
-        """How a tensor is held, where `arenas` is False."""
+        """Return the layout in which a tensor is held, where `arenas` is False."""
         return spec
 
     def layout_bytes(self, layout: Layout) -> int:
@@ -279,7 +279,7 @@ class Device(ABC):
         return spec_bytes(layout)
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
-        """Whether a tensor can be seen under another shape without a copy."""
+        """Return whether a tensor can be seen under another shape without a copy."""
         return True
 
     @abstractmethod
@@ -302,7 +302,7 @@ class Device(ABC):
         """Wait until everything launched so far is done."""
 
     def stamp(self) -> Callable[[], float]:
-        """When everything launched so far is done, in seconds since some moment; to be called after `synchronize`."""
+        """Return a function that tells when all launched so far is done, in seconds; call it after `synchronize`."""
         self.synchronize()
         return partial(float, time.perf_counter())
 
@@ -345,7 +345,7 @@ class Device(ABC):
         raise CaptureError(f"device {self.name} can't capture a step. Use engine=static or engine=dynamic.")
 
     def expect_capture(self) -> None:
-        """Told once, before anything is bound, that steps will be captured."""
+        """Expect that steps will be captured; called once, before anything is bound."""
 
     def step_facts(self) -> dict[str, int]:
         """Counts of what steps have cost so far, such as device ops and programs; empty where nobody counts."""
@@ -356,7 +356,7 @@ class Device(ABC):
         return {}
 
     def compiler(self) -> StepCompiler | None:
-        """What `engine=traced` compiles a plan with; None where the device records launches instead."""
+        """Return the compiler of plans for `engine=traced`; None where the device records launches instead."""
         return None
 
     def close(self) -> None:

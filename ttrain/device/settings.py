@@ -9,7 +9,7 @@ from ttrain.core.options import option
 
 @dataclass
 class DeviceConfig:
-    """Where a step runs. `family` names the class that answers for the device by this config, see family.py."""
+    """Device that runs a step. `family` names the class that answers for the device by this config, see family.py."""
 
     family = "ttrain.device.family:Family"
 

@@ -25,7 +25,7 @@ class Work:
 
     @classmethod
     def of(cls, steps: Mapping[str, Any], per_step: Mapping[str, int]) -> Work:
-        """From built steps (`plan`, `uploads` and `engine` of each count) and how often each runs."""
+        """Make the work from built steps (`plan`, `uploads` and `engine` of each count) and how often each runs."""
         built = [(times, steps[name]) for name, times in per_step.items()]
         planned = tuple((times, tuple(step.plan.launched)) for times, step in built if step.plan is not None)
         specs = [(times, spec) for times, step in built for spec in step.uploads.values()]

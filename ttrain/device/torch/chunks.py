@@ -1,4 +1,4 @@
-"""How many rows of a head's logits are formed at a time: what torch's kernels and the generated ones share."""
+"""Number of rows of a head's logits that are formed at a time, in torch's kernels and in the generated ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _LEAST_ROWS = 32
 
 
 def chunk_rows(rows: int, vocabulary: int, logits: int, summed: int) -> int:
-    """How many of all rows a chunk of about `logits` logits has.
+    """Return how many of all rows a chunk of about `logits` logits has.
 
     Several chunks of bf16 need fp32 sums of the head's gradient: `summed` bytes for each id of the vocabulary, 0 where
     there are no such sums. All rows are one chunk where their logits take no more than that, which is faster too.

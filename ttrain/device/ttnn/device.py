@@ -104,7 +104,7 @@ class TenstorrentDevice(Device):
         self._closed = False
 
     def _count(self, nbytes: int) -> None:
-        """Told of every tensor that is about to be made."""
+        """Count a tensor that is about to be made. Raises CaptureError where a capture has begun."""
         if self._frozen_by is not None or self._capturing:
             raise CaptureError(
                 f"a tensor of {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "

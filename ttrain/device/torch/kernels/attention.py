@@ -119,7 +119,7 @@ MEASURED_FROM, MEASURED_UP_TO = 256, 4096
 
 
 def explicit_is_chosen(context: Context, given: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
-    """Which way queries, keys and values go; forward and backward of one node agree.
+    """Return whether attention forms its probabilities explicitly; forward and backward of one node agree.
 
     Flash attention knows no other mask than the causal one, no dropout, no keys of another width than values, and no
     heads that share keys.

@@ -55,7 +55,7 @@ class _Bias:
 
 
 def _scratch(rows: int, context: int, dtype: DType, slopes: bool) -> list[TensorSpec]:
-    """What is hidden, and where there are slopes the distance as a number and as an integer."""
+    """Return specs for the hidden keys and, where there are slopes, for the distance as a number and as an integer."""
     shape = (rows, context)
     distances = [TensorSpec(shape, dtype), TensorSpec(shape, DType.INT64)] if slopes else []
     return [TensorSpec(shape, DType.BOOL), *distances]

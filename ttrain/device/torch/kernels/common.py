@@ -1,4 +1,4 @@
-"""What the kernel families share: dtypes, chains of launches, flat views over neighbouring tensors, small constants."""
+"""Tools of the kernel families: dtypes, chains of launches, flat views over neighbouring tensors, small constants."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RUN_GAP = 64  # elements; neighbours of one run lie less than this apart
 
 @dataclass(frozen=True)
 class Context:
-    """What a family needs to know of its device when it builds its rows: where, and the sizes at which ways change.
+    """Facts of a device that a family needs to build its rows: its place, and the sizes at which ways change.
 
     block: elements that a chain of passes works on at a time; on the CPU they stay in a core's cache.
     norm_row: elements that the norm sums in one go; sums of such sums keep its rounding error small.

@@ -113,7 +113,7 @@ def seconds(
 
 
 def table_path() -> Path:
-    """Where the table is kept."""
+    """Return the path at which the table is kept."""
     return cache_folder() / "costs.json"
 
 

@@ -32,7 +32,7 @@ def _added_rows(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]
 
 
 def _few_rows(ids: Tensor, dy: Tensor, dweight: Tensor, work: Sequence[Tensor]) -> Launch:
-    """The same where a fp32 table of the vocabulary would be large: sums of N rows, then copied to their ids."""
+    """Sum N rows, then copy the sums to their ids: for a vocabulary whose fp32 table would be large."""
     positions_by_id, positions, place, wide_dy, sums, rounded = work
     index = torch.arange(ids.numel(), dtype=torch.int64, device=ids.device)
     return chain(

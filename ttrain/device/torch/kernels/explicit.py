@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _heads_of(attributes: Attributes) -> tuple[int, int, int]:
-    """Of queries, keys and values."""
+    """Return the numbers of heads of queries, keys and values."""
     heads: int = attributes["heads"]
     shared = attributes.get("kv_heads", heads)
     return heads, shared, shared
@@ -36,7 +36,7 @@ def by_heads(tensors: Sequence[Tensor | None], attributes: Attributes) -> list[T
 
 
 def specs_by_heads(specs: Sequence[TensorSpec | None], attributes: Attributes) -> list[TensorSpec]:
-    """The same of specs, each contiguous."""
+    """Return the specs of queries, keys and values by heads as in `by_heads`, each contiguous."""
     given = [x for x in specs if x is not None]
     parts, given = (3, given * 3) if len(given) == 1 else (1, given)
     pairs = zip(given, _heads_of(attributes), strict=True)
@@ -70,13 +70,13 @@ class Block:
         return found
 
     def columns(self, first: int, last: int) -> slice:
-        """Where the keys from `first` up to `last` lie among those of the block; empty where there are none."""
+        """Return the place of keys `first` up to `last` among those of the block; empty where there are none."""
         inside = range(max(first, self.keys.start), min(last, self.keys.stop))
         return slice(inside.start - self.keys.start, inside.start - self.keys.start + len(inside))
 
 
 class ScoreBias:
-    """What a mask adds to scaled scores: -inf where a key is hidden, and the preference for near keys.
+    """Bias that a mask adds to scaled scores: -inf where a key is hidden, and the preference for near keys.
 
     It is made for a block of `rows` queries at a time: nothing has an element for every query and key. `work` has what
     `workspace` asks for.
@@ -93,7 +93,7 @@ class ScoreBias:
 
     @staticmethod
     def workspace(mask: AttentionMask, rows: int, time: int, dtype: DType) -> list[TensorSpec]:
-        """How far apart queries and keys are, as integers and as the numbers that count."""
+        """Return specs for the distance of queries and keys, as integers and as the numbers that count."""
         return [TensorSpec((rows, time), each) for each in ((DType.INT32, dtype) if mask.biased else ())]
 
     def adding(self, scores: Tensor, block: Block) -> list[Launch]:
@@ -192,7 +192,7 @@ class Documents:
 
 
 class _Explicit:
-    """What forward and backward share. `work` has what `workspace` asks for, and behind it what the caller wants."""
+    """Base of forward and backward. `work` has what `workspace` asks for, and behind it what the caller wants."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ _Sizes = tuple[int, int, int, bool, bool]  # rows, inner, columns, whether a [M,
 
 
 def _matmul_sizes(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Attributes) -> _Sizes | None:
-    """Of a product in fp32; None of others."""
+    """Return the sizes of a product in fp32; None for other products."""
     a, (rows, columns) = ins[0], outs[0].shape[-2:]
     if a is None or a.rank != 2 or a.dtype is not DType.FP32:
         return None

@@ -55,12 +55,12 @@ def _height(columns: int) -> int:
 
 
 def _worth(rows: int, inner: int, columns: int) -> bool:
-    """Whether a product is large enough for oneDNN's overhead per call."""
+    """Return whether a product is large enough for oneDNN's overhead per call."""
     return 2 * rows * inner * columns >= SMALLEST and min(rows, inner, columns) >= 16
 
 
 def uses_onednn(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> bool:
-    """Whether a fp32 product on the CPU goes to oneDNN directly instead of through aten; see fresh_bytes."""
+    """Return whether a fp32 product on the CPU goes to oneDNN directly instead of through aten; see fresh_bytes."""
     if pinned == "aten" or not _worth(rows, inner, columns):
         return False
     if pinned == "onednn":

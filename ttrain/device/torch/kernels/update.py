@@ -133,7 +133,7 @@ class _Call:
 
     @property
     def remainders(self) -> bool:
-        """Whether the parameters are what fp32 weights have beyond their copies."""
+        """Return whether the parameters are the remainders of fp32 weights beyond their copies."""
         return self.lists[0][0].dtype in (torch.int16, DType.INT16)
 
     def widths(self) -> list[list[int]]:
@@ -141,7 +141,7 @@ class _Call:
         return [[_itemsize(tensor) for tensor in tensors] for tensors in self.lists]
 
     def in_one_pass(self, attributes: Attributes) -> bool:
-        """Whether aten has a kernel for the rule, and the state is as it computes."""
+        """Return whether aten has a kernel for the rule, and the state has the dtypes that it computes in."""
         narrow = any(size < 4 for position, sizes in enumerate(self.widths()) if position != 1 for size in sizes)
         return attributes["rule"].name in _FUSED and not narrow
 

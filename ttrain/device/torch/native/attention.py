@@ -18,7 +18,7 @@ def _up(number: int, step: int) -> int:
 
 
 def _scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> TensorSpec:
-    """What HeadSizes in kernels/attention.h asks for."""
+    """Return the scratch memory that HeadSizes in kernels/attention.h asks for."""
     _, time, packed = qkv.shape
     block = _up(time, 8) if time < 32 else 32
     longest, width = max(_up(time, _TILE), _up(time, block)), _up(packed // (3 * heads), _TILE)

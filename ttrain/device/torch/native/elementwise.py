@@ -61,7 +61,7 @@ _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
 
 def covers(name: str, specs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> bool:
-    """Whether a step of these specs can be part of a loop nest."""
+    """Return whether a step of these specs can be part of a loop nest."""
     if name not in EXPRESSIONS or any(spec is None for spec in specs):
         return False
     integers = {"dropout": (1,), "dropout_mask": (0,), "embedding": (0,)}.get(name, ())
@@ -207,7 +207,7 @@ class LoopNest:
         return lines
 
     def _row(self) -> list[str]:
-        """What is the same along a row."""
+        """List the lines for values that stay the same along a row."""
         lines = []
         for item, strides in self.loops.strides.items():
             offset = self.loops.offset(item) if self.loops.rows > 1 else "0"

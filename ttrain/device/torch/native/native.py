@@ -1,4 +1,4 @@
-"""What every rule of a native row returns, and the choices that rules share."""
+"""Result of every rule of a native row, and the choices that rules share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bind = Callable[[Sequence[int], Sequence[Any], Sequence[Any], Sequence[Any]], La
 
 @dataclass(frozen=True)
 class Sizing:
-    """How work is cut. All but `threads` change rounding, never meaning; tests use small values on small tensors."""
+    """Sizes by which work is cut. All but `threads` change rounding, never meaning; tests set small values."""
 
     threads: int
     thread_cost: int = 2**15  # additions: less than this is not worth waking another thread for
@@ -29,7 +29,7 @@ class Sizing:
     logits: int = CHUNK_LOGITS  # of how many logits the cross-entropy of a head forms at a time
 
     def threads_for(self, cost: float, most: int | None = None) -> int:
-        """How many threads a piece of work is worth, `cost` in additions of one element; `most` can share it."""
+        """Return how many threads a piece of work is worth, up to `most`; `cost` is in additions of one element."""
         count = min(self.threads, int(cost // self.thread_cost))
         return max(1, count if most is None else min(count, most))
 
@@ -40,7 +40,7 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Native:
-    """How one request runs: the C++ functions it needs, its scratch memory, and how a launch is bound."""
+    """Native form of one request: the C++ functions it needs, its scratch memory, and the binding of a launch."""
 
     bodies: tuple[str, ...]
     workspace: tuple[TensorSpec, ...] = ()

@@ -25,7 +25,7 @@ def join(library: ctypes.CDLL, threads: int) -> int:
 
 
 def use_openmp(library: ctypes.CDLL, wanted: bool) -> None:
-    """Whether a library runs on the threads of OpenMP's runtime instead, where one is loaded.
+    """Run a library on the threads of OpenMP's runtime where it is `wanted` and one is loaded, else on its own.
 
     For plans that launch products of other libraries as well: both would spin for work on the same cores.
     """

@@ -72,7 +72,7 @@ def _linear(request: Request, sizing: Sizing) -> Native | None:
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
-    """In chunks of rows, on the live ids alone."""
+    """Form the logits in chunks of rows, for the live ids alone."""
     hidden, head, settings = request.input(0), request.input(1), request.settings
     (rows, width), (vocabulary, _), dtype = hidden.shape, head.shape, hidden.dtype
     gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]

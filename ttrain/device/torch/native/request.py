@@ -1,4 +1,4 @@
-"""What the generator is asked for: one op on tensors of known shape and dtype."""
+"""Request to the generator: one op on tensors of known shape and dtype."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ttrain.core.spec import DType, TensorSpec
 
 
 class NodeLike(Protocol):
-    """What a request reads of a graph's node."""
+    """Parts of a graph's node that a request reads."""
 
     op: Any
     specs: tuple[Any, Any]
@@ -53,7 +53,7 @@ class Request:
         return spec
 
     def has(self, index: int) -> bool:
-        """Whether an optional input is present."""
+        """Return whether an optional input is present."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
 
@@ -61,7 +61,7 @@ STORED = (DType.FP32, DType.BF16)  # dtypes that kernels read and write
 
 
 def stored(specs: Iterable[TensorSpec | None]) -> bool:
-    """Whether kernels can read and write all of these."""
+    """Return whether kernels can read and write all of these."""
     return all(spec is None or spec.dtype in STORED for spec in specs)
 
 

@@ -81,7 +81,7 @@ class NativeKernels:
         self.share_threads(self.mixed)
 
     def share_threads(self, wanted: bool) -> None:
-        """Whether kernels run on the threads of libraries, or on our own."""
+        """Run kernels on the threads of other libraries where it is `wanted`, else on our own."""
         for library in self._loaded:
             pool.use_openmp(library, wanted)
 
@@ -94,7 +94,7 @@ class NativeKernels:
         self._native.cache_clear()
 
     def covers(self, request: Request) -> bool:
-        """Whether it is a product that our own code can make."""
+        """Return whether the request is a product that our own code can make."""
         rule = products.RULES.get(request.op)
         return rule is not None and rule(request, replace(self.sizing, products=_BOTH)) is not None
 
@@ -103,7 +103,7 @@ class NativeKernels:
         return joined(launches, _address(self._loaded[0], "ttrain_run")) if self._loaded else list(launches)
 
     def native(self, request: Request) -> Native | None:
-        """How a request runs natively; None where it takes the base's way."""
+        """Return the native form of a request; None where it takes the base's way."""
         return self._native(request)
 
     def _make(self, request: Request) -> Native | None:

@@ -19,7 +19,7 @@ def _types(*specs: TensorSpec | None) -> list[str]:
 
 
 def _fits(spec: TensorSpec) -> bool:
-    """Whether there are rows, of a width that a thread's stack can hold."""
+    """Return whether there are rows, of a width that a thread's stack can hold."""
     return spec.rank > 0 and spec.size > 0 and spec.shape[-1] <= _WIDEST_ROW
 
 
@@ -46,7 +46,7 @@ def _program(request: Request, program: tuple[Step, ...], results: tuple[int, ..
 
 
 def _norm(request: Request, sizing: Sizing) -> Native | None:
-    """Of layers or of RMS, which has neither bias nor mean; after a residual sum or not."""
+    """Normalise by layer or by RMS, where RMS has neither bias nor mean; after a residual sum or not."""
     branch, centred = request.op.startswith("add_"), "layer" in request.op
     if not stored((*request.inputs, *request.outputs)) or not _fits(request.outputs[0]):
         return None

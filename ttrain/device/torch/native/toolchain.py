@@ -80,7 +80,7 @@ def find_compiler() -> Compiler:
 
 
 def library_folder() -> Path:
-    """Where compiled libraries are kept."""
+    """Return the folder of compiled libraries."""
     return cache_folder() / "native"
 
 
@@ -178,7 +178,7 @@ class Toolchain:
         return path
 
     def _failure(self, key: str, arguments: Sequence[str], source: str, messages: str) -> Exception:
-        """What to raise. A disk that is full counts as one that this process could not write to itself."""
+        """Return the error to raise. A full disk counts as one that this process could not write to itself."""
         if (full := os.strerror(errno.ENOSPC)) in messages:
             return OSError(errno.ENOSPC, full)
         log = self.folder / f"{key[:16]}.log"

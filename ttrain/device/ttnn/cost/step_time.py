@@ -67,7 +67,7 @@ def wormhole_estimate(
     constants: Constants = CONSTANTS,
     source: str = FITTED,
 ) -> Estimate:
-    """As configured, and every combination of engine, dispatch and queues beside it."""
+    """Estimate the step as configured, and beside it every combination of engine, dispatch and queues."""
     step = CardStep(work, config)
     time = step.time(config, engine, constants, source)
     ways = []

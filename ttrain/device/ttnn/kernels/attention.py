@@ -40,7 +40,7 @@ def _scaled(c: Context, x: DeviceTensor, y: Any, attributes: Attributes) -> Laun
 
 @row("softmax", overwrites=(0,))
 def _softmax(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    """In place: one launch for causal scores in whole tiles that nobody reads again, else mask and then softmax."""
+    """Apply softmax in place, in one launch for causal scores in whole tiles that nobody reads again."""
     (x,), (y,), mask = ins, outs, attributes["mask"]
     rest = {"numeric_stable": True, **c.exact}
     if not c.core_subset and mask.is_causal and x is y and x.spec.rank == 4 and x.spec.shape[-1] % TILE == 0:

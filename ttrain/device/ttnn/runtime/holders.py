@@ -1,4 +1,4 @@
-"""Which processes hold a Tenstorrent card."""
+"""Find the processes that hold a Tenstorrent card."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Mesh:
         return replay
 
     def settled(self) -> list[Any]:
-        """Told when everything launched is done; what a sub-device kept alive until now."""
+        """Return what a sub-device kept alive until now; call it when everything launched is done."""
         return [] if self.part is None else self.tt.let_go()
 
     def _empty_capture(self, launches: Sequence[Launch]) -> None:
