@@ -1,4 +1,4 @@
-"""What `import ttrain` offers to programs: configs, whole runs, and training one step at a time."""
+"""The parts that `import ttrain` offers to programs: configs, whole runs, and training one step at a time."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[
 
 
 def _key_hint(flag: str) -> str:
-    """How a key that was given as a flag, such as `--train.steps 5` or `--lr 1e-3`, is written; empty for a flag."""
+    """Return how to write a key that was given as a flag, such as `--lr 1e-3`; empty where it is no key."""
     key = flag.lstrip("-").replace("-", "_")
     if key.partition(".")[0] in sections():
         return f"A key is given as {key}=<value>, with an equals sign."

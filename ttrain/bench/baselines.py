@@ -55,11 +55,11 @@ class PyTorchContender(Contender):
         ]
 
     def _wrapped(self, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
-        """What is called instead of the model."""
+        """Return the callable that takes the model's place."""
         return model if self.name == "eager" else torch.compile(model)
 
     def _load(self) -> None:
-        """The same first weights as ours; every parameter must get one."""
+        """Load the first weights of our model; every parameter must get one."""
         missing = set(self._parameters)
         for path, values in self._case.first_weights():
             name = self._case.training.reference_name(path)

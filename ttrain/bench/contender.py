@@ -1,4 +1,4 @@
-"""What takes part in a benchmark: something that can be built and then does one optimizer step after the other.
+"""Contenders of a benchmark: each can be built and then does one optimizer step after the other.
 
 All have to do the same work. Losses, and how far weights moved, are compared over the first steps.
 """

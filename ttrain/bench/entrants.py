@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark, and what each runs on."""
+"""Entrants of a benchmark, and the device that each runs on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ttrain.engine.settings import EngineConfig
 
 @dataclass(frozen=True)
 class Entrant:
-    """Who takes part: an engine or a baseline, what it runs on, and in how many processes."""
+    """Entrant of a benchmark: an engine or a baseline, the device it runs on, and the number of processes."""
 
     own: str
     device: DeviceConfig

@@ -1,4 +1,4 @@
-"""What a benchmark found: cases with a row for each contender, and the JSON of them."""
+"""Results of a benchmark: cases with a row for each contender, and the JSON of them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _OVERRIDE = re.compile(r"(device|engine)\.(?!name=)\w+=\S*")
 
 @dataclass
 class BenchConfig:
-    """What task=bench measures: every size in every precision is done by all engines and baselines."""
+    """Options of task=bench: every size in every precision is done by all engines and baselines."""
 
     size: list[str] = option(
         ["char"],

@@ -1,4 +1,4 @@
-"""From small configs to components, by registered name. Nothing else in ttrain looks a name up.
+"""Make components from small configs, by registered name. Nothing else in ttrain looks a name up.
 
 A target takes its own small config first, then what its group hands it; see each function. Only these functions import
 the modules behind the names, when they are called.
@@ -89,7 +89,7 @@ def data_problems(data: Any, name: str, model: Any, lengths: list[int]) -> list[
 
 
 def data_sizes(model: Any) -> Sizes:
-    """What a model asks of its data by its config: the context, or the numbers of inputs and outputs."""
+    """Return what a model asks of its data by its config: the context, or the numbers of inputs and outputs."""
     from ttrain.data.batches import Sizes
 
     width = getattr(model, "width", None)
@@ -188,7 +188,7 @@ def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: L
 def build_warm_start(
     config: Any, train: TrainConfig, optimizer: OptimizerConfig, model: Model, tokenizer: str | None = None
 ) -> WarmStart | None:
-    """Where a new run takes its first values from: model.from, else train.init_from, else nowhere.
+    """Open the source of a new run's first values: model.from, else train.init_from; None without either.
 
     `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
     would not be trained.
@@ -206,7 +206,7 @@ def build_warm_start(
 
 
 def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
-    """Where the adapters of a new run take their first values from. Raises CheckpointError for what does not fit."""
+    """Open a new run's first adapters; None without lora.from. Raises CheckpointError for what does not fit."""
     from ttrain.train.checkpoint.adapters import PeftAdapter
 
     if lora.from_ is None:
@@ -267,7 +267,7 @@ def build_session(
 
 
 def keeps_remainders(device: Device, engine: str) -> bool:
-    """Whether fp32 weights are kept as bf16 copies and remainders, for which compiled steps have kernels."""
+    """Return whether fp32 weights are kept as bf16 copies and remainders, for which compiled steps have kernels."""
     return device.compiles and engine == "traced"
 
 
@@ -344,7 +344,7 @@ def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
 
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
-    """What the user sees of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
+    """Return the console of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
     from ttrain.train.logging.loggers import Console
 
     return Console(bar=bar and config.name != "jsonl", name=name)

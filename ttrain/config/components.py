@@ -35,7 +35,7 @@ FAMILIES = ("ttrain.device.ttnn.settings:DEVICES",)
 
 @dataclass
 class TaskConfig:
-    """What the command does."""
+    """Task of the command."""
 
     name: str = option("train", "registered name of the task, such as train, sample or plan")
 

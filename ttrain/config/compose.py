@@ -1,4 +1,4 @@
-"""From the command line's overrides to a typed config. Hydra composes; every problem becomes one sentence."""
+"""Make a typed config from the command line's overrides. Hydra composes; every problem becomes one sentence."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Composer:
         return f"{'' if group in self.files.defaults() else '+'}{group}={value}"
 
     def _problems_of_files(self, composed: Composed) -> list[str]:
-        """What files give that only the command line may give, or that would do nothing."""
+        """List what files give that only the command line may give, or that would do nothing."""
         given = {override.key_or_group for override in composed.overrides}
         problems = []
         for key, (why, advice) in ON_COMMAND_LINE.items():

@@ -86,7 +86,7 @@ def _is_quoted(override: str) -> bool:
 
 
 def _is_python(override: str, hints: list[Any]) -> bool:
-    """Whether the key holds lists or mappings and the value has the brackets of one."""
+    """Return whether the key holds lists or mappings and the value has the brackets of one."""
     value = override.partition("=")[2].strip()
     held = any(typing.get_origin(without_none(hint)) in (list, dict) for hint in hints)
     return held and len(value) > 1 and value[0] + value[-1] in ("[]", "{}", "()")
@@ -128,7 +128,7 @@ def _syntax_problem(override: str, hints: list[Any]) -> str:
 
 
 def _nearest(override: str) -> str:
-    """What an override without an equals sign was probably meant to be, else the commonest reason for one."""
+    """Return a guess at what an override without an equals sign was meant to be, else the commonest reason for one."""
     bare = override.strip().lower()
     if bare in registry.names("task"):
         return f"Did you mean 'task={bare}'?"

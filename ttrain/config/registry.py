@@ -36,7 +36,7 @@ class Component:
 
 
 def loaded(name: str) -> Any:
-    """What a constant `module:attribute` of ours names."""
+    """Return the object that a constant `module:attribute` of ours names."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -87,7 +87,7 @@ def rows() -> list[Component]:
 
 
 def families() -> list[Family]:
-    """Of the registered devices, each family once."""
+    """List the families of the registered devices, each once."""
     return list(dict.fromkeys(family_of(row.config) for row in rows() if row.group == "device"))
 
 

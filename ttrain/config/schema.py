@@ -39,7 +39,7 @@ from ttrain.train.task_settings import EvalConfig, ExportConfig, SampleConfig
 
 @dataclass
 class SweepConfig:
-    """How the jobs of `-m` are run, and what they are judged by."""
+    """Options of the jobs of `-m`: the way they run, and the number that judges them."""
 
     dir: str | None = option(
         None,
@@ -94,7 +94,7 @@ class SweepConfig:
 
 @dataclass
 class RampConfig:
-    """What task=lr tries: learning rates that rise by equal factors, one a step."""
+    """Options of task=lr: it tries learning rates that rise by equal factors, one a step."""
 
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)
@@ -114,7 +114,7 @@ class RampConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a config came from; not part of the config itself."""
+    """Origin of a config; not part of the config itself."""
 
     choices: dict[str, str] = field(default_factory=dict)  # group -> option, such as model -> nano-gpt
     overrides: tuple[str, ...] = ()  # the command line's key=value arguments, as given
@@ -123,7 +123,7 @@ class Source:
     merged: bool = False  # whether the config of a checkpoint lies below
 
     def awaits_model(self, resume: str) -> bool:
-        """Whether the model is still to come from the checkpoint that is resumed; checks of it are made again then."""
+        """Return whether the model is still to come from the checkpoint to resume; checks of it are made again then."""
         given = any(key.partition(".")[0] == "model" for key in self.explicit)
         return resume not in ("", "none", "auto") and not self.merged and not given
 
@@ -202,17 +202,17 @@ class Config:
 
     @property
     def model_parts(self) -> tuple[Any, PrecisionConfig, DeviceConfig, DataConfig, LoraConfig]:
-        """What a model is built from."""
+        """Return the sections that a model is built from."""
         return self.model, self.precision, self.device, self.data, self.lora
 
     @property
     def step_parts(self) -> tuple[TrainConfig, OptimizerConfig, GuardConfig, EngineConfig]:
-        """What its steps are built from."""
+        """Return the sections that its steps are built from."""
         return self.train, self.optimizer, self.guard, self.engine
 
     @property
     def rate_parts(self) -> tuple[TrainConfig, OptimizerConfig, ScheduleConfig]:
-        """What the learning rate of a step follows from."""
+        """Return the sections that the learning rate of a step follows from."""
         return self.train, self.optimizer, self.schedule
 
 

@@ -192,7 +192,7 @@ def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings
 
 
 def _has_type(value: Any, hint: Any) -> bool:
-    """Whether OmegaConf would leave a value as it is; to ask it takes a hundred times as long."""
+    """Return whether OmegaConf would leave a value as it is; asking OmegaConf takes a hundred times as long."""
     bare = without_none(hint)
     if value is None:
         return bare is not hint
@@ -210,7 +210,7 @@ def _converted(value: Any, hint: Any) -> Any:
 
 
 def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
-    """What a text stands for by the type that is wanted: null, or a list or mapping that was quoted as a whole."""
+    """Return the value of a text by the type that is wanted: null, or a list or mapping that was quoted as a whole."""
     bare = without_none(hint)
     if text in (None, NO_VALUE) or (text == "null" and bare is not str):
         if bare is not hint:
@@ -270,7 +270,7 @@ def without_none(hint: Any) -> Any:
 
 
 def _as_list(path: str, value: Any, hint: Any) -> str:
-    """How one text is written where a list of them is wanted; empty for everything else."""
+    """Return how to write one text where a list of them is wanted; empty for everything else."""
     if not isinstance(value, str) or without_none(hint) != list[str]:
         return ""
     return f" Write {path}=[{'' if value == NO_VALUE else value}]."

@@ -200,7 +200,7 @@ class RegressionConfig(DataConfig):
 
 @dataclass
 class PrepareConfig:
-    """What task=prepare writes."""
+    """Options of task=prepare: the folder that it writes."""
 
     dir: str | None = option(
         None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True

@@ -1,4 +1,4 @@
-"""What AGILLM's SAT pass predicts: which hidden rows, which tokens, and how often each counts.
+"""Predictions of AGILLM's SAT pass: its hidden rows, their tokens, and how often each counts.
 
 A window is two neighbouring positions s, s + 1; its rows predict the tokens s + 2 and s + 3. So row p predicts token
 p + 2 whichever of its two windows asks, and counts as often as it is asked: one product with the head serves both.

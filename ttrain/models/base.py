@@ -1,4 +1,4 @@
-"""What a model is to the rest of ttrain."""
+"""The interface of a model to the rest of ttrain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model reads a text that grows: keys and values of the part that it has read stay in caches."""
+"""Read a text that grows: the keys and values of the part that a model has read stay in caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models that predict the next token from all before it have in common."""
+"""The base of models that predict the next token from all before it."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def refuse_switches(config: GPTConfig, form: str) -> None:
 
 
 def _read(name: str, value: Any, turned: bool) -> Weight:
-    """In our layout."""
+    """Return a weight in our layout."""
     return _turned(name, as_fp32(value)) if turned else as_fp32(value)
 
 

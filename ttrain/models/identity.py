@@ -1,4 +1,4 @@
-"""Whether weights mean the same under another config: which keys of a model change what its weights compute.
+"""Compare what weights mean under two configs: keys of a model may change what its weights compute.
 
 Every key of a model's config declares what it `changes` (see core/options.py):
 

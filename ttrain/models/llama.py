@@ -163,7 +163,7 @@ class Llama(Decoder):
         return llama_weights.to_original(values, self._specs())
 
     def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """As `to_original`: it is Transformers' form."""
+        """Return the weights as `to_original` does: that is Transformers' form."""
         return self.to_original(values)
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:

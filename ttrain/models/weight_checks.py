@@ -1,4 +1,4 @@
-"""Which values of a file can be weights, and which have to agree."""
+"""Check which values of a file can be weights, and which have to agree."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FAILURE = "failure"
 
 
 class Store(Protocol):
-    """As torch.distributed.TCPStore; every method raises RuntimeError where its server is gone."""
+    """Interface of torch.distributed.TCPStore; every method raises RuntimeError where its server is gone."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -71,7 +71,7 @@ class Board:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def leave(self) -> None:
-        """From now on the others may end as they like."""
+        """Let the others end as they like from now on."""
         self._left.set()
 
     def post(self, key: str, text: str) -> None:
@@ -137,7 +137,7 @@ class Board:
         return thread is not None
 
     def ended(self, error: E) -> E | TtrainError:
-        """What this rank ends with, an error of its own being told to all others; the first error stands."""
+        """Return the error that this rank ends with, after telling its own to all others; the first error stands."""
         if isinstance(error, RankFailed):
             return error
         self._ends.set()

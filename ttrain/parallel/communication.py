@@ -1,6 +1,6 @@
-"""Where ranks exchange gradients while the device computes: a thread of the host, or a stream of the GPU.
+"""Exchange gradients of ranks while the device computes: on a thread of the host, or a stream of the GPU.
 
-Of both, what was started runs in order, one launch after another.
+On both, what was started runs in order, one launch after another.
 """
 
 from __future__ import annotations

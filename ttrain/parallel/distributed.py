@@ -161,7 +161,7 @@ class DistributedWorld(World):
 
 
 def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
-    """Where the ranks meet: a server of the process that started them, or of rank 0, which `hosts` it."""
+    """Connect to the store of the ranks: in the process that started them, or in rank 0, which `hosts` it."""
     try:
         return dist.TCPStore(place.address, place.port, is_master=hosts, wait_for_workers=False, timeout=wait)
     except RuntimeError as error:
@@ -173,7 +173,7 @@ def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Where the ranks of one start find each other."""
+    """Meeting of the ranks of one start."""
 
     name: str
     board: Board
@@ -191,7 +191,7 @@ class _Meeting:
 
 
 def ended_early(error: TtrainError, place: Place) -> TtrainError:
-    """What a rank ends with that has an error before it met the others, who are told; one they all have is told once.
+    """Return the error of a rank that fails before it met the others. They are told; an error of all is told once.
 
     Nobody may be there to be told.
     """

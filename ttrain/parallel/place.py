@@ -1,4 +1,4 @@
-"""Where this process stands among those that torchrun, SLURM or ttrain itself started; told by the environment."""
+"""The place of this process among those that torchrun, SLURM or ttrain itself started, by the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Place:
 
 @contextmanager
 def leader_speaks() -> Iterator[None]:
-    """What other ranks than the leading one print goes nowhere; how they end is told outside of this."""
+    """Silence all ranks but the leading one; how they end is told outside of this."""
     if not rank_here():
         yield
         return
@@ -44,7 +44,7 @@ def rank_here() -> int | None:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """As the environment tells; None for a process that stands alone. Raises ConfigError where it is not complete."""
+    """Return the process's place; None where it stands alone. Raises ConfigError for an incomplete environment."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return _of_torchrun(environment)
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in environment:

@@ -1,4 +1,4 @@
-"""Which rank of how many this is, and how a batch and the state are divided among them: pure functions of numbers."""
+"""Divide a batch and the state among ranks: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def levels(self) -> int:
-        """Of the tree within a rank: so many sums wait for another at most."""
+        """Count the levels of the tree within a rank: so many sums wait for another at most."""
         return len(self.own).bit_length() - 1
 
     @property
@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def single(self) -> bool:
-        """Whether batch and state are one piece, so that nothing is summed over slices."""
+        """Return whether batch and state are one piece, so that nothing is summed over slices."""
         return self.slices == 1
 
 
@@ -64,7 +64,7 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who owns what of a run of tensors that lie side by side, as core.spec.run_offsets lays them.
+    """Owners of a run of tensors that lie side by side, as core.spec.run_offsets lays them.
 
     Each bucket of `bounds` holds where the shards of its ranks begin, in elements of the run, and where it ends.
     """

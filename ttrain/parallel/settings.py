@@ -16,7 +16,7 @@ STEPPING = (*TASKS, "lr", "profile")  # that divide a batch into slices
 
 @dataclass
 class ParallelConfig:
-    """How several processes, the ranks, train one model: each on its slices of every batch."""
+    """Options of several processes, the ranks, that train one model: each on its slices of every batch."""
 
     name: str = option(
         "none", "none, ddp (each rank updates all of the model) or zero1 (each its shard, of which it keeps the state)",

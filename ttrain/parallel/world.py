@@ -27,7 +27,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes the run's files and talks to the user."""
+        """Return whether this rank writes the run's files and talks to the user."""
         return self.ranks.rank == 0
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
@@ -39,7 +39,7 @@ class World:
         return value
 
     def once(self, work: Callable[[], str]) -> str:
-        """What the work of the leading rank returns. Where that fails, all fail likewise."""
+        """Return the result of the leading rank's work. Where that fails, all fail likewise."""
         return work()
 
     def from_leader(self, work: Callable[[], str]) -> str:
@@ -88,7 +88,7 @@ class World:
         return tree_sum(self.gather(records), _added)
 
     def first(self, found: tuple[int, str] | None) -> str | None:
-        """Of what ranks have found, each with its place in an order, the text that comes first, with whose it is."""
+        """Return the text that comes first by its place among those that ranks have found, and say whose it is."""
         places = [record["place"] for record in self.gather([{"place": math.inf if found is None else found[0]}])]
         rank = places.index(min(places))
         if places[rank] == math.inf:

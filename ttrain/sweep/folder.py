@@ -104,7 +104,7 @@ class SweepFolder:
         return path
 
     def status(self, job: Job) -> Status:
-        """What is known of a job; empty where it never started."""
+        """Return what is known of a job; empty where it never started."""
         return read_status(self.job_folder(job))
 
     def write_status(self, job: Job, status: Status) -> None:

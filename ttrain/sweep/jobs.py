@@ -1,4 +1,4 @@
-"""From the overrides of `-m` to jobs: which values are swept, and the checked config of every combination."""
+"""Make jobs from the overrides of `-m`: the values that are swept, and the checked config of every combination."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """What makes it the same job when the sweep is run again."""
+        """Return what makes it the same job when the sweep is run again."""
         return json.dumps(
             sorted(override for override in self.overrides if not override.startswith(("hydra.", "run.dir=")))
         )

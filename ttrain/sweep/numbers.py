@@ -58,8 +58,9 @@ def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
 
 
 def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
-    """What is wrong with sweep.objective where a job is done and has no such number; the config's checks know those of
-    training.
+    """Return the problem with sweep.objective where a job is done and has no such number.
+
+    The checks of the config know the numbers of training.
     """
     known = [name for name, value in numbers.items() if as_number(value) is not None]
     if task == "train" or not known or objective_key(task, numbers, wanted) in known:
@@ -68,7 +69,7 @@ def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
 
 
 def measured(run: Path, objective: str) -> list[float]:
-    """What a run's evaluations have found for an objective, oldest first, NaN where that was no finite number."""
+    """Return a run's values of an objective, oldest first, with NaN for a number that is not finite."""
     key = "val/loss" if objective == "best_val_loss" else objective
     found = [line[key] for line in read_metrics(run / METRICS) if key in line]
     return [math.nan if value is None else float(value) for value in found]

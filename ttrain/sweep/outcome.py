@@ -1,4 +1,4 @@
-"""What became of the jobs: reasons of failures, one table for the terminal and as CSV, a plot per swept key."""
+"""Outcome of the jobs: reasons of failures, one table for the terminal and as CSV, a plot per swept key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MANY = 100_000  # counts from here on are rounded
 
 
 def failure_text(log: Path, start: int) -> tuple[str, str | None]:
-    """What a job said last about its failure, and its traceback where there is one; the log is read from `start` on."""
+    """Return a job's last words on its failure, and its traceback if any; the log is read from `start` on."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, log.stat().st_size - _LOG_BYTES))

@@ -31,7 +31,7 @@ _ON_CPU = ("cpu", "null")
 
 
 class Source(Protocol):
-    """Where the next job comes from."""
+    """Source of the next job."""
 
     def next(self) -> Job | None:
         """A job to start now; None where there is none, now or ever."""
@@ -42,7 +42,7 @@ class Source(Protocol):
         ...
 
     def hopeless(self, job: Job, run: Path) -> bool:
-        """Whether the job, which runs in that directory, is not worth to be finished."""
+        """Return whether the job, which runs in that directory, is not worth finishing."""
         ...
 
 
@@ -254,7 +254,7 @@ class Runner:
 
 
 def _on_card(job: Job) -> bool:
-    """Whether the job holds a device that takes one process at a time."""
+    """Return whether the job holds a device that takes one process at a time."""
     if job.config is None:
         return False
     name = job.config.device.name

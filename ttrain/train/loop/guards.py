@@ -133,8 +133,6 @@ class LearningCheck:
         note after the last step, and None before it.
 
         Raises TtrainError for problems.
-
-        Raises TtrainError for problems. None before the last.
         """
         self._rate, self._left = self._rate + rate, self._left - 1
         self._typical = norm / math.sqrt(sum(self._state.spec(name).size for name in self._before) or 1)
