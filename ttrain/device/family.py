@@ -165,7 +165,7 @@ class Family:
         return None
 
     def time_model(self, config: DeviceConfig) -> TimeModel:
-        """For hardware that is not here. Raises UserError where there is none."""
+        """Return a model of times for hardware that is not here. Raises UserError where there is none."""
         raise UserError(f"{self.named(config)}: there is no model of its times. Give a device that is here.")
 
     def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:

@@ -106,7 +106,7 @@ class Estimate:
         }
 
     def tables(self) -> list[Table]:
-        """For people."""
+        """Return tables for people."""
         time, rate = self.time, self.flops / self.time.total
         share = f", {rate / self.peak:.0%} of the peak" if self.peak else ""
         rows = [
@@ -132,7 +132,7 @@ class Estimate:
 
 
 def duration(seconds: float) -> str:
-    """With three digits, since steps take from microseconds to seconds."""
+    """Return a time as text with three digits, since steps take from microseconds to seconds."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale or unit == "us":
             return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 * scale else f"{seconds / scale:.0f} {unit}"

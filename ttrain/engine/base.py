@@ -47,7 +47,7 @@ class Step(ABC):
     plan: Plan | None = None
 
     def __init__(self, engine: Engine, name: str, graph: Graph, fixed: bool = True) -> None:
-        """If the graph is `fixed`, only the inputs that it reads are uploaded."""
+        """Upload all inputs, or if the graph is `fixed`, only those that it reads."""
         self.engine, self.name = engine, name
         self.inputs = {key: value.spec for key, value in graph.inputs.items()}
         read = {value for node in graph.nodes for value in node.inputs} | {*graph.outputs.values()}
@@ -132,7 +132,7 @@ class Engine(ABC):
 
     @property
     def plans(self) -> list[Plan]:
-        """Those of the steps built so far, where steps are planned."""
+        """Return the plans of the steps built so far, where steps are planned."""
         return []
 
     def close(self) -> None:

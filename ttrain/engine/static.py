@@ -195,7 +195,7 @@ class BoundPlan(Bound):
         return [self._place(block, spec)[2] for block, spec in zip(self._plan.scratch[node], specs, strict=True)]
 
     def _place(self, block: Block, spec: TensorSpec) -> Placed:
-        """At an offset of the arena, or below zero in what the state lends."""
+        """Place a block at an offset of the arena, or below zero in what the state lends."""
         arena, offset, loan = self._arenas[block.on_host], block.offset, self.state.loan
         if offset < 0 and loan is not None:
             arena, offset = self.state.loan_arena, loan.nbytes + offset

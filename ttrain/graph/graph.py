@@ -112,7 +112,7 @@ class Node:
 
     @property
     def specs(self) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
-        """Those of the inputs, None where one is absent, and of the outputs."""
+        """Return the specs of the inputs, None where one is absent, and of the outputs."""
         given = [None if value is None else value.spec for value in self.inputs]
         return given, [value.spec for value in self.outputs]
 

@@ -88,7 +88,7 @@ def frozen(path: str, freeze: Iterable[str], unfreeze: Iterable[str]) -> bool:
 
 
 def trained(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> dict[str, Parameter]:
-    """Those that updates change."""
+    """Return the parameters that updates change."""
     changing = {path: p for path, p in parameters.items() if p.trainable}
     return {path: p for path, p in changing.items() if not frozen(path, config.freeze, config.unfreeze)}
 

@@ -39,7 +39,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ends, and which rank is the cause."""
+    """Reason why a run ends, and the rank that is the cause."""
 
     rank: int
     message: str
@@ -182,7 +182,7 @@ class Board:
         return self._failure
 
     def failure(self) -> Failure | None:
-        """Why the run ends, where it does."""
+        """Return why the run ends, where it does."""
         if self._failure is None and (text := self.read(_FAILURE)) is not None:
             self._failure = Failure(**json.loads(text))
         return self._failure

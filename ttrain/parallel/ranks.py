@@ -74,7 +74,7 @@ class Sharding:
 
     @cached_property
     def parts(self) -> list[tuple[tuple[Part, ...], ...]]:
-        """For each tensor, by rank: the parts of its elements that the rank owns."""
+        """Return the parts of each tensor's elements that a rank owns, by tensor and rank."""
         offsets, _ = run_offsets(self.sizes)
         return [
             tuple(tuple(self._within(offset, size, rank)) for rank in range(len(self.bounds[0]) - 1))

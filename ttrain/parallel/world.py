@@ -97,7 +97,7 @@ class World:
         return f"{text} on rank {rank}" if len(places) > 1 else text
 
     def largest(self, numbers: Numbers) -> dict[str, float]:
-        """By name, the largest number that any rank has."""
+        """Return the largest number that any rank has, by name."""
         gathered = self.gather([numbers])
         return {name: max(record[name] for record in gathered) for name in numbers}
 

@@ -16,8 +16,9 @@ BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
 
 @dataclass
 class Placement:
-    """For every value the one whose buffer it shares, and from which launch to which, both inclusive, each buffer of an
-    arena is live, by the value that owns it."""
+    """Sharing and lifetimes of buffers: for every value the one whose buffer it shares, and for every owner in an arena
+    the first and the last launch at which its buffer is live.
+    """
 
     owner: dict[Value, Value] = field(default_factory=dict)
     lifetimes: dict[Value, tuple[int, int]] = field(default_factory=dict)  # state is not in here
@@ -39,7 +40,7 @@ def place(graph: Graph, kernels: Mapping[str, Kernel], apart: Container[Value] =
 
 
 def _touched(graph: Graph, owner: Mapping[Value, Value]) -> dict[Value, list[int]]:
-    """Per owner, the launches that touch its buffer; the end of the step for outputs."""
+    """Return the launches that touch each owner's buffer; the end of the step for outputs."""
     found: dict[Value, list[int]] = defaultdict(list, {value: [BEFORE] for value in graph.inputs.values()})
     for time, node in enumerate(graph.nodes):
         for value in (*node.values, *node.outputs):

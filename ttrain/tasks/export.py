@@ -74,7 +74,7 @@ def _write_file(given: OpenedModel, file: Path, form: str) -> None:
 
 
 def _tokenizer_config(given: OpenedModel) -> dict[str, Any]:
-    """With the template that task=chat talks by; the default one takes no place of a template that came along."""
+    """Add the template that task=chat talks by; the default one takes no place of a template that came along."""
     from ttrain.data.chat.messages import Template
 
     known, named = given.tokenizer_config, given.template

@@ -45,7 +45,7 @@ class OpenedModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """None where there is none."""
+        """Return the tokenizer; None where there is none."""
         from ttrain.data.library_tokenizer import parse_tokenizer
 
         if self.tokenizer_json is None:
@@ -56,7 +56,7 @@ class OpenedModel:
 
     @cached_property
     def model(self) -> Any:
-        """Built when it is first asked for. Raises CheckpointError where it would not compute what the run's does."""
+        """Build the model when it is first asked for. Raises CheckpointError where it would compute something else."""
         from ttrain.train.runs.resume import check_architecture
 
         model = build.build_model(*self.config.model_parts, getattr(self.tokenizer, "vocabulary", None))

@@ -167,7 +167,7 @@ class _Extra:
         self.verdict = self._fits(session.graph.model.config)
 
     def slow_tables(self, session: Session, steps: Mapping[str, Step]) -> Iterator[Table]:
-        """Those that are timed or searched for, each as soon as it is known."""
+        """Yield the tables that are timed or searched for, each as soon as it is known."""
         if not self.values.get("fits", {"fits": True})["fits"]:
             with Waiting("Planning what takes less"):
                 smaller = self._smaller()

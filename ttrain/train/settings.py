@@ -171,7 +171,7 @@ class TrainConfig:
 
 
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
-    """With batches and sequences as large as they get from the first step on, and with changes."""
+    """Return the config with the largest batches and sequences from the first step on, and with changes."""
     return replace(train, batch_schedule=[], length_schedule=[], **changes)
 
 

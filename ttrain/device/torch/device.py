@@ -184,7 +184,7 @@ class TorchDevice(Device):
         return facts
 
     def compiler(self) -> StepCompiler | None:
-        """On the CPU a step is traced by compiling its plan; on a GPU by recording its launches."""
+        """Return the compiler of plans on the CPU; None on a GPU, where launches are recorded instead."""
         if not self.compiles:
             return None
         from ttrain.device.torch.native import NativeKernels

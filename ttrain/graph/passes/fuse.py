@@ -61,7 +61,7 @@ class _Matcher:
                 self.writes.setdefault(self.roots[value], []).append(time)
 
     def matches(self) -> dict[Node, tuple[Node, Joined]]:
-        """By the later node of a pair, the earlier one and what they become. No node is part of two pairs."""
+        """Find pairs: the later node, the earlier one and what they become. No node is part of two pairs."""
         found: dict[Node, tuple[Node, Joined]] = {}
         taken: set[Node] = set()
         for node in self.graph.nodes:

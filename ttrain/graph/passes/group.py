@@ -96,7 +96,7 @@ class _Schedule:
             return
 
     def _needed(self, item: _Item, between: Sequence[_Item]) -> set[_Item]:
-        """Those before an item that it has to run after, directly or through others of them."""
+        """Return the items before an item that it has to run after, directly or through others of them."""
         needed, wanted = set[_Item](), self._after(item)
         for each in reversed(between):
             if each in wanted:

@@ -32,7 +32,7 @@ def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
 
 
 def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
-    """Some steps on a device that only tells what steps cost. Writes a record, never a checkpoint.
+    """Run some steps on a device that only tells what steps cost. Write a record, never a checkpoint.
 
     Raises OutOfResources where the board does not take the step.
     """
@@ -74,7 +74,7 @@ def _built(run: Run, device: Device, say: Callable[[str], None]) -> None:
 def _measured(
     run: Run, device: Device, folder: RunDirectory, warning: str, steps: dict[str, Step]
 ) -> tuple[StepCosts, dict[str, int]]:
-    """By the configured engine, recorded. `steps` takes what is built."""
+    """Measure by the configured engine, and record the run. `steps` takes what is built."""
     from ttrain.train.steps.dry_run import measure
 
     with closing(run.open(device)) as session:

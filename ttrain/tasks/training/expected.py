@@ -108,12 +108,12 @@ class _Plans:
         self.own = Work.of(steps, per_step)
 
     def engine(self, name: str) -> Work | None:
-        """None where it is another one and nobody plans it."""
+        """Return the work under an engine; None where it is another one and nobody plans it."""
         config = changed(self.config, {"engine": name})
         return None if self.planner is None else Work.of(self.planner(config), self.per_step)
 
     def on_fewer_rows(self, engine: str, work: Work, rates: Rates) -> Work | None:
-        """On as few rows as make the longest kernel short enough, or on one; None where it is short already."""
+        """Return the work on rows that make the longest kernel short, or one; None where it is short already."""
         from ttrain.train.forecast.kernel_times import LONG
 
         longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
@@ -231,7 +231,7 @@ class _Alternatives:
         return replace(self._plain, step=train.time.total, evaluation=batch.time.total * self._batches(config))
 
     def planned(self, config: Config) -> Forecast:
-        """By plans made for this: of another config, or where the engine makes none."""
+        """Forecast by plans made for this: of another config, or where the engine makes none."""
         with planned_session(config, self._dataset) as session:
             return self.forecast(config, session, session.build_training())
 

@@ -169,7 +169,7 @@ class Run:
             yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
 
     def _other_bits(self, device: Device, ways: Mapping[str, str]) -> str | None:
-        """Why results differ in their last bits from those of the attempt before, if they do on the CPU."""
+        """Return why results differ in their last bits from those of the attempt before, if they do on the CPU."""
         before, now = self.earlier.get("threads"), getattr(device, "threads", None)
         if not self.earlier.get("name") == device.name == "cpu":
             return None

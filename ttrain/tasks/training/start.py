@@ -216,7 +216,7 @@ def _whole_config(run: Path) -> dict[str, Any]:
 
 
 def _branched(schedule: ScheduleConfig, steps: int, resumed: Resumed) -> ScheduleConfig:
-    """With the step that a decay begins from, where that is the one of the checkpoint. A branch keeps its own."""
+    """Fill in the checkpoint's step as the start of a decay, where the schedule asks. A branch keeps its own."""
     point = resumed.point
     if schedule.decay_from != 0:
         return schedule
@@ -257,7 +257,7 @@ def tokenizer_json(dataset: Dataset) -> str | None:
 
 
 def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
-    """Comes before checks of the vocabulary, whose advice would not help where it is the text that changed."""
+    """Check the tokenizer before the vocabulary, whose advice would not help where the text has changed."""
     if point is None:
         return
     from ttrain.data.library_tokenizer import parse_tokenizer

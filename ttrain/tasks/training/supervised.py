@@ -35,7 +35,7 @@ def run(config: SuperviseConfig, parallel: ParallelConfig, overrides: Sequence[s
 
 
 def _fewer(parallel: ParallelConfig, failures: int) -> list[str]:
-    """After several failures in a row without a new checkpoint, half the ranks; the slices stay those of the run."""
+    """Return overrides that halve the ranks after several failures in a row; the slices stay those of the run."""
     if parallel.processes is None or failures < _ENOUGH_FAILURES or parallel.processes == 1:
         return []
     fewer = max(parallel.processes >> (failures + 1 - _ENOUGH_FAILURES), 1)

@@ -75,7 +75,7 @@ def _told(look: Look, samples: int, of: str, so: str, data: DataConfig, more: st
 
 
 def _reason(data: DataConfig) -> tuple[str, str]:
-    """Why a row has no target, and what helps."""
+    """Return why a row has no target, and what helps."""
     if isinstance(data, DocumentsConfig) and data.loss_on == "replies":
         whole = "" if data.long_documents == "skip" else ", or leave longer documents out with data.long_documents=skip"
         return "no part of a reply lies in them (data.loss_on=replies)", f"give a larger model.context{whole}"

@@ -165,7 +165,7 @@ class PeftAdapter:
         return layers
 
     def values(self, model: Any) -> dict[str, Array]:
-        """By our paths. Raises CheckpointError where they are not those of the model's adapters."""
+        """Return the values by our paths. Raises CheckpointError where they are not those of the model's adapters."""
         content, named = Weights.widened(self._content()), peft_names(model)
         parameters = model.parameters()
         shapes = {name: parameters[path].shape for path, name in named.items()}

@@ -102,7 +102,7 @@ class Metadata:
     original: Mapping[str, Any] = field(default_factory=dict)  # all that a file of another program holds
 
     def of(self, model: Any) -> dict[str, Any]:
-        """By our keys; a model with `original_config` understands what its original writes. Plain values only."""
+        """Return plain values by our keys; a model with `original_config` understands what its original writes."""
         told = self.model
         if told is None:
             told = model.original_config(self.original) if hasattr(model, "original_config") else {}

@@ -30,7 +30,7 @@ class Collective:
 
 
 def collectives(work: Work, ranks: Ranks) -> list[Collective]:
-    """Those of one optimizer step, each by its name."""
+    """Return the collectives of one optimizer step, each by its name."""
     found: dict[str, Collective] = {}
     for times, nodes in work.nodes:
         end = max((place for place, node in enumerate(nodes) if node.stage is Stage.BACKWARD), default=0)
@@ -90,7 +90,7 @@ def link_seconds(nbytes: int, gbps: float) -> float:
 
 
 def communication_table(found: Sequence[Collective], ranks: Ranks, gbps: float) -> Table:
-    """For people."""
+    """Return a table for people."""
     total = Collective("all", *(sum(getattr(each, name) for each in found) for name in ("calls", "nbytes", "early")))
 
     def told(nbytes: int) -> str:

@@ -41,7 +41,7 @@ def host_time(work: Work, times: Times, on_fewer_rows: Work | None, engine: str,
 def host_estimate(
     times: Mapping[str, StepTime], engine: str, tokens: int, unit: str, flops: int, peak: float | None
 ) -> Estimate:
-    """By the times of this machine's kernels: of engines static, traced or both, `engine` among them.
+    """Estimate by the times of this machine's kernels: of engines static, traced or both, `engine` among them.
 
     dynamic launches what static does, and so is an engine of a plugin taken to.
     """

@@ -151,7 +151,7 @@ class KernelTimes:
         return self.seconds if self._end is None else max(self._end - self.clock(), 0.0)
 
     def _expected(self, node: Node) -> float:
-        """By the rates, and by how much longer kernels of the family were measured to take."""
+        """Expect a time by the rates, and by how much longer kernels of the family were measured to take."""
         measured, expected = self._sums.get(node.op.family, (1.0, 1.0))
         return 0.0 if self.rates is None else self.rates.seconds(node) * measured / expected
 

@@ -35,7 +35,7 @@ class Stopwatch:
         self._stamps.append((None, self._device.stamp()))
 
     def look(self, node: Node, _read: object) -> bool:
-        """It has been launched."""
+        """Note that a node was launched."""
         self._stamps.append((node, self._device.stamp()))
         return False
 
@@ -64,7 +64,7 @@ class Cost:
         return cls(int(launches), seconds, int(flops), int(nbytes), roof)
 
     def cells(self, whole: float) -> tuple[str, ...]:
-        """For a table: count, time, share of the step, work and rates, share of the roof."""
+        """Return cells of a table: count, time, share of the step, work and rates, share of the roof."""
         seconds = max(self.seconds, 1e-12)
         return (
             str(self.launches), duration(self.seconds), f"{self.seconds / whole:.1%}", format_count(self.flops),
@@ -143,7 +143,7 @@ class NodeProfile:
         }  # fmt: skip
 
     def tables(self) -> list[Table]:
-        """For people."""
+        """Return tables for people."""
         whole = self.whole
         columns = ("launches", "time", "share", "FLOP", "bytes", "FLOP/s", "bytes/s", "of roof")
         longest = sorted(self.nodes.items(), key=lambda item: -item[1].seconds)[: self.top]

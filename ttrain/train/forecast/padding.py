@@ -31,7 +31,7 @@ def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> d
 
 
 def padding_table(values: dict[str, Any]) -> Table:
-    """For people."""
+    """Return a table for people."""
     rows = [_row("persistent tensors", values["state_bytes"], values["state_padded_bytes"])]
     rows.append(_row("buffers of all steps", values["buffer_bytes"], values["buffer_padded_bytes"]))
     notes = dict.fromkeys(f"{one['what']} wastes {format_bytes(one['bytes'])}." for one in values["worst"])

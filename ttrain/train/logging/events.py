@@ -21,7 +21,7 @@ class Events:
     """Appends to the events of a run. A line that can't be written is lost, never the run."""
 
     def __init__(self, run: Path | None, say: Callable[[str], None] = lambda message: None) -> None:
-        """Without a run nothing is written. `say` shows a message to the user."""
+        """Append to the events of `run`, or nowhere where it is None. `say` shows a message to the user."""
         self._path, self._say = None if run is None else run / EVENTS, say
 
     def tell(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:

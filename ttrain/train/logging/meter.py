@@ -96,7 +96,7 @@ class Forecast:
         return self.step * self.steps + self.evaluation * self.evaluations
 
     def corrected(self, step: float, done: int) -> Forecast:
-        """After some steps that took `step` seconds each; evaluations take as much longer or shorter."""
+        """Correct the forecast after `done` steps of `step` seconds each; evaluations change by the same factor."""
         evaluation = self.evaluation * step / self.step if self.step else 0.0
         return replace(self, step=step, steps=max(self.steps - done, 0), evaluation=evaluation)
 
@@ -129,7 +129,7 @@ class Pace:
         self._done, self._timed, self._seconds = 0, 0, 0.0
 
     def announce(self) -> None:
-        """Before the first step."""
+        """Say before the first step where the run is expected to take long."""
         if self._expected.total > self._limit:
             self._tell(self._expected, "is expected to take", 1.0)
 

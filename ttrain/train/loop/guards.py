@@ -203,7 +203,7 @@ def _doubts_note(number: int, doubts: list[str]) -> str:
 
 
 def _problems_message(number: int, problems: list[str]) -> str:
-    """Why a run can't go on whose updates move nothing."""
+    """Return why a run can't go on whose updates move nothing."""
     return (
         f"Step {number}: the updates do not reach the model: {listed(problems, between='; ')}. This is a fault of the "
         f"device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."

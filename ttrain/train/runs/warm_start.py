@@ -71,7 +71,7 @@ class WarmStart:
         )
 
     def lines(self) -> list[str]:
-        """For people: what was taken, then a row for every parameter that keeps its own first values."""
+        """Return lines for people: what was taken, then a row for every parameter that keeps its own first values."""
         stored = self.model.persistent()
         shapes = {path: stored[path].shape for path in (*self.fitting, *self.others)}
         taken = sum(math.prod(shapes[path]) for path in self.fitting)
@@ -90,7 +90,7 @@ class WarmStart:
         return lines
 
     def record(self) -> dict[str, Any]:
-        """For the run record."""
+        """Return values for the run record."""
         others = {path: None if found is None else list(found) for path, found in self.others.items()}
         differences = {"taken_anyway": list(self.differences)} if self.differences else {}
         return {"init_from": str(self.source), "taken": list(self.fitting), "started_anew": others, **differences}

@@ -30,7 +30,7 @@ class Phase(NamedTuple):
     rows: int  # sequences or examples
 
     def text(self) -> str:
-        """For people."""
+        """Return the size as text for people."""
         return counted(self.rows, "row") + (f" of {self.length} tokens" if self.length > 1 else "")
 
 
@@ -81,7 +81,7 @@ class PhaseSchedule:
         return self.read(done, steps).tokens / (phase.length * phase.rows)
 
     def text(self) -> str:
-        """For people."""
+        """Return the schedule as text for people."""
         sizes = ", ".join(f"{rows} x {length}" for length, rows in self.phases)
         return f"phases of {self.every} steps with sequences x tokens of {sizes}"
 

@@ -11,7 +11,7 @@ def joins(ranks: Ranks, accumulation: int, guarded: bool) -> bool:
 
 
 def repeats(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> dict[str, int]:
-    """By name, how often each step runs where a slice has so many `micro_batches`; those that don't are left out."""
+    """Return how often each step runs where a slice has so many `micro_batches`; steps that never run are left out."""
     slices, last = len(ranks.own), int(joined)  # `train` does what comes last of each
     counts = {"accumulate_first": slices, "accumulate_next": slices * (micro_batches - 1)}
     counts["accumulate_next" if micro_batches > 1 else "accumulate_first"] -= last

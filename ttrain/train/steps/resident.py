@@ -147,7 +147,7 @@ def resident_by_default(data: DataConfig, model: Model, device: Device) -> bool:
 
 
 def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping[str, TensorSpec]) -> str | None:
-    """Why the training split can't lie on the device in these arrays; None where it can."""
+    """Return why the training split can't lie on the device in these arrays; None where it can."""
     if preparation(model) is not prepare_plain:
         return f"model={model.config.name} prepares every batch, which the host hands over"
     if device.chips > 1:

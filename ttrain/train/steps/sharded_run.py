@@ -68,7 +68,7 @@ class ShardedRun:
         return slice(first, end), offsets[first]
 
     def parts(self, position: int) -> tuple[Part, ...]:
-        """Those of a parameter that this rank owns; none where it owns all."""
+        """Return the parts of a parameter that this rank owns; none where it owns all."""
         return self.sharding.parts[position][self._ranks.rank] if self._ranks.sharding else ()
 
     @cached_property

@@ -118,14 +118,15 @@ class TrainStep:
         return read()
 
     def inspect(self, calls: Sequence[Call], look: Look, ready: Callable[[], object] | None = None) -> bool:
-        """Some of `calls` node by node, until `look` says True; whether it did.
+        """Run some of `calls` node by node until `look` says True, and return whether it did.
 
         `ready` is called before the first node of every call, once the device has its inputs.
         """
         return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
     def calls(self, batch: Batch, rates: Rates, step: int) -> list[Call]:
-        """Built steps with their inputs, in order; not the update of a guarded step, which hangs on the others.
+        """Return built steps with their inputs, in order, without the update of a guarded step, which hangs on the
+        others.
 
         Raises ShapeError for rows that are no whole micro-batches.
         """
@@ -194,7 +195,7 @@ class TrainStep:
         return own
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
-        """With the seed and the step's number where the built step has such an input."""
+        """Add the seed and the step's number where the built step has such an input."""
         declared, read = self._steps[name].inputs, self._steps[name].uploads
         whole = dict(inputs)
         if "seed" in declared:  # also of models that draw nothing, as without dropout

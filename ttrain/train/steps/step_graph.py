@@ -295,7 +295,7 @@ class StepGraph:
         return ops.all_reduce(value) if self.chips > 1 else value
 
     def _summed(self, graph: Graph, gradients: Sequence[Value]) -> list[list[Value]]:
-        """By run, the gradients of what this rank updates, summed over all chips or ranks."""
+        """Return by run the gradients of what this rank updates, summed over all chips or ranks."""
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
             found = [[next(left) for _ in part.run.parameters] for _, part in self.updates]

@@ -120,7 +120,7 @@ class Supervisor:
             child.kill()
 
     def _judge(self, end: _End) -> str | None:
-        """Why there is no use in another start; None where there is."""
+        """Return why there is no use in another start; None where there is."""
         reached = self._newest_step()
         if reached > self._reached:
             self.failures = 0

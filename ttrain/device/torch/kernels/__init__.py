@@ -43,5 +43,5 @@ def kernel_table(context: Context) -> dict[str, Kernel]:
 
 
 def product_libraries(context: Context) -> dict[str, dict[str, Kernel]]:
-    """By the name of each library that torch brings for products, the rows that multiply by it."""
+    """Return the rows that multiply by each library that torch brings for products, by the library's name."""
     return {name: kernel_table(replace(context, products=name)) for name in LIBRARIES}

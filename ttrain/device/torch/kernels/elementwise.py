@@ -44,7 +44,7 @@ def activation(name: str, x: Tensor, y: Tensor) -> Launch:
 def _called(
     function: Callable[..., Any], context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors
 ) -> Launch:
-    """For a torch function that takes the inputs in order and `out`."""
+    """Bind a torch function that takes the inputs in order and `out`."""
     return partial(function, *ins, out=outs[0])
 
 

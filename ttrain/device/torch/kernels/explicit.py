@@ -186,7 +186,7 @@ class Documents:
 
     @staticmethod
     def workspace(positions: TensorSpec, rows: int) -> list[TensorSpec]:
-        """For blocks of so many rows."""
+        """Return specs for blocks of so many rows."""
         batch, time = positions.shape
         return [positions, TensorSpec((batch, rows, time), DType.BOOL)]
 

@@ -96,7 +96,7 @@ class Choice:
     """Compares the products of plans, one plan after another. What was settled for one holds for those after it."""
 
     def __init__(self, native: Compared, libraries: Libraries, measures: bool) -> None:
-        """Without `measures` only what is known of this machine already counts."""
+        """Take what is known of this machine already; without `measures` nothing is measured."""
         self.libraries, self._native, self._measures = libraries, native, measures
 
     def settle(self, nodes: Sequence[NodeLike], trial: Callable[[], Launch]) -> bool:

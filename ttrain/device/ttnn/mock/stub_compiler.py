@@ -53,7 +53,7 @@ def installed_ttnn() -> Path:
 
 
 def missing_ttnn() -> str:
-    """Why there is no ttnn here, in one line."""
+    """Return in one line why there is no ttnn here."""
     import sys
 
     version = ".".join(map(str, sys.version_info[:2]))

@@ -136,7 +136,7 @@ class CoreSubsetRuntime:
         return self._reduce("max", x, dim, -1e30, **options)
 
     def _reduce(self, name: str, x: Any, dim: Any, empty: float, **options: Any) -> Any:
-        """With the reduced axes kept, or [1, 1] where all are reduced."""
+        """Reduce axes, which are kept; the result is [1, 1] where all are reduced."""
         shape = tuple(x.shape)
         axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
         reduced = {axis % len(shape) for axis in axes}
@@ -220,7 +220,7 @@ class CoreSubsetRuntime:
         return self._in_parts(x, lambda part: self.pick(part, chosen.t))
 
     def permute(self, x: Any, order: Sequence[int]) -> Any:
-        """Only the last two axes may change places: a product with the unit matrix."""
+        """Swap the last two axes, by a product with the unit matrix. Other axes may not change places."""
         axes = list(range(len(order)))
         if list(order) != [*axes[:-2], axes[-1], axes[-2]]:
             _refuse("permute")

@@ -92,7 +92,7 @@ class DispatchProfile:
         }
 
     def tables(self) -> list[Table]:
-        """For people."""
+        """Return tables for people."""
         whole = self.busy + self.idle
         columns = ("op", "dispatches", "cores", "busy", "idle before", "share of time")
         rows = [(op.op, *self._cells(op.count, str(op.cores), op.busy, op.gap, whole)) for op in self.ops]

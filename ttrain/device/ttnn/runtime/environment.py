@@ -148,7 +148,7 @@ OPENING_FIXES = (
 
 
 def opening_failure(error: BaseException) -> str:
-    """Why a board did not open, and what to do about it where that is known."""
+    """Return why a board did not open, and what to do about it where that is known."""
     said = reason(error)
     fixes = [fix for pattern, fix in OPENING_FIXES if re.search(pattern, said)]
     return ". ".join([said.splitlines()[0].strip().rstrip(".")[:300], *fixes])

@@ -290,7 +290,7 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
 
 
 def _leave(opening: threading.Thread) -> None:
-    """At the end of a process whose device still does not open: tearing ttnn down would wait for it."""
+    """End the process where the device still does not open: tearing ttnn down would wait for it."""
     if opening.is_alive():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

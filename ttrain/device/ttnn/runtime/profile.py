@@ -84,7 +84,7 @@ def _check(path: Path, columns: Sequence[str]) -> None:
 
 
 def _dispatch(path: Path, line: int, row: dict[str, str | None]) -> Dispatch | None:
-    """None for an op that ran on the host alone: it has no duration on a device."""
+    """Read a row; return None for an op that ran on the host alone, which has no duration on a device."""
     busy = next((name for name in _BUSY if (row.get(name) or "").strip() not in ("", "-")), None)
     if busy is None:
         return None
