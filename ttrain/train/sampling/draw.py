@@ -155,7 +155,7 @@ class ContextWindow:
 
     @staticmethod
     def of(context: int, slide: int | None) -> ContextWindow:
-        """Make a window with `slide` as sample.slide gives it: None is an eighth of the context; all of it is never lost."""
+        """Make a window with `slide` as sample.slide gives it: None is an eighth of the context; all is never lost."""
         return ContextWindow(context, max(1, min(context // 8 if slide is None else slide, context - 1)))
 
     def __call__(self, text: list[int]) -> list[int]:

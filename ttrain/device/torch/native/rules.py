@@ -169,7 +169,7 @@ def _squared_error(request: Request, sizing: Sizing) -> Native | None:
 
 
 def _embedding_grad(request: Request, sizing: Sizing) -> Native | None:
-    """Sum the gradients of rows; with three inputs (base, dy, ids) they are added to `base`, which may be overwritten."""
+    """Sum the gradients of rows; with three inputs (base, dy, ids) add them to `base`, which may be overwritten."""
     base = len(request.inputs) == 3
     dy, ids = request.input(base), request.input(base + 1)
     if not stored((dy, request.outputs[0])) or dy.size == 0:
