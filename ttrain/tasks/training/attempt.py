@@ -58,7 +58,7 @@ def train(run: Run, device: Device, console: Console, stop: StopRequests) -> flo
         if folder.note is not None:
             console.say(folder.note)
         events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
-        device.last_words.append(partial(_hung, start, folder, events, console, heartbeat, savers))
+        device.last_words.append(partial(_hung, start + run.ranks, folder, events, console, heartbeat, savers))
         with _told(config.train, run.shrinking_keys, device.name, steps, folder, events):
             with Waiting("Placing the model and building its steps", console.say):
                 session = stack.enter_context(closing(run.open(device)))
