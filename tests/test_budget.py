@@ -30,7 +30,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/ops": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 38_000
+PYTHON_LINES = 35_770
 TEMPLATE_LINES = 1_840  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 3_460
@@ -83,6 +83,22 @@ def test_folders_are_small() -> None:
     files = Counter(str(path.parent.relative_to(REPO)) for top in ("ttrain", "tests") for path in python_files(top))
     assert not {name: count for name, count in files.items() if count > LARGER_FOLDERS.get(name, FOLDER_FILES)}
     assert all(files[name] > FOLDER_FILES for name in LARGER_FOLDERS), "drop the folders that are small now"
+
+
+RIDDLE = re.compile(r"(What|Whether|Of|How|Where|The same)\b")
+
+
+def riddles(path: Path) -> Iterator[str]:
+    """Docstrings without a verb, whose subject would be the name of what they describe."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            docstring = ast.get_docstring(node)
+            if docstring is not None and RIDDLE.match(docstring):
+                yield f"{path.relative_to(REPO)}:{node.body[0].lineno} {docstring.splitlines()[0]}"
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    assert [found for path in MODULES for found in riddles(path)] == []
 
 
 def python_files(top: str) -> list[Path]:
