@@ -37,6 +37,11 @@ def test_dropout_goes_in_and_out(p: float | None) -> None:
     assert {back.attn_pdrop, back.embd_pdrop, back.resid_pdrop} == {told["dropout"]}
 
 
+def test_of_several_dropouts_the_largest_is_taken() -> None:
+    told = config_from_transformers({"attn_pdrop": 0.0, "embd_pdrop": None, "resid_pdrop": 0.2})
+    assert told["dropout"] == 0.2
+
+
 def test_weights_load_into_a_nanogpt_shaped_module() -> None:
     model = GPT(GPTConfig(**SIZE))
     weights = model.to_original(initial_values(model, seed=3))

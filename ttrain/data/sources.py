@@ -195,7 +195,9 @@ class DocumentReader:
         if isinstance(found, str):
             return Document(text, place)
         if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
-            return ValueError("has no reply of the assistant, so data.loss_on=replies would learn nothing of it")
+            return ValueError(
+                "has no reply of the assistant to learn, so data.loss_on=replies would learn nothing of it"
+            )
         return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
 
     def _field(self, row: Any) -> str | Chat:

@@ -127,6 +127,11 @@ def from_original(
     return Weights(made, lambda path: made[path]())
 
 
+def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the three dropout probabilities of a config.json of GPT-2; this model has one for all."""
+    return {key: float(config.get(key, 0.1) or 0) for key in _DROPOUTS}
+
+
 def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of GPTConfig for a config.json of GPT-2. Raises CheckpointError for what this model does not compute."""
     width, inner = config.get("n_embd", 768), config.get("n_inner")
@@ -134,10 +139,6 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
     wrong += [f"n_inner={inner}"] if inner not in (None, 4 * width) else []
     wrong += [] if activation_of(activation) in ACTIVATIONS else [f"activation_function={activation}"]
-    dropouts = {key: float(config.get(key, 0.1)) for key in _DROPOUTS}
-    if len({*dropouts.values()}) > 1:
-        told = ", ".join(f"{key}={value}" for key, value in dropouts.items())
-        raise CheckpointError(f"its config.json has {told}, expected one probability for all. Write one into it.")
     if wrong:
         raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
     return {
@@ -147,7 +148,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
         "context": config.get("n_positions", 1024),
         "vocabulary": config.get("vocab_size", 50257),
         "bias": True,
-        "dropout": dropouts["attn_pdrop"],
+        "dropout": max(dropouts(config).values()),
         "activation": activation_of(activation),
         "tied": config.get("tie_word_embeddings", True),
     }

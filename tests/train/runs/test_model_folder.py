@@ -583,7 +583,6 @@ SIZES = {
             "activation_function=quick_gelu, which model=gpt2 does not",
         ),
         ({"model_type": "gpt2", "n_inner": 7}, "n_inner=7, which model=gpt2 does not compute"),
-        ({"model_type": "gpt2", "resid_pdrop": 0}, "embd_pdrop=0.1, resid_pdrop=0.0, expected one probability for all"),
         ({"model_type": ["llama"]}, "has model_type=['llama']"),
         ({"model_type": "gemma3"}, "has model_type='gemma3'; ttrain has gpt2, llama, mistral, qwen2, qwen3"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "1 of 2"),

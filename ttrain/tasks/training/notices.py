@@ -7,9 +7,12 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ttrain.config.schema import Config
+from ttrain.core.files import read_json
 from ttrain.data.settings import TextConfig
-from ttrain.models.settings import AGILLMConfig
+from ttrain.models.gpt_weights import dropouts
+from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig, ScheduleFreeConfig
+from ttrain.train.checkpoint.hub_folder import find_folder
 from ttrain.train.settings import TrainConfig
 from ttrain.train.task_settings import SampleConfig
 
@@ -33,6 +36,7 @@ def notices(config: Config) -> Iterator[str]:
     if alone and not config.lora.rank:
         yield f"{alone[0]} is given without lora.rank, so the whole model is trained."
     yield from idle(config, ("model", "optimizer", "schedule", "train", "sample"))
+    yield from _unequal_dropouts(config)
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
     if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
         yield (
@@ -50,6 +54,17 @@ def notices(config: Config) -> Iterator[str]:
     shortest = min([model.context or _SHORTEST_PAIRS, *train.length_schedule]) if isinstance(model, AGILLMConfig) else 0
     if 0 < shortest < _SHORTEST_PAIRS and model.objective == "joint":
         yield f"sequences of {shortest} tokens hold no SAT window, so they train the AR head alone."
+
+
+def _unequal_dropouts(config: Config) -> Iterator[str]:
+    """Tell which probability is taken where a folder of GPT-2 has several."""
+    folder, chosen = getattr(config.model, "from_", None), config.source.explicit
+    if folder is None or not isinstance(config.model, GPTConfig) or config.source.merged or "model.dropout" in chosen:
+        return
+    found = dropouts(read_json(find_folder(folder) / "config.json"))
+    if len({*found.values()}) > 1:
+        told = ", ".join(f"{key}={value}" for key, value in found.items())
+        yield f"model.from={folder} has {told}; all take {config.model.dropout}. model.dropout=<p> gives another."
 
 
 def idle(config: Config, sections: Collection[str]) -> Iterator[str]:
