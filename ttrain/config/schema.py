@@ -85,9 +85,11 @@ class SweepConfig:
 
     @rule
     def _objective(self, others: Any) -> Iterator[str]:
+        if others.task.name != "train" or self.objective == SweepConfig().objective:
+            return
         from ttrain.train.runs.summary import NUMBERS
 
-        if others.task.name == "train" and self.objective not in (SweepConfig().objective, *NUMBERS):
+        if self.objective not in NUMBERS:
             hint = did_you_mean(self.objective, NUMBERS)
             yield f"sweep.objective={self.objective}: summary.json of a run has no such number. {hint}"
 

@@ -122,7 +122,7 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
         (["model=agillm", "data=stdlib", "model.objective=ar_only", "sample.mode=sat"], "needs a SAT head"),
         (["model=agillm", "data=stdlib", "model.context=8", "sample.slide=8"], "must be less than model.context=8"),
         (["task=sample", "run.dir=run", "sample.slide=12"], "must be less than model.context=12"),
-        (["task=export", "run.dir=run", "export.source=whole.pt", "export.dir=x", "model=agillm"], "Give one of them"),
+        (["task=export", "run.dir=run", "export.source=whole.pt", "export.dir=x", "model=agillm"], "Give one"),
         (["task=export", "export.source=whole.pt", "export.file=whole.pt", "model=agillm"], "Give another name"),
     ],
 )
