@@ -114,8 +114,7 @@ def open_data(config: Config, resumed: Resumed, world: World) -> Dataset:
 
 def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, dict[str, Any]]:
     """Return the model on symbolic tensors, and the config as checkpoints keep it."""
-    parts = config.model, config.precision, config.device, config.data, config.lora
-    model = build.build_model(*parts, dataset.vocabulary)
+    model = build.build_model(*config.model_parts, dataset.vocabulary)
     check = check_prefixes if config.source.merged else check_groups  # a run that has begun may go on as it is
     check(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
