@@ -106,8 +106,8 @@ class Baton:
 
     def leave(self, number: int) -> None:
         """Hand the baton on for good."""
-        self._hand_over(number)
-        with self._changed:
+        with self._changed:  # both at once, so that nobody hands the baton to one who has left
+            self._hand_over(number)
             self._left.remove(number)
 
     def _hand_over(self, number: int) -> None:
