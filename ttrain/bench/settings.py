@@ -28,54 +28,50 @@ class BenchConfig:
 
     size: list[str] = option(
         ["char"],
-        "what is done, one size or a list. <rows>x<width>[x<layers>]: a perceptron of 2 layers or so many, such as "
-        "1024x512; tiny is 32x64. A transformer: char has 4 layers, 128 wide, 12 x 64 tokens; nano 6 layers, 384 wide, "
-        "8 x 256 tokens; nano32 32 x 256 tokens and a vocabulary of 256; gpt2 124M parameters, 2 x 256 tokens; smollm2 "
-        "SmolLM2's 135M parameters, 2 x 256 tokens, beside Transformers; smollm2-lora the same by adapters of rank 8, "
-        "beside PEFT. mm<n>: the product of two n x n matrices",
+        "sizes to measure; a perceptron is <rows>x<width>[x<layers>], such as 1024x512, or tiny (32x64); a transformer "
+        "is char (4 layers, 128 wide, 12 x 64 tokens), nano (6 layers, 384 wide, 8 x 256 tokens), nano32 (32 x 256 "
+        "tokens), gpt2 (124M), smollm2 (135M, beside Transformers) or smollm2-lora (rank 8, beside PEFT), the last "
+        "three with 2 x 256 tokens; mm<n> is a product of two n x n matrices",
         one=True,
     )
     precision: list[str] = option(
-        ["fp32", "bf16"], "precisions, each measured by itself", choices=PRECISIONS, one=True
+        ["fp32", "bf16"], "precisions, each measured separately", choices=PRECISIONS, one=True
     )  # fmt: skip
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(
         list(BASELINES),
-        "PyTorch: eager; compile: compiled model, fused optimizer; compile_all: both compiled",
+        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too",
         choices=BASELINES,
         one=True,
     )
     variants: list[str] = option(
         [],
-        "overrides of device and engine that every engine runs with, each a contender of its own, such as "
-        "[device.threads=1,device.threads=2]; a space parts two overrides of one variant; [] runs as configured",
+        "overrides of device and engine; every engine runs once with each entry, such as "
+        "[device.threads=1,device.threads=2]; a space separates two overrides of one entry",
     )
     ranks: int = option(
         1,
-        "above 1: processes that share the threads and the batch, a power of two. Each engine runs alone, by ddp and "
-        "by zero1; each baseline by DistributedDataParallel",
+        "processes that share the threads and the batch, a power of two; above 1, engines run alone, with ddp and with "
+        "zero1, baselines with DistributedDataParallel",
         minimum=1,
         maximum=64,
     )
-    resident_batch: bool = option(
-        False, "whether one batch stays on the device for all steps, instead of another one being uploaded for each"
-    )
+    resident_batch: bool = option(False, "keep one batch on the device instead of uploading one per step")
     measure: list[str] = option(
         ["steps"],
-        "start: time to the first step, with empty and with filled compile caches; memory: peak of a process that has "
-        "done such work before, beside the plan's; steps: time of a step, in turns",
+        "start is the time to the first step, with cold and warm compile caches; memory is the peak beside the plan's; "
+        "steps is the time of a step",
         choices=MEASURED,
         one=True,
     )
     seconds: float = option(
-        15.0, "time for the steps of one size and precision, in s; building and compiling come on top", above=0
+        15.0, "seconds of steps for each size and precision, without building and compiling", above=0
     )
-    rounds: int = option(20, "how often each has its turn, in random order; fewer if time is up", minimum=3)
-    starts: int = option(1, "measure=[start]: how often each starts with empty and with filled caches", minimum=1)
+    rounds: int = option(20, "turns of each contender, in random order; fewer if time is up", minimum=3)
+    starts: int = option(1, "starts of each contender with cold and with warm caches", minimum=1)
     beside: str | None = option(
         None,
-        "what every turn is taken again beside, as a row of its own: busy is a process that keeps one core busy, same "
-        "one that does the same steps; null: nothing",
+        "repeat every turn beside another process: busy keeps one core busy, same does the same steps; null does not",
         choices=NEIGHBOURS,
     )
     compare: str | None = option(None, "results.json of an earlier run to compare with", path=True)

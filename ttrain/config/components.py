@@ -37,7 +37,7 @@ FAMILIES = ("ttrain.device.ttnn.settings:DEVICES",)
 class TaskConfig:
     """Task of the command."""
 
-    name: str = option("train", "registered name of the task, such as train, sample or plan")
+    name: str = option("train", "what the command does")
 
     @rule
     def _one_model(self, others: Any) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,28 @@ def reference() -> str:
         declared = Config.__dataclass_fields__[section]
         default = default_of(declared)
         if section in registry.groups():
-            for schema, names in _schemas(section):
-                parts.append(f"## `{section}` {', '.join(names)}\n\n{_first_line(schema)}\n\n{_table(section, schema)}")
+            parts += _group(section)
         elif is_dataclass(default):
-            parts.append(f"## `{section}`\n\n{_first_line(type(default))}\n\n{_table(section, type(default))}")
+            parts.append(
+                f"## `{section}`\n\n{_first_line(type(default))}\n\n{_table(_rows(section, type(default)).values())}"
+            )
         else:
-            parts.append(f"## `{section}`\n\n{_header()}{_row(section, Config, section)}\n")
+            parts.append(f"## `{section}`\n\n{_table([_row(section, Config, section)])}")
     return "\n".join(parts)
+
+
+def _group(group: str) -> Iterator[str]:
+    """One part for each schema of a group; rows that an earlier part has are only named."""
+    printed: set[str] = set()
+    for schema, names in _schemas(group):
+        rows = _rows(group, schema)
+        again = [key for key, row in rows.items() if row in printed]
+        text = f"## `{group}` {', '.join(names)}\n\n{_first_line(schema)}\n"
+        if again:
+            text += f"\nAs above: {', '.join(f'`{key}`' for key in again)}.\n"
+        new = [row for row in rows.values() if row not in printed]
+        printed.update(new)
+        yield text + (f"\n{_table(new)}" if new else "")
 
 
 def _schemas(group: str) -> Iterator[tuple[type[Any], list[str]]]:
@@ -42,18 +57,19 @@ def _first_line(schema: type[Any]) -> str:
     return (schema.__doc__ or "").strip().splitlines()[0]
 
 
-def _header() -> str:
-    return "| key | default | type | meaning |\n| --- | --- | --- | --- |\n"
+def _rows(section: str, schema: type[Any]) -> dict[str, str]:
+    """Rows by key, without the name of an option, which the title has."""
+    listed = [declared for declared in fields(schema) if declared.name != "name" or declared.metadata["choices"]]
+    return {key_of(declared): _row(f"{section}.{key_of(declared)}", schema, declared.name) for declared in listed}
 
 
-def _table(section: str, schema: type[Any]) -> str:
-    rows = [_row(f"{section}.{key_of(declared)}", schema, declared.name) for declared in fields(schema)]
-    return _header() + "\n".join(rows) + "\n"
+def _table(rows: Iterable[str]) -> str:
+    return "\n".join(["| key | default | type | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
-    kind = expected(hints_of(schema)[name]) + _bounds(declared.metadata)
+    kind = expected(hints_of(schema)[name]).removeprefix("an ").removeprefix("a ") + _bounds(declared.metadata)
     default = shown(default_of(declared)).replace("|", "\\|")
     return f"| `{key}` | `{default}` | {kind} | {declared.metadata['help']} |"
 

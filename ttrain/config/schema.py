@@ -46,27 +46,26 @@ class SweepConfig:
         "folder of the sweep; null continues the newest unfinished sweep of the same jobs, else claims a new one",
         path=True,
     )
-    parallel: int = option(1, "jobs on the CPU that run at once and share its threads; a card takes one job", minimum=1)
+    parallel: int = option(1, "CPU jobs that run at once and share its threads; a card takes one job", minimum=1)
     srun: str | None = option(
         None,
-        "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', by which each job starts on its own",
+        "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which then starts each job",
     )
-    fail_fast: bool = option(False, "whether the first job that fails ends the sweep")
-    objective: str = option("best_val_loss", "key of a job's summary.json that the table and a search go by")
-    direction: str = option("minimize", "whether low or high is good", choices=("minimize", "maximize"))
+    fail_fast: bool = option(False, "end the sweep at the first job that fails")
+    objective: str = option("best_val_loss", "key of summary.json that compares jobs")
+    direction: str = option("minimize", "direction in which the objective is better", choices=("minimize", "maximize"))
     search: str | None = option(
-        None, "let Optuna choose the values of interval(..), choice(..) and range(..); null runs every combination",
+        None, "Optuna sampler for interval(..), choice(..) and range(..); null runs every combination",
         choices=("tpe", "random", "cmaes", "gp", "qmc"),
     )  # fmt: skip
     trials: int = option(20, "jobs of a search", minimum=1)
     prune: str | None = option(
         None,
-        "end a job of a search early where its evaluations are hopeless beside those of the others: asha (successive "
-        "halving), hyperband or median, as Optuna has them; null lets every job finish",
+        "Optuna pruner that ends the worse jobs of a search early; asha is successive halving; null ends none",
         choices=("asha", "hyperband", "median"),
     )
     prune_after: int = option(1, "evaluations that every job gets", minimum=1)
-    prune_factor: int = option(3, "asha and hyperband: one of so many jobs goes on at each rung", minimum=2)
+    prune_factor: int = option(3, "asha and hyperband: one in this many jobs continues at each rung", minimum=2)
 
     @rule
     def _pruning(self, others: Any) -> Iterator[str]:
@@ -100,10 +99,8 @@ class RampConfig:
 
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)
-    steps: int = option(200, "steps, at most: where the loss diverges the rest is left out", minimum=10)
-    rise: float = option(
-        0.5, "share of what the loss has fallen by which it rises again, over some steps, where it diverges", above=0
-    )
+    steps: int = option(200, "most steps; fewer if the loss diverges", minimum=10)
+    rise: float = option(0.5, "rise of the loss, as a share of its fall before, that counts as divergence", above=0)
     out: str | None = option(None, "folder for results.json and plot.png; null claims one below outputs/lr", path=True)
 
     @rule
@@ -159,8 +156,8 @@ class Config:
     task: TaskConfig = option(TaskConfig, "what the command does")
     model: Any = option(GPTConfig, "what is trained")
     data: DataConfig = option(TextConfig, "what it is trained on")
-    train: TrainConfig = option(TrainConfig, "how long, how much per step, and what happens between steps")
-    lora: LoraConfig = option(LoraConfig, "adapters that are trained in the place of the model")
+    train: TrainConfig = option(TrainConfig, "length of training, size of a step, and what happens between steps")
+    lora: LoraConfig = option(LoraConfig, "adapters that are trained instead of the model")
     optimizer: OptimizerConfig = option(AdamWConfig, "how gradients change parameters")
     schedule: ScheduleConfig = option(ScheduleConfig, "learning rate over steps")
     precision: PrecisionConfig = option(PrecisionConfig, "dtypes of compute and weights")
@@ -171,7 +168,7 @@ class Config:
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
     replicas: ReplicasConfig = option(ReplicasConfig, "how replicas on sub-devices differ")
     resume: str = option(
-        "none", "none, auto (newest complete checkpoint of run.dir) or a run or checkpoint folder", path=True
+        "none", "none, auto (newest complete checkpoint of run.dir), or the folder of a run or checkpoint", path=True
     )
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     eval: EvalConfig = option(EvalConfig, "what task=eval measures")
@@ -188,7 +185,7 @@ class Config:
     ramp: RampConfig = option(RampConfig, "what task=lr tries")
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
     report: ReportConfig = option(ReportConfig, "what task=report writes")
-    plugins: list[str] = option([], "modules that register further components; only the command line may name one")
+    plugins: list[str] = option([], "modules that register more components; command line only")
     source: Source = field(default_factory=Source, repr=False, compare=False)
 
     @staticmethod

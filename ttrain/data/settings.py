@@ -17,21 +17,21 @@ class DataConfig:
     """Keys of every kind of data."""
 
     name: str = option("text", "registered name of the data")
-    held_out: float = option(0.1, "share at the end kept for evaluation and never trained on", above=0, below=1)
+    held_out: float = option(0.1, "share at the end that is kept for evaluation", above=0, below=1)
     order: str = option(
         "random",
-        "random: every sequence is drawn independently; epoch: each one once per pass, shuffled anew for every pass; "
-        "read: one after another as they lie there, again and again",
+        "random draws sequences independently; epoch takes each once per pass, shuffled anew; read takes them in "
+        "order, repeatedly",
         choices=("random", "epoch", "read"),
     )
     resident: str = option(
         "auto",
-        "where the training split lies: device, uploaded once, so that a step is handed the indices of its samples; "
-        "host; auto: on a GPU, if it takes 256 MiB at most (4 bytes a token). data=documents stays on the host",
+        "place of the training split; device uploads it once; auto does so on a GPU up to 256 MiB (4 bytes a token); "
+        "data=documents stays on the host",
         choices=("auto", "device", "host"),
     )
     limit: int | None = option(
-        None, "train on the first so many sequences of the order, again and again, to see a model overfit", minimum=1
+        None, "train on this many first sequences, repeatedly, to see a model overfit; null takes all", minimum=1
     )
 
 
@@ -41,16 +41,16 @@ class TextConfig(DataConfig):
 
     path: str | None = option(
         None,
-        "UTF-8 file, or folder of them read in sorted order; null takes the running Python's standard library",
+        "UTF-8 file, or folder of them in sorted order; null takes Python's standard library",
         path=True,
     )
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
-    separator: str = option("\n", "text put between two files, in which \\n is a line break")
-    max_bytes: int | None = option(None, "read no more of the corpus than this; null reads all of it", minimum=1)
+    separator: str = option("\n", "text between two files; \\n is a line break")
+    max_bytes: int | None = option(None, "most bytes to read; null reads all", minimum=1)
     tokenizer: str = option(
-        "char", "char, byte, bpe (trained on the training split) or the path of a tokenizer.json", path=True
+        "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json", path=True
     )
-    vocabulary_size: int = option(2048, "bpe only: token ids to train, the 256 bytes among them", minimum=256)
+    vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
 
 
 @dataclass
@@ -60,18 +60,14 @@ class TokensConfig(DataConfig):
     name: str = option("tokens", "registered name of the data")
     path: str | None = option(
         None,
-        "folder made by task=prepare, folder with train.bin and maybe val.bin, or a file of raw ids; required",
+        "folder of task=prepare, folder with train.bin and optionally val.bin, or file of raw ids; required",
         path=True,
     )
-    dtype: str | None = option(
-        None, "raw files only: little-endian type of an id; a prepared folder tells its own", choices=TOKEN_DTYPES
-    )
-    vocabulary: int | None = option(None, "raw files only: number of ids; a prepared folder tells its own", minimum=1)
-    tokenizer: str | None = option(
-        None, "raw files only: path of the tokenizer.json of the ids, for sampling", path=True
-    )
+    dtype: str | None = option(None, "raw files: little-endian type of an id", choices=TOKEN_DTYPES)
+    vocabulary: int | None = option(None, "raw files: number of ids", minimum=1)
+    tokenizer: str | None = option(None, "raw files: path of the ids' tokenizer.json, for sampling", path=True)
     verify: bool = option(
-        False, "check all ids and checksums at the start; false does so for files up to 256 MiB and else checks batches"
+        False, "check all ids and checksums at the start; false does so up to 256 MiB, and else checks each batch"
     )
 
     @rule
@@ -87,74 +83,71 @@ class DocumentsConfig(DataConfig):
     name: str = option("documents", "registered name of the data")
     sources: list[str] = option(
         [],
-        "files or folders read in turn, a document of each: .jsonl, .parquet or .arrow with a row per document, else "
-        "text; .jsonl and text may be compressed as .gz or .zst",
+        "files or folders, read in turn: .jsonl, .parquet or .arrow has a document per row, other files are text; "
+        ".jsonl and text may be .gz or .zst",
         path=True,
     )
     held_out: float = option(
         0.1,
-        "share of the documents, chosen by their content, kept for evaluation and never trained on",
+        "share of the documents, chosen by a hash of their content, that is kept for evaluation",
         above=0,
         below=1,
     )
     order: str = option(
         "shuffled",
-        "read: documents as they are read, one of each source in turn; shuffled: anew for every pass, among as many "
-        "neighbours as shuffle_buffer says",
+        "read takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours anew for "
+        "every pass",
         choices=("read", "shuffled"),
     )
     shuffle_buffer: int | None = option(
-        1000, "documents next to each other that are shuffled together; null shuffles all of them", minimum=2
+        1000, "neighbouring documents that are shuffled together; null shuffles all", minimum=2
     )
     attention: str = option(
         "sequence",
-        "sequence: a token attends to all before it in its sequence; document: to those of its own document, in which "
-        "positions count from 0, and no token predicts the next document",
+        "sequence attends to all earlier tokens of the sequence; document only to those of the same document, with "
+        "positions from 0 and no target across documents",
         choices=("sequence", "document"),
     )
     text_key: str = option("text", "key of a row's text")
-    chat_key: str = option("messages", "key of a row's list of messages with role and content, where it has no text")
+    chat_key: str = option("messages", "key of a row's messages, for rows without text")
     template: str = option(
         "plain",
-        "what a message becomes: plain (User: ..), chatml (<|im_start|>user ..) or a text with {role} or {Role} and "
-        "{content}, in which \\n is a line break; tokenizer: the chat template beside the tokenizer.json makes all of "
-        "it",
+        "text form of a message: plain (User: ..), chatml (<|im_start|>user ..), your own text with {role} or {Role} "
+        "and {content}, or tokenizer (its chat template); \\n is a line break",
     )
     loss_on: str = option(
         "all",
-        "which tokens of conversations are targets: all, or those of the assistant's replies; texts count whole",
+        "targets in conversations: all tokens, or the assistant's replies; texts always count whole",
         choices=("all", "replies"),
     )
     long_documents: str = option(
         "split",
-        "split: documents lie end to end and continue in the next sequence; cut: every document lies whole in one "
-        "sequence, what is longer than model.context loses its end; skip: what is longer is left out",
+        "split continues documents in the next sequence; cut puts whole documents into a sequence and cuts those above "
+        "model.context; skip leaves those out",
         choices=("split", "cut", "skip"),
     )
     delimiter: str | None = option(
-        None, "line between two documents of a text file, '' for a blank one; null: every file is one document"
+        None, "line between two documents of a text file, '' for a blank line; null makes each file one document"
     )
     suffixes: list[str] = option(
         [".jsonl", ".txt", ".parquet", ".arrow"],
-        "file-name endings to read from a folder, before a .gz or .zst too; empty reads all",
+        "file-name endings to read from a folder, before .gz or .zst; empty reads all",
     )
-    max_documents: int | None = option(None, "read no more documents than this; null reads all", minimum=2)
+    max_documents: int | None = option(None, "most documents to read; null reads all", minimum=2)
     bad_rows: str = option(
-        "stop", "a row that can't be used: stop and name it, or skip it and count", choices=("stop", "skip")
+        "stop", "stop at an unusable row and name it, or skip and count it", choices=("stop", "skip")
     )
     tokenizer: str = option(
         "bpe",
-        "char (of all documents), byte, bpe (trained on the training documents) or the path of a tokenizer.json",
+        "char, byte, bpe (trained on the training documents), or the path of a tokenizer.json",
         path=True,
     )
-    vocabulary_size: int = option(2048, "bpe only: token ids to train, the 256 bytes among them", minimum=256)
+    vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
     end_token: str | None = option(
         None,
-        "token put after every document; null takes the tokenizer's own, or adds <|endoftext|> where it has none",
+        "token after every document; null takes the tokenizer's own, or adds <|endoftext|>",
     )
-    cache: str | None = option(
-        None, "folder that keeps the tokenized documents for the next run; null takes the user's cache", path=True
-    )
+    cache: str | None = option(None, "folder for the tokenized documents; null takes the user's cache", path=True)
 
     @rule
     def _has_sources(self, others: Any) -> Iterator[str]:
@@ -193,8 +186,8 @@ class RegressionConfig(DataConfig):
     name: str = option("regression", "registered name of the data")
     inputs: int | None = option(None, "features per example; null takes the model's", minimum=1)
     outputs: int | None = option(None, "targets per example; null takes the model's", minimum=1)
-    examples: int = option(8192, "number of distinct examples, held-out ones included", minimum=2)
-    noise: float = option(0.1, "standard deviation of the noise on targets, whose own variance is about 1", minimum=0)
+    examples: int = option(8192, "number of examples, including held-out ones", minimum=2)
+    noise: float = option(0.1, "standard deviation of the noise on targets, whose variance is about 1", minimum=0)
     seed: int = option(0, "seed of the teacher and of the examples", minimum=0)
 
 
@@ -202,9 +195,7 @@ class RegressionConfig(DataConfig):
 class PrepareConfig:
     """Options of task=prepare: the folder that it writes."""
 
-    dir: str | None = option(
-        None, "new folder for the token files, to be read with data=tokens data.path=<folder>", path=True
-    )
+    dir: str | None = option(None, "new folder for token files, for data=tokens data.path=<folder>", path=True)
 
     @rule
     def _reads_text(self, others: Any) -> Iterator[str]:

@@ -12,6 +12,4 @@ class EngineConfig:
     """Settings of an engine, which runs a derived step."""
 
     name: str = option("static", "registered name of the engine")
-    rematerialize: bool = option(
-        True, "static and traced: compute cheap elementwise activations again in backward instead of keeping them"
-    )
+    rematerialize: bool = option(True, "static and traced: recompute cheap elementwise activations in backward")

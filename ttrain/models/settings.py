@@ -41,7 +41,7 @@ class MLPConfig:
     layers: int = option(2, "number of linear layers", minimum=1, maximum=10_000, changes="shape")
     width: int = option(64, "features of every hidden layer", minimum=1, changes="shape")
     activation: str = option("relu", "function between two layers", choices=ACTIVATIONS)
-    bias: bool = option(True, "whether linear layers have a bias", changes="shape")
+    bias: bool = option(True, "give linear layers a bias", changes="shape")
 
     @rule
     def _data_fits(self, others: Any) -> Iterator[str]:
@@ -67,11 +67,11 @@ class TransformerConfig:
     defaults: ClassVar[Preset] = {}
 
     name: str = option("", "registered name of the model")
-    preset: str | None = option(None, "named size whose numbers fill every field left null", changes="nothing")
+    preset: str | None = option(None, "named size that fills every null field", changes="nothing")
     from_: str | None = option(
         None,
-        "model of the Transformers library that gives architecture, sizes, tokenizer and the first values of a new "
-        "run: its folder, or its name on the Hugging Face hub, such as HuggingFaceTB/SmolLM2-135M",
+        "model of Transformers, as a folder or a name on the Hugging Face hub; gives architecture, sizes, tokenizer "
+        "and first values",
         path=True,
         changes="nothing",
     )
@@ -79,11 +79,11 @@ class TransformerConfig:
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
     width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
     context: int | None = option(
-        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
+        None, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="shape"
     )
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
     recompute: str = option(
-        "none", "what backward computes again instead of keeping", choices=("none", "block"), changes="nothing"
+        "none", "what backward recomputes instead of keeping", choices=("none", "block"), changes="nothing"
     )
 
     @property
@@ -149,39 +149,35 @@ class DecoderConfig(TransformerConfig):
 
     qk_norm: bool | None = option(
         None,
-        "whether each head of queries and keys has an RMS norm, before it is rotated where it is; null: the preset's, "
-        "else false",
+        "give each head of queries and keys an RMS norm, before rotation; null takes the preset's, else false",
         changes="shape",
     )
     zero_init: bool = option(
-        False, "whether the output projections of both branches start at zero: a block then adds nothing at first",
+        False, "start the output projections of both branches at zero",
         changes="nothing",
     )  # fmt: skip
-    logit_cap: float | None = option(
-        None, "logits become cap tanh(logits / cap), so none is larger; null leaves them alone", above=0
-    )
+    logit_cap: float | None = option(None, "replace logits by cap tanh(logits / cap); null does not", above=0)
     value_embeddings: bool = option(
         False,
-        "whether the values of every block have a second embedding of the tokens added to them, times a learned factor "
-        "for each feature of a block",
+        "add a second token embedding to the values of every block, times a learned factor per feature",
         changes="shape",
     )
     future_weight: float = option(
         0.0,
-        "above 0: a further layer before the head predicts the token after the next, and its cross-entropy times this "
-        "is part of the training loss (Gloeckle et al., 2024); nothing else reads it",
+        "weight of a second training loss, in which an extra layer predicts the token after the next (Gloeckle et al., "
+        "2024); 0 is off",
         minimum=0,
         changes="loss",
     )
     parametrization: str = option(
         "standard",
-        "mup: initial values, learning rates, attention and logits follow the width, so that the best learning rate of "
-        "base_width is the best of model.width (Yang et al., 2022)",
+        "mup scales first values, learning rates, attention and logits with the width, so that the best learning rate "
+        "at base_width holds for model.width (Yang et al., 2022)",
         choices=("standard", "mup"),
     )
-    base_width: int | None = option(None, "mup only: width at which it changes nothing", minimum=1)
+    base_width: int | None = option(None, "mup: width at which it changes nothing", minimum=1)
     base_head_width: int | None = option(
-        None, "mup only: features of a head there; null: base_width / heads, the number of heads stays", minimum=1
+        None, "mup: head width at base_width; null takes base_width / heads", minimum=1
     )
 
     @property
@@ -226,16 +222,16 @@ class GPTConfig(DecoderConfig):
     presets = GPT_PRESETS
 
     name: str = option("gpt", "registered name of the model")
-    bias: bool = option(True, "whether linear layers and layer norms have a bias", changes="shape")
+    bias: bool = option(True, "give linear layers and layer norms a bias", changes="shape")
     dropout: float = option(
         0.0,
-        "probability of zeroing after embedding, attention weights and each branch",
+        "dropout after embedding, attention weights and each branch",
         minimum=0,
         below=1,
         changes="nothing",
     )
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
-    tied: bool = option(True, "whether the output head shares the token embedding's weight")
+    tied: bool = option(True, "share the token embedding's weight with the output head")
 
 
 @dataclass
@@ -253,12 +249,11 @@ class LlamaConfig(DecoderConfig):
 
     name: str = option("llama", "registered name of the model")
     context: int | None = option(
-        None, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="loss"
+        None, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="loss"
     )
     max_context: int | None = option(
         None,
-        "longest sequence that an export states, where it is more than model.context; model.from gives what its folder "
-        "states",
+        "longest sequence that an export states, if more than model.context; null takes the folder's of model.from",
         minimum=1,
         changes="nothing",
     )
@@ -268,52 +263,54 @@ class LlamaConfig(DecoderConfig):
     hidden: int | None = option(None, "features inside the feed-forward branch", minimum=1, changes="shape")
     kv_heads: int | None = option(
         None,
-        "heads of keys and values, each read by heads / kv_heads heads of queries (Ainslie et al., 2023); null: the "
-        "preset's where model.heads is null too, else heads",
+        "heads of keys and values (Ainslie et al., 2023); null takes the preset's if heads is null too, else heads",
         minimum=1,
         changes="shape",
     )
     head_width: int | None = option(
         None,
-        "features of a head; null: the preset's where heads and width are, else width / heads",
+        "features of a head; null takes the preset's if heads and width are null too, else width / heads",
         minimum=1,
         changes="shape",
     )
     activation: str = option(
-        "silu", "function of the gate in the feed-forward branch; silu: SwiGLU, gelu: GeGLU", choices=ACTIVATIONS
+        "silu", "gate function of the feed-forward branch; silu is SwiGLU, gelu is GeGLU", choices=ACTIVATIONS
     )
     tied: bool | None = option(
-        None, "whether the output head shares the token embedding's weight; null: the preset's, else true"
+        None, "share the token embedding's weight with the output head; null takes the preset's, else true"
     )
     qkv_bias: bool | None = option(
-        None, "whether queries, keys and values have a bias; null: the preset's, else false", changes="shape"
+        None, "give queries, keys and values a bias; null takes the preset's, else false", changes="shape"
     )
-    projection_bias: bool = option(False, "whether the attention's output projection has a bias", changes="shape")
-    feed_forward_bias: bool = option(False, "whether the layers of the feed-forward branch have one", changes="shape")
+    projection_bias: bool = option(False, "give the attention's output projection a bias", changes="shape")
+    feed_forward_bias: bool = option(False, "give the layers of the feed-forward branch a bias", changes="shape")
     norm_eps: float | None = option(
-        None, "added to the mean square in every norm; null: the preset's, else 1e-5", minimum=0
+        None, "added to the mean square in every norm; null takes the preset's, else 1e-5", minimum=0
     )
-    window: int | None = option(
-        None, "a token sees so many tokens, itself and those right before it; null: all before it", minimum=1
-    )
+    window: int | None = option(None, "tokens that a token sees, itself included; null is all before it", minimum=1)
     rotary_base: float | None = option(
-        None, "base of the wavelengths of rotary positions; null: the preset's, else 10000", above=0
+        None, "base of the rotary wavelengths; null takes the preset's, else 10000", above=0
     )
     rotary_share: float = option(
-        1.0, "share of each head's features that is rotated, the first ones", above=0, maximum=1
+        1.0, "share of each head's features that is rotated, from the first on", above=0, maximum=1
     )
     rotary_scaling: str | None = option(
         None,
-        "how wavelengths are stretched; linear: all by rotary_factor; llama3: those longer than "
-        "rotary_context / rotary_low by rotary_factor, those shorter than rotary_context / rotary_high not, smoothly "
-        "in between; null: the preset's, else none",
+        "stretching of rotary wavelengths; linear stretches all by rotary_factor; llama3 stretches only long ones, see "
+        "rotary_low and rotary_high; null takes the preset's, else none",
         choices=("none", "linear", "llama3"),
     )
-    rotary_factor: float = option(32.0, "how much rotary_scaling stretches", minimum=1)
-    rotary_low: float = option(1.0, "wavelengths in rotary_context up to which llama3 stretches in full", above=0)
-    rotary_high: float = option(4.0, "wavelengths in rotary_context from which on llama3 stretches nothing", above=0)
-    rotary_context: int = option(8192, "tokens that the model of rotary_scaling=llama3 was first trained on", minimum=1)
-    dropout: float = option(0.0, "probability of zeroing an attention weight", minimum=0, below=1, changes="nothing")
+    rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
+    rotary_low: float = option(
+        1.0, "llama3: wavelengths above rotary_context / rotary_low are stretched in full", above=0
+    )
+    rotary_high: float = option(
+        4.0,
+        "llama3: wavelengths below rotary_context / rotary_high are not stretched, those in between smoothly less",
+        above=0,
+    )
+    rotary_context: int = option(8192, "llama3: context in tokens that the model was first trained on", minimum=1)
+    dropout: float = option(0.0, "dropout of attention weights", minimum=0, below=1, changes="nothing")
 
     def __post_init__(self) -> None:
         """Take as many heads of keys as of queries, together as wide as the stream, where nothing is said.
@@ -346,65 +343,63 @@ class AGILLMConfig(TransformerConfig):
     name: str = option("agillm", "registered name of the model")
     rank: int | None = option(
         None,
-        "columns of the matrix through which a layer's queries and keys meet; any number",
+        "columns of the matrix between a layer's queries and keys; any number",
         minimum=1,
         changes="shape",
     )
     context: int | None = option(
-        1122, "longest sequence in tokens; training uses sequences of exactly this length", minimum=1, changes="shape"
+        1122, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="shape"
     )
     objective: str = option(
         "joint",
-        "joint: AR and SAT; ar_only: no SAT pass and no SAT head, half the work",
+        "joint trains AR and SAT; ar_only has no SAT pass and no SAT head, half the work",
         choices=("joint", "ar_only"),
         changes="shape",
     )
-    tied: bool = option(False, "whether the AR head shares the token embedding's weight, and then has no bias")
+    tied: bool = option(False, "share the token embedding's weight with the AR head, which then has no bias")
     dropout: float = option(
         0.1,
-        "probability of zeroing after the attention branch's output projection",
+        "dropout after the attention branch's output projection",
         minimum=0,
         below=1,
         changes="nothing",
     )
     fold: str = option(
         "auto",
-        "on: queries meet keys through U U^T at head width, off: both go through U at rank; the same function; auto: "
-        "on where rank exceeds head width",
+        "on multiplies queries by U U^T at head width, off multiplies both by U at rank; the function is the same; "
+        "auto is on if rank exceeds head width",
         choices=("auto", "on", "off"),
         changes="nothing",
     )
     alibi: str = option(
         "agillm3",
-        "position bias; agillm3: the original's, which counts distance toward the future only, so nothing in the AR "
-        "pass; standard: Press et al., 2022",
+        "position bias; agillm3 is the original's, which counts the distance to later tokens only; standard is that of "
+        "Press et al., 2022",
         choices=("agillm3", "standard"),
     )
     label_smoothing: float = option(
         0.1,
-        "share of the target's probability spread evenly over the vocabulary, in both losses",
+        "share of the target's probability that is spread over the vocabulary, in both losses",
         minimum=0,
         below=1,
         changes="loss",
     )
     sat_target: str = option(
         "future_window",
-        "what a window of two positions predicts; future_window: the two tokens after it; legacy: the last window "
-        "predicts the tokens 1 and 2, a misalignment of early versions",
+        "targets of a window of two positions; future_window is the next two tokens; legacy lets the last window "
+        "predict tokens 1 and 2, as early versions did",
         choices=("future_window", "legacy"),
         changes="loss",
     )
-    sat_stride: int = option(
-        1, "positions from the start of a SAT window to that of the next", minimum=1, changes="loss"
-    )
+    sat_stride: int = option(1, "positions between the starts of two SAT windows", minimum=1, changes="loss")
     sat_max_windows: int = option(
-        0, "at most so many SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0, changes="loss"
+        0, "most SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0, changes="loss"
     )
     gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0, changes="loss")
     pad_vocabulary: int | None = option(
         None,
-        "round the vocabulary up to a multiple of this while running; the added ids get no probability and are in no "
-        "checkpoint; null: what the device pads to anyway, if it does",
+        "multiple to which the vocabulary is rounded up while running; added ids have no probability and are in no "
+        "checkpoint; null takes the device's padding",
         minimum=1,
         changes="nothing",
     )

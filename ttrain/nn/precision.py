@@ -22,8 +22,8 @@ class PrecisionConfig:
 
     name: str = option(
         "fp32",
-        "fp32; bf16 = bf16 compute with fp32 master weights; bf16_pure = everything in bf16, best with "
-        "optimizer.stochastic_rounding; bf8 = bf16 with matrices read as 8-bit block floats, where the device has them",
+        "bf16 computes in bf16 with fp32 master weights; bf16_pure keeps everything in bf16, best with "
+        "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them",
         choices=PRECISIONS,
     )
 

@@ -25,31 +25,27 @@ class OptimizerConfig:
     lr: float = option(1e-3, "peak learning rate", minimum=0)
     weight_decay: float = option(0.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
     decay_rule: str = option(
-        "matrices", "which parameters decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
+        "matrices", "parameters that decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
     )
     clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
-    clip_scope: list[str] = option(
-        [], "parameter-name prefixes whose gradients clip_norm is for, such as [blocks]; [] takes all"
-    )
+    clip_scope: list[str] = option([], "parameter-name prefixes that clip_norm applies to, such as [blocks]; [] is all")
     group_lr: dict[str, float] = option(
         {},
         "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins",
         minimum=0,
     )
-    freeze: list[str] = option([], "parameter-name prefixes that are not trained; * stands for one part of a name")
+    freeze: list[str] = option([], "parameter-name prefixes that are not trained; * is one part of a name")
     unfreeze: list[str] = option(
         [],
-        "prefixes inside those of freeze that are trained all the same, such as [blocks.*.attention_norm]; the longest "
-        "wins",
+        "prefixes within freeze that are trained, such as [blocks.*.attention_norm]; the longest wins",
     )
     state_dtype: str | None = option(
         None,
-        "dtype that moments and velocities are kept in: fp32, or bf16 with stochastic rounding; null takes that of the "
-        "weights, which is fp32 but for precision=bf16_pure",
+        "dtype of the optimizer's state; bf16 rounds stochastically; null takes the dtype of the weights",
         choices=("fp32", "bf16"),
     )
     stochastic_rounding: bool = option(
-        False, "precision=bf16_pure: round new weights and optimizer state up or down at random, right on average"
+        False, "bf16_pure: round weights and optimizer state up or down at random, right on average"
     )
 
     @property
@@ -91,8 +87,8 @@ class SGDConfig(OptimizerConfig):
 
     name: str = option("sgd", "registered name of the optimizer")
     lr: float = option(0.1, "peak learning rate", minimum=0)
-    momentum: float = option(0.0, "factor of the velocity kept per step", minimum=0, below=1)
-    nesterov: bool = option(False, "look one step ahead along the velocity; needs momentum above 0")
+    momentum: float = option(0.0, "decay of the velocity", minimum=0, below=1)
+    nesterov: bool = option(False, "use Nesterov momentum; needs momentum above 0")
 
     @property
     def width_powers(self) -> tuple[float, float]:
@@ -113,9 +109,7 @@ class AdamWConfig(OptimizerConfig):
     betas: list[float] = option([0.9, 0.95], "decay of the first and second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
-    cautious: bool = option(
-        False, "decay only the elements that the update moves towards zero (Chen et al., 2025), not those that it grows"
-    )
+    cautious: bool = option(False, "decay only elements that the update moves towards zero (Chen et al., 2025)")
 
 
 @dataclass
@@ -125,7 +119,7 @@ class LionConfig(OptimizerConfig):
     name: str = option("lion", "registered name of the optimizer")
     lr: float = option(1e-4, "peak learning rate", minimum=0)
     betas: list[float] = option(
-        [0.9, 0.99], "share of the momentum in the direction, and decay of the momentum", minimum=0, below=1
+        [0.9, 0.99], "share of the momentum in the direction; decay of the momentum", minimum=0, below=1
     )
     weight_decay: float = option(1.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
 
@@ -136,15 +130,15 @@ class MuonConfig(OptimizerConfig):
 
     name: str = option("muon", "registered name of the optimizer")
     lr: float = option(2e-3, "peak learning rate of hidden matrices", minimum=0)
-    adamw_lr: float | None = option(None, "peak learning rate of everything else; null takes lr", minimum=0)
+    adamw_lr: float | None = option(None, "peak learning rate of AdamW's parameters; null takes lr", minimum=0)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
     momentum: float = option(0.95, "decay of the momentum of hidden matrices", minimum=0, below=1)
-    nesterov: bool = option(True, "look one step ahead along the momentum")
-    iterations: int = option(5, "Newton-Schulz iterations that make a momentum near orthogonal", minimum=1, maximum=100)
+    nesterov: bool = option(True, "use Nesterov momentum")
+    iterations: int = option(5, "Newton-Schulz iterations that orthogonalize a momentum", minimum=1, maximum=100)
     scale: str = option(
         "rms",
-        "size of an orthogonal update: rms = that of AdamW's, so that one lr suits both (Liu et al., 2025), spectral = "
-        "sqrt(max(1, outputs / inputs)) as Jordan's, for an lr near 0.02",
+        "size of an update; rms is that of AdamW (Liu et al., 2025); spectral is sqrt(max(1, outputs / inputs)), for "
+        "an lr near 0.02",
         choices=("rms", "spectral"),
     )
     betas: list[float] = option([0.9, 0.95], "AdamW's: decay of the first and second moment", minimum=0, below=1)
@@ -161,8 +155,8 @@ class NorMuonConfig(MuonConfig):
     """NorMuon (Li et al., 2025): Muon whose rows are scaled to equal size; its scale is always rms."""
 
     name: str = option("normuon", "registered name of the optimizer")
-    scale: str = option("rms", "size of an update: rms = that of AdamW's", choices=("rms",))
-    beta2: float = option(0.95, "decay of the mean square of a row of the update", minimum=0, below=1)
+    scale: str = option("rms", "size of an update; rms is that of AdamW", choices=("rms",))
+    beta2: float = option(0.95, "decay of the mean square of an update's row", minimum=0, below=1)
 
 
 @dataclass
@@ -170,11 +164,15 @@ class AdafactorConfig(OptimizerConfig):
     """Adafactor (Shazeer and Stern, 2018): second moments as means of rows and columns, no first moment."""
 
     name: str = option("adafactor", "registered name of the optimizer")
-    lr: float = option(1e-2, "peak step relative to the root mean square of a parameter", minimum=0)
-    beta2_decay: float = option(-0.8, "the mean of squares takes step^beta2_decay of the newest", below=0)
-    eps: float = option(1e-15, "least root of a second moment", minimum=1e-18)
-    least_rms: float = option(1e-3, "least root mean square that a parameter is taken for", minimum=FP32_NORMAL)
-    threshold: float = option(1.0, "root mean square of an update that larger ones are scaled to", minimum=FP32_NORMAL)
+    lr: float = option(1e-2, "peak step, relative to a parameter's root mean square", minimum=0)
+    beta2_decay: float = option(
+        -0.8, "exponent: the mean of squares takes the share step^beta2_decay of the newest", below=0
+    )
+    eps: float = option(1e-15, "smallest root of a second moment", minimum=1e-18)
+    least_rms: float = option(1e-3, "smallest root mean square assumed for a parameter", minimum=FP32_NORMAL)
+    threshold: float = option(
+        1.0, "largest root mean square of an update; larger ones are scaled down", minimum=FP32_NORMAL
+    )
 
     @property
     def width_powers(self) -> tuple[float, float]:
@@ -223,12 +221,12 @@ class ScheduleConfig:
 
     name: str = option("cosine", "registered name of the shape: constant, linear, cosine or wsd")
     warmup: int = option(0, "steps of linear warm-up", minimum=0)
-    steps: int | None = option(None, "step that the final factor is reached at; null takes train.steps", minimum=1)
+    steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
     final: float = option(0.1, "factor of the peak at the end; unused by constant", minimum=0, maximum=1)
-    decay: float = option(0.2, "wsd only: share of the steps spent decaying at the end", minimum=0, maximum=1)
+    decay: float = option(0.2, "wsd: share of the steps at the end that decays", minimum=0, maximum=1)
     decay_from: int | None = option(
         None,
-        "wsd only: last step at the peak, instead of decay; 0: that of the checkpoint that a run branches off from",
+        "wsd: last step at the peak, instead of decay; 0 is the checkpoint's step",
         minimum=0,
     )
 

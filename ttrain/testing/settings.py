@@ -11,12 +11,12 @@ from ttrain.core.options import option
 class VerifyConfig:
     """Settings of task=verify, which compares ops and models with PyTorch in fp64."""
 
-    ops: list[str] = option([], "names or families of ops; empty takes every op of the registry")
+    ops: list[str] = option([], "names or families of ops; empty takes all")
     skip_ops: bool = option(False, "verify the model only")
-    model: bool = option(True, "whether the gradients of the configured model are verified too")
+    model: bool = option(True, "verify the gradients of the configured model too")
     rows: int = option(2, "sequences or examples of the model's batch", minimum=1)
     engines: str = option(
-        "one", "one verifies the configured engine; all runs every engine and compares their results too",
+        "one", "one is the configured engine; all compares every engine",
         choices=("one", "all"),
     )  # fmt: skip
     tolerance: float = option(1.0, "factor on every allowed error", above=0)

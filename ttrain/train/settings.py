@@ -20,59 +20,55 @@ LOGGERS = ("console", "jsonl", "wandb")
 class TrainConfig:
     """Length of training, the data of each step, and what happens between steps."""
 
-    steps: int = option(1000, "optimizer steps of the whole run, counted from the first attempt", minimum=1)
+    steps: int = option(1000, "optimizer steps of the whole run, from its first start", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     batch_schedule: list[int] = option(
         [],
-        "sequences (or examples) per step, from few to batch_size, each for phase_steps steps and the last for the "
-        "rest, in micro-batches of batch_size / accumulation; empty always takes batch_size",
+        "growing sequences per step, each for phase_steps, the last for the rest, in micro-batches of batch_size / "
+        "accumulation; empty is always batch_size",
         minimum=1,
     )
     ema: float | None = option(
         None,
-        "decay of an exponential moving average of the weights, such as 0.999, which evaluations and what is made of "
-        "the run read instead of them; null keeps none",
+        "decay of an average of the weights, such as 0.999, for evaluation and sampling; null keeps none",
         minimum=0,
         below=1,
     )
     noise_scale: bool = option(
         False,
-        "record noise_scale, the rows of a batch whose gradient is as much signal as noise, from the first micro-batch "
-        "beside the whole batch; needs accumulation of 2 or more. Where it grows, so may the batch: batch_schedule",
+        "record the batch size whose gradient is as much signal as noise; needs accumulation of 2 or more",
     )
     length_schedule: list[int] = option(
         [],
-        "lengths of training sequences in tokens, from short to model.context, each for phase_steps steps and the last "
-        "for the rest; empty always takes model.context",
+        "growing lengths of training sequences in tokens, each for phase_steps, the last for the rest; empty is always "
+        "model.context",
         minimum=1,
     )
     phase_steps: int = option(
         50_000,
-        "steps at each entry of batch_schedule and length_schedule but the last",
+        "steps per entry of batch_schedule and length_schedule",
         minimum=1,
     )
     long_hours: float | None = option(
         1.0,
-        "hours; a run that is expected to take longer says so before its first step, with commands that take less, and "
-        "goes on; null never says it",
+        "hours from which a run tells before its first step what takes less; null never does",
         above=0,
     )
     init_from: str | None = option(
         None,
-        "what a new run takes its first values from, where name and shape match: a run, a checkpoint, a folder of "
-        "Transformers, a .safetensors file or the original's .pt file; null draws all of them",
+        "source of a new run's first values: a run, checkpoint, folder of Transformers, .safetensors or original .pt "
+        "file; null draws them",
         path=True,
     )
     init_anyway: bool = option(
         False,
-        "take what fits of train.init_from although a key that changes what weights compute, or the tokenizer, is "
-        "another one there",
+        "take the weights that fit although a model key or the tokenizer differs",
     )
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_sequences: int | None = option(
         320,
-        "held-out sequences (or examples) per evaluation, the same ones for every batch size; null takes all of them",
+        "held-out sequences per evaluation, always the same; null takes all",
         minimum=1,
     )
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
@@ -80,24 +76,16 @@ class TrainConfig:
         10.0, "minutes between checkpoints; null saves by steps and at the end", above=0
     )
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
-    keep_best: bool = option(True, "whether the checkpoint with the lowest val/loss is kept as well")
-    keep_every: int | None = option(
-        None, "checkpoints of every so many steps are kept for ever; null keeps none", minimum=1
-    )
-    keep_hours: float | None = option(
-        None, "one checkpoint of every so many hours is kept for ever; null keeps none", above=0
-    )
-    async_save: bool = option(
-        True, "write checkpoints while training goes on; a step waits for the copy to host memory only"
-    )
-    log_every: int = option(10, "steps between two lines of metrics.jsonl; 1 records every step", minimum=1)
+    keep_best: bool = option(True, "keep the checkpoint with the lowest val/loss too")
+    keep_every: int | None = option(None, "keep one checkpoint per this many steps forever; null keeps none", minimum=1)
+    keep_hours: float | None = option(None, "keep one checkpoint per this many hours forever; null keeps none", above=0)
+    async_save: bool = option(True, "write checkpoints while training continues")
+    log_every: int = option(10, "steps between two lines of metrics.jsonl", minimum=1)
     early_stop: int | None = option(
-        None, "evaluations without a lower val/loss after which the run stops; null never stops early", minimum=1
+        None, "evaluations without a lower val/loss after which the run stops; null never does", minimum=1
     )
-    min_improvement: float = option(0.0, "by how much val/loss must fall to count as lower", minimum=0)
-    peak_tflops: float | None = option(
-        None, "peak of the device in 1e12 FLOP/s that mfu is relative to; null measures a matmul once", above=0
-    )
+    min_improvement: float = option(0.0, "smallest fall of val/loss that counts as lower", minimum=0)
+    peak_tflops: float | None = option(None, "peak of the device in TFLOP/s, for mfu; null measures a matmul", above=0)
 
     @rule
     def _micro_batches(self, others: Any) -> Iterator[str]:
@@ -201,7 +189,7 @@ class ReplicasConfig:
     """Differences between the runs that device.subdevices=2 trains side by side."""
 
     seed: list[int] | None = option(
-        None, "run.seed of each replica, such as [1,2]; null takes run.seed for the first, and the next number on"
+        None, "run.seed of each replica, such as [1,2]; null takes run.seed and the next number"
     )
     lr: list[float] | None = option(None, "optimizer.lr of each replica, such as [1e-3,3e-4]; null takes optimizer.lr")
 
@@ -244,24 +232,24 @@ class ReplicasConfig:
 class LoggerConfig:
     """Outputs of the metrics. metrics.jsonl is always written."""
 
-    name: str = option("console", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
+    name: str = option("console", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
     """Weights & Biases next to the progress bar."""
 
-    name: str = option("wandb", "console (progress bar), jsonl (metrics.jsonl only) or wandb", choices=LOGGERS)
-    project: str | None = option(None, "project that the run belongs to; null takes WANDB_PROJECT, else ttrain")
+    name: str = option("wandb", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
+    project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
     mode: str | None = option(
         None,
-        "online, offline or disabled; null takes WANDB_MODE, else online; not logged in means offline",
+        "null takes WANDB_MODE, else online; offline without a login",
         choices=("online", "offline", "disabled"),
     )
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
-    tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, which commas separate")
+    tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, separated by commas")
 
     @rule
     def _has_a_project(self, others: Any) -> Iterator[str]:
@@ -274,17 +262,15 @@ class SuperviseConfig:
     """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
 
     enabled: bool | None = option(
-        None, "whether a parent process watches training; null: yes where another supervise key is given"
+        None, "watch training from a parent process; null does if another supervise key is given"
     )
-    max_restarts: int = option(3, "restarts in a row without a new checkpoint after which it gives up", minimum=0)
+    max_restarts: int = option(3, "restarts in a row without a new checkpoint before it gives up", minimum=0)
     backoff: float = option(2.0, "seconds before a restart, doubled while there is no progress", minimum=0)
     max_backoff: float = option(300.0, "longest wait before a restart in seconds", minimum=0)
     hang_timeout: float | None = option(
-        1800.0, "seconds without a sign of life after which the child is killed; null waits for ever", above=0
+        1800.0, "seconds without a sign of life before the child is killed; null waits forever", above=0
     )
-    on_restart: str | None = option(
-        None, "shell command to run before every restart, such as a card reset; only the command line may give one"
-    )
+    on_restart: str | None = option(None, "shell command before every restart, such as a card reset; command line only")
     on_restart_timeout: float = option(300.0, "seconds that on_restart may take", above=0)
 
     def wanted(self, explicit: Collection[str]) -> bool:
@@ -300,25 +286,21 @@ class GuardConfig:
 
     nonfinite: str = option(
         "stop",
-        "a loss or gradient norm that is NaN or infinite: stop the run, skip the update, or roll back to the newest "
+        "on a NaN or infinite loss or gradient norm: stop the run, skip the update, or roll back to the newest "
         "checkpoint with a lower learning rate",
         choices=("stop", "skip", "rollback"),
     )
-    activations: bool = option(
-        False, "also watch the norm of the activations that the loss reads, and record it as activation_norm"
-    )
-    max_skips: int = option(10, "skipped updates in a row after which the run stops", minimum=1)
+    activations: bool = option(False, "also watch and record the norm of the activations before the loss")
+    max_skips: int = option(10, "skipped updates in a row before the run stops", minimum=1)
     spike: str = option(
         "ignore",
-        "a loss far above its recent median: ignore it, warn, or roll back",
+        "on a loss far above its recent median: ignore it, warn, or roll back",
         choices=("ignore", "warn", "rollback"),
     )
-    spike_factor: float = option(2.0, "a loss above this times the median is a spike", above=1)
-    spike_window: int = option(
-        50, "steps that the median is taken over; no spike is seen before they are done", minimum=2
-    )
-    lr_factor: float = option(0.5, "what a rollback multiplies the learning rate by from then on", above=0, maximum=1)
-    max_rollbacks: int = option(3, "rollbacks of a run after which it stops", minimum=1)
+    spike_factor: float = option(2.0, "factor of the median above which a loss is a spike", above=1)
+    spike_window: int = option(50, "steps of the median; earlier losses are never spikes", minimum=2)
+    lr_factor: float = option(0.5, "factor of the learning rate after a rollback", above=0, maximum=1)
+    max_rollbacks: int = option(3, "rollbacks of a run before it stops", minimum=1)
     check_learning: int | None = option(
         3, "steps after which every parameter with a gradient must have moved; null does not check", minimum=1
     )
@@ -330,7 +312,6 @@ class RecoverConfig:
 
     oom: str = option(
         "stop",
-        "out of memory: stop, or shrink (halve the micro-batch and double train.accumulation, which leaves the "
-        "optimisation problem as it is)",
+        "when out of memory: stop, or halve the micro-batch and double train.accumulation",
         choices=("stop", "shrink"),
     )

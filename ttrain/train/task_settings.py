@@ -14,8 +14,8 @@ from ttrain.models.settings import AGILLMConfig, TransformerConfig
 class CheckpointConfig:
     """The weights of a run that a task takes."""
 
-    checkpoint: str = option("last", "which checkpoint of the run: last, best, or a step number")
-    average: bool = option(True, "take the averages of the weights, where the run keeps them; false: the weights")
+    checkpoint: str = option("last", "checkpoint of the run: last, best, or a step number")
+    average: bool = option(True, "take averaged weights if the run keeps them")
 
     @rule
     def _is_a_checkpoint(self, others: Any) -> Iterator[str]:
@@ -30,68 +30,63 @@ class SampleConfig(CheckpointConfig):
 
     prompt: str | None = option(
         None,
-        "text that the model continues; null takes held-out text at the end of a run, and for task=sample a line "
-        "break, or where the tokenizer has none the token between documents, or any",
+        "text to continue; null takes held-out text at the end of a run, and a line break or the token between "
+        "documents for task=sample",
     )
     prompts: str | None = option(
         None,
-        "file of prompts that are each continued: one a line, or in a .jsonl a row with prompt or messages a line",
+        "file with a prompt per line, or .jsonl with prompt or messages per row",
         path=True,
     )
     results: str | None = option(
-        None, "file that takes a row of JSON for each sample of sample.prompts; null writes to stdout", path=True
+        None, "JSON-lines file for the samples of sample.prompts; null writes to stdout", path=True
     )
-    system: str | None = option(None, "task=chat only: message of the system that a conversation begins with")
-    tokens: int = option(200, "tokens to draw per sample, at most", minimum=1)
+    system: str | None = option(None, "task=chat: system message of the conversation")
+    tokens: int = option(200, "most tokens per sample", minimum=1)
     stop: list[str] = option(
         [],
-        "texts, in which \\n is a line break, and names of special tokens at which a sample ends, besides the token "
-        "that ends a document; they are not printed",
+        "texts (\\n is a line break) and special tokens at which a sample ends, besides the token after a document; "
+        "not printed",
     )
-    temperature: float = option(0.8, "logits are divided by it; 0 always takes the likeliest token", minimum=0)
-    top_k: int | None = option(None, "draw from the k likeliest tokens only; null draws from all", minimum=1)
+    temperature: float = option(0.8, "divisor of the logits; 0 takes the likeliest token", minimum=0)
+    top_k: int | None = option(None, "draw from the k likeliest tokens; null draws from all", minimum=1)
     top_p: float | None = option(
         None,
         "draw from the likeliest tokens that together reach this probability; null draws from all",
         above=0,
         maximum=1,
     )
-    seed: int = option(1337, "start of the random numbers that choose tokens", minimum=0, maximum=2**31 - 1)
+    seed: int = option(1337, "seed of the drawn tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
     mode: str = option(
         "ar",
-        "ar: one token a pass. For a model with a SAT head also sat: two tokens a pass; sat_variable: one or two, as "
-        "its gate says; speculative: the SAT head drafts two tokens and the AR head accepts or replaces them, which "
-        "draws from the distribution of ar",
+        "ar draws one token a pass; for models with a SAT head, sat draws two, sat_variable one or two, speculative "
+        "drafts two with SAT and checks them with AR, in the distribution of ar",
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
     cache: bool | None = option(
         None,
-        "whether keys and values of the text so far are kept instead of computed again for every token; null: where "
-        "the model can",
+        "keep keys and values instead of recomputing them; null does if the model can",
     )
     slide: int | None = option(
         None,
-        "how many of the oldest tokens a text loses at once when it outgrows the context; every time, what is left is "
-        "computed anew; null: an eighth of the context",
+        "oldest tokens that a text loses at once when it outgrows the context; null is an eighth of the context",
         minimum=1,
     )
     min_p: float | None = option(
         None,
-        "draw only from tokens with at least this share of the likeliest one's probability; null draws from all",
+        "draw from tokens with at least this share of the likeliest one's probability; null draws from all",
         above=0,
         maximum=1,
     )
     repetition: float = option(
         1.0,
-        "logits of tokens that occurred are divided by it where positive, else multiplied; 1 changes nothing",
+        "divide positive logits of seen tokens by this, multiply negative ones; 1 is off",
         above=0,
     )
-    presence: float = option(0.0, "taken off the logits of tokens that occurred")
-    frequency: float = option(0.0, "taken off the logits of tokens for each time that they occurred")
-    penalty_window: int | None = option(
-        128, "how many of the newest tokens count for the three penalties; null counts all", minimum=1
-    )
+    presence: float = option(0.0, "subtract this from the logits of seen tokens")
+    frequency: float = option(0.0, "subtract this from the logits of seen tokens, once per occurrence")
+    penalty_window: int | None = option(128, "newest tokens that the three penalties look at; null is all", minimum=1)
 
     @rule
     def _one_prompt(self, others: Any) -> Iterator[str]:
@@ -135,25 +130,22 @@ class EvalConfig(CheckpointConfig):
 
     text: list[str] = option(
         [],
-        "files or folders whose documents the model predicts, in the forms that data.sources takes: loss, perplexity "
-        "and bits per byte",
+        "files or folders to predict, as in data.sources: loss, perplexity and bits per byte",
         path=True,
     )
-    text_key: str = option("text", "key of the text of a row, where a file of eval.text has rows")
+    text_key: str = option("text", "key of the text in rows of eval.text")
     choices: str | None = option(
         None,
-        "file of questions in HellaSwag's form, a row of JSON each: ctx, endings and label, the number of the right "
-        "one; the model chooses the likeliest",
+        ".jsonl file of questions in HellaSwag's form: ctx, endings, label",
         path=True,
     )
     stride: int | None = option(
         None,
-        "tokens of a long document that are predicted at a time, each from as much before them as the context holds; "
-        "null: a context",
+        "tokens of a long document that are predicted at a time; null is the context",
         minimum=1,
     )
-    limit: int | None = option(None, "read no more documents and questions than this; null reads all", minimum=1)
-    batch_size: int = option(8, "sequences that are computed at once", minimum=1)
+    limit: int | None = option(None, "most documents and questions to read; null reads all", minimum=1)
+    batch_size: int = option(8, "sequences computed at once", minimum=1)
     out: str | None = option(
         None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
     )
@@ -165,34 +157,26 @@ class ExportConfig(CheckpointConfig):
 
     source: str | None = option(
         None,
-        "file of weights to export instead of those of run.dir, .pt or .safetensors, in the names of ttrain or of the "
-        "original; `model` says what it holds, AGILLM's sizes follow from the file",
+        ".pt or .safetensors file to export instead of run.dir, in ttrain's or the original's names; `model` says what "
+        "it holds",
         path=True,
     )
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
-        "names and layout; original: a file that the model's first implementation reads; huggingface: a folder that "
-        "Transformers reads; ttrain: a file of parameters by path; peft: a folder of adapters that PEFT reads; gguf: a "
-        "file that llama.cpp reads",
+        "original is the file of the model's first implementation, huggingface a folder for Transformers, ttrain a "
+        "file of parameters by path, peft a folder of adapters, gguf a file for llama.cpp",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
-    merge: bool = option(
-        True, "add adapters to the weights that they stand beside; false keeps them apart, in a new run folder only"
-    )
+    merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")
     dir: str | None = option(
         None,
-        "new folder to write: a run for task=sample and train.init_from, or with form=huggingface a model of "
-        "Transformers",
+        "new folder: a run, or with form=huggingface a model of Transformers",
         path=True,
     )
-    shard_mb: int = option(5000, "form=huggingface: a file of weights has at most so many MB", minimum=1)
-    compact: bool = option(
-        False, "AGILLM only: leave out the columns of each layer's rank matrix that add nothing to the scores"
-    )
-    tokenizer: str | None = option(
-        None, "tokenizer.json for a new folder made of export.source, if the file has none", path=True
-    )
+    shard_mb: int = option(5000, "huggingface: largest file of weights in MB", minimum=1)
+    compact: bool = option(False, "AGILLM: drop columns of each rank matrix that add nothing to the scores")
+    tokenizer: str | None = option(None, "tokenizer.json for export.source, if the file has none", path=True)
 
     @rule
     def _has_source_and_place(self, others: Any) -> Iterator[str]:

@@ -16,43 +16,41 @@ class TenstorrentConfig(DeviceConfig):
 
     family = "ttrain.device.ttnn.family:Tenstorrent"
 
-    name: str = option("tt", "tt takes the card that is there; n150, n300, t3000 and p150 name a board")
+    name: str = option("tt", "tt takes the installed card; the others name a board")
     mode: str = option(
         "silicon",
-        "silicon runs on a card, simulator on a simulator library, mock opens ttnn on a board that computes nothing",
+        "silicon runs on a card, simulator on a simulator library; mock opens a board that computes nothing",
         choices=("silicon", "simulator", "mock"),
     )
     simulator: str | None = option(None, "mode=simulator: path of the simulator library", path=True)
     dispatch: str = option(
         "auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth")
     )
-    command_queues: int = option(1, "2 writes the next batch on a queue of its own", minimum=1, maximum=2)
+    command_queues: int = option(1, "number of queues; 2 writes the next batch on its own queue", minimum=1, maximum=2)
     subdevices: int = option(
-        1, "2 trains two replicas side by side, each on half of the cores and a queue of its own", minimum=1, maximum=2
+        1, "2 trains two replicas side by side, each on half of the cores and its own queue", minimum=1, maximum=2
     )
-    core_grid: list[int] | None = option(None, "[rows, columns] of cores that matrix products use; null takes all")
+    core_grid: list[int] | None = option(None, "[rows, columns] of cores for matrix products; null takes all")
     trace_region_mb: int = option(64, "device memory for captured steps, in MiB", minimum=0)
-    l1_small_kb: int = option(0, "part of every core's memory kept for small buffers, in KiB", minimum=0)
+    l1_small_kb: int = option(0, "memory of every core for small buffers, in KiB", minimum=0)
     math_fidelity: str = option("HiFi4", "precision of the matrix unit", choices=FIDELITIES)
-    fp32_accumulate: bool = option(True, "whether the matrix unit sums in fp32 instead of bf16")
+    fp32_accumulate: bool = option(True, "sum in fp32 in the matrix unit, instead of bf16")
     mesh: list[int] = option([1, 1], "[rows, columns] of chips that share the batch")
     host_resident: list[str] = option(
-        [], "beginnings of the names of parameters that stay in host memory with their optimizer state, where the host "
-        "looks them up, multiplies by them and updates them, such as [embedding,head]"
+        [], "parameter-name prefixes, such as [embedding,head], that the host stores, computes and updates"
     )  # fmt: skip
     fused_kernels: bool | None = option(
-        None, "bf16 training kernels of ttnn (moreh) instead of fp32 sums; null: yes, but not on a simulator"
+        None, "use ttnn's bf16 training kernels (moreh) instead of fp32 sums; null does, but not on a simulator"
     )
     open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
     step_timeout_s: int | None = option(
         600,
-        "seconds in which a step may neither return nor start another op, such as while it compiles one; then the "
-        "process says so, notes it in its run and ends with exit code 75; null waits for ever",
+        "seconds without progress of a step after which the process ends with exit code 75; null waits forever",
         minimum=1,
     )
     weights: str = option("bf16", "how matrices are held for products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     profile: str | None = option(
-        None, "folder for the report of ttnn's device profiler, which needs a card or a simulator; null leaves it off",
+        None, "folder for the report of ttnn's device profiler; needs a card or simulator; null is off",
         path=True,
     )  # fmt: skip
     verbose: bool = option(False, "let ttnn write its log")

@@ -15,38 +15,31 @@ class PlanConfig:
     """Options of task=plan: the parts that it prints after its summary."""
 
     show: str | None = option(
-        None, "also print the traced graph, the graph with gradients, the op list with buffers, or what each op costs",
+        None, "also print the graph, the graph with gradients, the plan with buffers, or the cost of each op",
         choices=("graph", "backward", "plan", "ops"),
     )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into, in bytes and operations", path=True)
-    picture: str | None = option(None, "image file for the planned memory over time, such as plan.png", path=True)
-    time: bool = option(
-        True, "expect a step's time; on the CPU and on a GPU each kernel is timed for that, and its best time kept"
-    )
-    seconds: float = option(
-        10.0, "time kernels for so long; those that are left then are estimated from their FLOPs and bytes", minimum=0
-    )
-    calibrate: bool = option(
-        False, "first open the device and measure the constants of its cost model on it; they are kept for later"
-    )
-    limits: bool = option(False, "search the largest micro-batch and context that fit, by planning a few of each")
-    memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes that of the device", above=0)
+    json: str | None = option(None, "file for the same numbers, in bytes and operations", path=True)
+    picture: str | None = option(None, "image file of the planned memory over time, such as plan.png", path=True)
+    time: bool = option(True, "predict a step's time; on the CPU and on a GPU this times each kernel once")
+    seconds: float = option(10.0, "seconds for timing kernels; the rest is estimated from FLOPs and bytes", minimum=0)
+    calibrate: bool = option(False, "first measure the constants of the card's cost model, and keep them")
+    limits: bool = option(False, "search the largest micro-batch and context that fit")
+    memory_gb: float | None = option(None, "memory to fit into, in GiB; null takes the device's", above=0)
 
 
 @dataclass
 class ProfileConfig:
     """Options of task=profile: it measures the nodes of a step, or reads the report of a device's own profiler."""
 
-    steps: int = option(5, "training steps that are profiled; with profile.csv the steps that it covers", minimum=1)
-    top: int = option(20, "nodes in the table, those first that take longest", minimum=1)
+    steps: int = option(5, "training steps to profile; with profile.csv the steps in it", minimum=1)
+    top: int = option(20, "slowest nodes in the table", minimum=1)
     csv: str | None = option(
-        None, "report of such a profiler to read instead of running, such as cpp_device_perf_report.csv",
+        None, "report of ttnn's profiler to read instead of running, such as cpp_device_perf_report.csv",
         path=True,
     )  # fmt: skip
-    json: str | None = option(None, "file to write the same numbers into, of every node", path=True)
+    json: str | None = option(None, "file for the numbers of every node", path=True)
     trace: str | None = option(
-        None, "file for one step as a timeline in Chrome's trace format, which ui.perfetto.dev opens; not for "
-        "devices with a profiler of their own", path=True,
+        None, "file for one step in Chrome's trace format, for ui.perfetto.dev; not for Tenstorrent", path=True,
     )  # fmt: skip
 
     @rule

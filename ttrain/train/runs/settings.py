@@ -25,10 +25,8 @@ class RunsConfig:
 class ReportConfig:
     """Options of task=report. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
 
-    run: list[str] = option([], "runs that are compared side by side; one run is given as run.dir", path=True)
-    out: str | None = option(
-        None, "HTML file to write; null takes report.html in the run, for several runs in this folder", path=True
-    )
+    run: list[str] = option([], "runs to compare side by side; one run is given as run.dir", path=True)
+    out: str | None = option(None, "HTML file; null takes report.html in the run, or here for several runs", path=True)
 
     @rule
     def _has_a_run(self, others: Any) -> Iterator[str]:
