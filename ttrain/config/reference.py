@@ -70,8 +70,8 @@ def _table(rows: Iterable[str]) -> str:
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
     kind = expected(hints_of(schema)[name]).removeprefix("an ").removeprefix("a ") + _bounds(declared.metadata)
-    default = shown(default_of(declared)).replace("|", "\\|")
-    return f"| `{key}` | `{default}` | {kind} | {declared.metadata['help']} |"
+    cells = (f"`{key}`", f"`{shown(default_of(declared))}`", kind, declared.metadata["help"])
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def _bounds(rules: Any) -> str:
