@@ -69,7 +69,8 @@ def _table(rows: Iterable[str]) -> str:
 
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
-    kind = expected(hints_of(schema)[name]).removeprefix("an ").removeprefix("a ") + _bounds(declared.metadata)
+    kind = expected(hints_of(schema)[name]).removeprefix("an ").removeprefix("a ").replace("true or false", "boolean")
+    kind += _bounds(declared.metadata)
     cells = (f"`{key}`", f"`{shown(default_of(declared))}`", kind, declared.metadata["help"])
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
