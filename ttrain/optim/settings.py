@@ -166,7 +166,7 @@ class AdafactorConfig(OptimizerConfig):
     name: str = option("adafactor", "registered name of the optimizer")
     lr: float = option(1e-2, "peak step, relative to a parameter's root mean square", minimum=0)
     beta2_decay: float = option(
-        -0.8, "exponent: the mean of squares takes the share step^beta2_decay of the newest", below=0
+        -0.8, "exponent; the newest squares have the share step^beta2_decay in the mean", below=0
     )
     eps: float = option(1e-15, "smallest root of a second moment", minimum=1e-18)
     least_rms: float = option(1e-3, "smallest root mean square assumed for a parameter", minimum=FP32_NORMAL)
@@ -195,7 +195,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     name: str = option("schedule_free", "registered name of the optimizer")
     lr: float = option(2.5e-3, "learning rate, which does not fall", minimum=0)
     betas: list[float] = option(
-        [0.9, 0.999], "share of the average where gradients are taken; decay of the second moment", above=0, below=1
+        [0.9, 0.999], "share of the average in the point of the gradients; decay of the second moment", above=0, below=1
     )
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)

@@ -52,7 +52,7 @@ class TrainConfig:
     )
     long_hours: float | None = option(
         1.0,
-        "hours from which a run tells before its first step what takes less; null never does",
+        "forecast in hours above which a run suggests faster settings; null never does",
         above=0,
     )
     init_from: str | None = option(
