@@ -158,9 +158,9 @@ def test_a_reply_that_says_so_is_not_learnt(template: str, said: dict[str, Any])
         ({"train_detail": [{"begin_offset": 0}]}, {}, "the key 'train_detail'"),
         ({"loss_weight": 1}, {}, "the key 'loss_weight'"),
         ({"mask": 1}, {}, "the key 'mask'"),
-        ({"train": True, "weight": 0}, {}, "train and weight both"),
-        ({"weight": 0}, {"loss_on": "all"}, "weight, but data.loss_on=all learns it"),
-        ({"weight": 1, "role": "user"}, {}, "of the role 'user' is learnt by its weight"),
+        ({"train": True, "weight": 0}, {}, "train and weight contradict"),
+        ({"weight": 0}, {"loss_on": "all"}, "weight takes it out of the loss, but data.loss_on=all"),
+        ({"weight": 1, "role": "user"}, {}, "weight puts a message of the role 'user' into the loss"),
         ({"weight": 0}, {}, "has no reply of the assistant"),
     ],
 )

@@ -123,7 +123,7 @@ def test_another_set_of_frozen_layers_on_resume(train: Train, capsys: Any) -> No
     capsys.readouterr()
     assert train("run.dir=b", "resume=a", "optimizer.freeze=[layers.1]", "train.steps=6") == 0
     told = capsys.readouterr().err
-    assert "Frozen until now, so the optimizer starts from zero for them: layers.0.bias, layers.0.weight." in told
+    assert "Frozen until now, so their optimizer state starts from zero: layers.0.bias, layers.0.weight." in told
     assert "Frozen from now on, so what the optimizer kept is dropped: layers.1.bias, layers.1.weight." in told
     assert "optimizer.freeze: ['layers.0'] -> ['layers.1']" in told
     last = stored("b")

@@ -29,7 +29,7 @@ RANKS = {
         ),
         (
             "parallel=ddp parallel.slices=4 train.batch_size=20 train.accumulation=2",
-            "train.batch_size=20: must divide into parallel.slices=4 times train.accumulation=2. Give "
+            "train.batch_size=20: must be a multiple of parallel.slices=4 times train.accumulation=2. Give "
             "train.batch_size=24.",
         ),
         (
@@ -77,7 +77,7 @@ def test_a_task_of_one_process_takes_the_mode_and_refuses_more(task: str, more: 
 
 @pytest.mark.parametrize("task", ["lr", "profile"])
 def test_steps_that_are_measured_have_the_slices_of_training(task: str) -> None:
-    with pytest.raises(ConfigError, match=r"train.batch_size=6: must divide into parallel.slices=4"):
+    with pytest.raises(ConfigError, match=r"train.batch_size=6: must be a multiple of parallel.slices=4"):
         load([f"task={task}", "parallel.slices=4", "train.batch_size=6", "device=cpu"])
 
 

@@ -41,7 +41,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("late", [1, 1], "ttrain: rank 1: the cable was pulled"),
         ("stopped", [130, 130], "ttrain: Stopped by SIGINT after step 3; the state is saved. Continue with: python"),
         ("config", [2, 2], "ttrain: rank 1: another config than on rank 0: optimizer.lr is 0.5 here and 0.001 there."),
-        ("mistake", [2, 2], "ttrain: rank 0: train.batch_size=4: must divide into the number of ranks=2 times train.a"),
+        ("mistake", [2, 2], "ttrain: rank 0: train.batch_size=4: must be a multiple of the number of ranks=2"),
         ("own_mistake", [2, 2], "ttrain: rank 1: train.stepz: unknown key. Did you mean 'steps'?"),
         ("version", [2, 2], 'ttrain: rank 1: another version than on rank 0: ttrain is "0.1" here and "0.0" there.'),
         ("data", [2, 2], 'ttrain: rank 1: another data than on rank 0: sha256 is "1" here and "0" there.'),

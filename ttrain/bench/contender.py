@@ -93,7 +93,7 @@ def problem(precision: str, loss: float, weights: float, reference: str) -> str 
     if not loss <= loss_bound:
         return f"losses differ from {reference}'s by up to {loss:.2g} (bound {loss_bound:g})"
     if not weights <= weight_bound:
-        return f"the weights' way differs from {reference}'s by {weights:.2g} of it (bound {weight_bound:g})"
+        return f"weight updates differ from {reference}'s by {weights:.2g} of their size (bound {weight_bound:g})"
     return None
 
 

@@ -133,7 +133,7 @@ class TransformersLlama(nn.Module):
                 self.causal = peft.get_peft_model(self.causal, lora)
         except ImportError as error:
             raise UserError(
-                f"bench.size: llama stands beside {error.name}, which is missing. Install it: pip install {error.name}"
+                f"bench.size: llama is compared with {error.name}, which is missing. Run: pip install {error.name}"
             ) from None
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

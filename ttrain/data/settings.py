@@ -158,9 +158,8 @@ class DocumentsConfig(DataConfig):
     def _is_read_on_the_host(self, others: Any) -> Iterator[str]:
         if self.resident == "device":
             yield (
-                "data.resident=device: the host makes the sequences of data=documents, by where documents begin and "
-                "what of them counts. Give auto or host, or data=tokens with the folder that task=prepare writes of "
-                "them."
+                "data.resident=device: the host makes the sequences of data=documents. Give auto or host, or prepare "
+                "the documents with task=prepare and give data=tokens."
             )
 
     @rule

@@ -90,9 +90,10 @@ class ParallelConfig:
             )
         parts = slices * train.accumulation
         if slices > 1 and train.batch_size % parts:
+            enough = -(-train.batch_size // parts) * parts
             yield (
-                f"train.batch_size={train.batch_size}: must divide into {of_slices}={slices} times train.accumulation="
-                f"{train.accumulation}. Give train.batch_size={-(-train.batch_size // parts) * parts}."
+                f"train.batch_size={train.batch_size}: must be a multiple of {of_slices}={slices} times "
+                f"train.accumulation={train.accumulation}. Give train.batch_size={enough}."
             )
 
     @rule

@@ -83,4 +83,4 @@ class _Conversation:
             if len(ids) + room <= most or len(self._messages) <= start + 1:
                 return ids
             del self._messages[start : start + 2]
-            print("ttrain: the oldest exchange is forgotten, for want of room.", file=sys.stderr)
+            print("ttrain: the conversation outgrew the context; its oldest exchange is dropped.", file=sys.stderr)

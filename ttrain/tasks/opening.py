@@ -156,7 +156,7 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
     settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
     opened = OpenedModel(alone, {}, tokenizer, step, str(path), settings)
     if differences := differing(metadata.of(opened.model), opened.model.config):
-        raise CheckpointError(f"{path} holds another function: {'; '.join(differences)}. Give these keys as they were.")
+        raise CheckpointError(f"{path} holds another model: {'; '.join(differences)}. Give these keys as they were.")
     vocabulary = getattr(opened.tokenizer, "vocabulary", None)
     opened.values = _with_added(config, read_parameters(path, opened.model, content), vocabulary)
     return opened

@@ -95,7 +95,7 @@ def test_state_of_parameters_that_were_frozen_starts_at_zero_also_over_old_value
     saved = save_checkpoint(tmp_path, source, CheckpointContent(1, config(freeze=["up.bias"])))
     target = filled(state(DType.FP32, DType.FP32), 5)
     (note,) = saved.load(target)
-    assert note.startswith("Frozen until now, so the optimizer starts from zero for them: up.bias.")
+    assert note.startswith("Frozen until now, so their optimizer state starts from zero: up.bias.")
     assert not target.read("up.bias/moment").any()
     assert np.array_equal(target.read("up.weight/moment"), source.read("up.weight/moment"))
 

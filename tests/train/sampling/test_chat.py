@@ -110,7 +110,7 @@ def test_what_no_longer_fits_is_forgotten(
         and "30xxx" not in asked[-1]
         and "33xxx" in asked[-1]
     )
-    assert "the oldest exchange is forgotten" in capsys.readouterr().err
+    assert "its oldest exchange is dropped" in capsys.readouterr().err
 
 
 def test_what_is_no_text_is_told_and_the_talk_goes_on(

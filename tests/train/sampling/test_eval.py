@@ -333,7 +333,7 @@ def test_an_ending_that_nothing_predicts_has_no_likelihood(capsys: pytest.Captur
     with opened(load_config("task=eval", f"run.dir={run}", given, "device=cpu", "engine=dynamic")) as scorer:
         assert scorer.start is None
         assert [found.total < 0 for found in scorer.likelihoods([([], [65, 66]), ([65], [66])])] == [True, True]
-        with pytest.raises(DataError, match="'A' has nothing before it that predicts it"):
+        with pytest.raises(DataError, match="'A': its context is empty"):
             scorer.likelihoods([([], [65, 66]), ([], [65])])
         with pytest.raises(DataError, match="'' has nothing before it"):
             scorer.likelihoods([([66], [])])

@@ -156,7 +156,7 @@ def test_an_id_outside_the_vocabulary_is_found_while_it_is_written(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["data=documents", "data.sources=[x]"], "the host makes the sequences of data=documents.* Give auto or host"),
+        (["data=documents", "data.sources=[x]"], "the host makes the sequences of data=documents. Give auto or host"),
         (["model.future_weight=0.3"], "model=gpt prepares every batch, which the host hands over. Give auto or host"),
         (["model=agillm"], "model=agillm prepares every batch"),
         (["device=n150"], "device=n150 looks up numbers in bf16 only, which does not hold the ids of tokens"),

@@ -105,15 +105,18 @@ def _is_learnt(number: int, message: dict[str, Any], learns: str) -> bool:
             )
         said[key] = bool(value) == _LEARNT[key]
     if len({*said.values()}) > 1:
-        raise ValueError(f"message {number} says by {' and '.join(said)} both that it is learnt and that it is not")
+        raise ValueError(f"message {number}: {' and '.join(said)} contradict each other. Leave one of them out")
     role = message.get("role")
     learnt = all(said.values())
     if said and learns == "all" and not learnt:
-        raise ValueError(f"message {number} is not learnt by its {next(iter(said))}, but data.loss_on=all learns it")
+        raise ValueError(
+            f"message {number}: its {next(iter(said))} takes it out of the loss, but data.loss_on=all trains on every "
+            "message. Give data.loss_on=replies, or leave the key out"
+        )
     if said and learns == "replies" and learnt and role != REPLIES:
         raise ValueError(
-            f"message {number} of the role {role!r} is learnt by its {next(iter(said))}, but data.loss_on=replies "
-            f"learns those of the role {REPLIES!r} alone"
+            f"message {number}: its {next(iter(said))} puts a message of the role {role!r} into the loss, but "
+            f"data.loss_on=replies trains only on the role {REPLIES!r}. Give data.loss_on=all, or leave the key out"
         )
     return learnt
 

@@ -114,8 +114,8 @@ class Scorer:
         text = [*before, *continuation][-self.context - 1 :]
         if not continuation or len(text) < 2:
             raise DataError(
-                f"{self.tokenizer.decode(continuation)!r} has nothing before it that predicts it, since this model "
-                "knows no token before a text. Give a context that is not empty."
+                f"{self.tokenizer.decode(continuation)!r}: its context is empty, and this model has no token that "
+                "begins a text, so nothing predicts it. Give a context."
             )
         return text, min(len(continuation), len(text) - 1)
 

@@ -117,7 +117,7 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
         os.replace(beside / MANIFEST, path / MANIFEST)
         sync_directory(path)
     except (OSError, CheckpointError) as error:
-        raise TtrainError(f"{path} could not be told of its progress: {error}. Make room, then resume.") from error
+        raise TtrainError(f"{path}: progress could not be written: {error}. Make room, then resume.") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return read_manifest(path)

@@ -48,8 +48,8 @@ def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any
     notes = []
     if zeros:
         notes.append(
-            f"Frozen until now, so the optimizer starts from zero for them: {listed(_parameters(zeros))}. Their first "
-            "updates are larger than usual where moments are corrected for their start by the number of the step."
+            f"Frozen until now, so their optimizer state starts from zero: {listed(_parameters(zeros))}. Optimizers "
+            "that correct moments by the step's number, such as AdamW, make their first updates larger than usual."
         )
     if averages:
         notes.append("No averages of the weights were kept until now, so they start as the weights are.")

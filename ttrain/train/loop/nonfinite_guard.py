@@ -75,7 +75,7 @@ class NonFiniteGuard:
         except Exception as error:  # the message about the step matters more
             return f"The search for the first bad tensor failed: {error or type(error).__name__}."
         if tensor is None:
-            return "When the step was repeated, all was finite: the device does not compute the same twice."
+            return "The repeated step had no NaN or Inf, so the device does not compute the same values twice."
         return f"The first tensor with NaN or Inf is {tensor}."
 
 

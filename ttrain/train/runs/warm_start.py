@@ -122,7 +122,7 @@ def open_warm_start(
         )
     if differences and not anyway:
         raise CheckpointError(
-            f"{key}={source} holds another function than this model: {'; '.join(differences)}. Give these "
+            f"{key}={source} holds another model: {'; '.join(differences)}. Give these "
             "keys, and the tokenizer with data.tokenizer=<its tokenizer.json>, as they were, or take what fits with "
             "train.init_anyway=true."
         )
