@@ -24,7 +24,7 @@ _OVERRIDE = re.compile(r"(device|engine)\.(?!name=)\w+=\S*")
 
 @dataclass
 class BenchConfig:
-    """Options of task=bench: every size in every precision is done by all engines and baselines."""
+    """Options of task=bench, which times every size and precision with all engines and baselines."""
 
     size: list[str] = option(
         ["char"],
@@ -59,8 +59,8 @@ class BenchConfig:
     resident_batch: bool = option(False, "keep one batch on the device instead of uploading one per step")
     measure: list[str] = option(
         ["steps"],
-        "start is the time to the first step, with cold and warm compile caches; memory is the peak beside the plan's; "
-        "steps is the time of a step",
+        "start: time to the first step with cold and warm compile caches; memory: peak beside the plan's; steps: time "
+        "of a step",
         choices=MEASURED,
         one=True,
     )

@@ -39,7 +39,7 @@ from ttrain.train.task_settings import EvalConfig, ExportConfig, SampleConfig
 
 @dataclass
 class SweepConfig:
-    """Options of the jobs of `-m`: the way they run, and the number that judges them."""
+    """Options of a sweep (`-m`)."""
 
     dir: str | None = option(
         None,
@@ -95,7 +95,7 @@ class SweepConfig:
 
 @dataclass
 class RampConfig:
-    """Options of task=lr: it tries learning rates that rise by equal factors, one a step."""
+    """Options of task=lr, which raises the learning rate by a fixed factor every step."""
 
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)

@@ -192,7 +192,7 @@ class RegressionConfig(DataConfig):
 
 @dataclass
 class PrepareConfig:
-    """Options of task=prepare: the folder that it writes."""
+    """Options of task=prepare, which writes token files."""
 
     dir: str | None = option(None, "new folder for token files, for data=tokens data.path=<folder>", path=True)
 

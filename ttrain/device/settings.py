@@ -9,7 +9,10 @@ from ttrain.core.options import option
 
 @dataclass
 class DeviceConfig:
-    """Device that runs a step. `family` names the class that answers for the device by this config, see family.py."""
+    """Device that runs a step.
+
+    `family` names the class that answers for the device by this config, see family.py.
+    """
 
     family = "ttrain.device.family:Family"
 
@@ -27,7 +30,7 @@ class DeviceConfig:
     index: int = option(0, "cuda: which GPU", minimum=0)
     products: str = option(
         "auto",
-        "cpu: library of matrix products; own is the compiled code of engine=traced; onednn and aten come with torch; "
-        "auto takes the fastest as measured on this machine",
+        "cpu: library of matrix products; own is the code of engine=traced, onednn and aten come with torch; auto "
+        "takes the fastest as measured on this machine",
         choices=("auto", "own", "onednn", "aten"),
     )

@@ -366,8 +366,8 @@ class AGILLMConfig(TransformerConfig):
     )
     fold: str = option(
         "auto",
-        "on multiplies queries by U U^T at head width, off multiplies both by U at rank; the function is the same; "
-        "auto is on if rank exceeds head width",
+        "on multiplies queries by U U^T at head width, off multiplies queries and keys by U; same results; auto is on "
+        "if rank exceeds head width",
         choices=("auto", "on", "off"),
         changes="nothing",
     )

@@ -18,7 +18,7 @@ PRECISIONS = tuple(_COMPUTE)
 
 @dataclass
 class PrecisionConfig:
-    """Dtypes of a run. Weights that updates change are fp32 but for bf16_pure; see also optimizer.state_dtype."""
+    """Dtypes of a run; see also optimizer.state_dtype."""
 
     name: str = option(
         "fp32",

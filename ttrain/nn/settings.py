@@ -9,7 +9,7 @@ from ttrain.core.options import option
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters beside linear layers (Hu et al., 2021): they alone are trained, the model itself is frozen."""
+    """Low-rank adapters beside the linear layers of a frozen model (Hu et al., 2021)."""
 
     rank: int | None = option(None, "columns of each adapter, such as 8; null or 0 trains the model itself", minimum=0)
     alpha: float = option(16.0, "adapters' output is scaled by alpha/rank", above=0)

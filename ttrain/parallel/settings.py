@@ -16,7 +16,7 @@ STEPPING = (*TASKS, "lr", "profile")  # that divide a batch into slices
 
 @dataclass
 class ParallelConfig:
-    """Options of several processes, the ranks, that train one model: each on its slices of every batch."""
+    """Options of several processes, the ranks, that train one model."""
 
     name: str = option(
         "none", "ddp updates the whole model on each rank; zero1 only the rank's shard, whose state it keeps",

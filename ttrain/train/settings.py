@@ -165,7 +165,7 @@ def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
 
 @dataclass
 class RunConfig:
-    """Run directory, and the start of the run's random numbers."""
+    """Run directory and seed."""
 
     dir: str | None = option(
         None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
@@ -230,7 +230,7 @@ class ReplicasConfig:
 
 @dataclass
 class LoggerConfig:
-    """Outputs of the metrics. metrics.jsonl is always written."""
+    """Views of the metrics, besides metrics.jsonl."""
 
     name: str = option("console", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
 
@@ -308,7 +308,7 @@ class GuardConfig:
 
 @dataclass
 class RecoverConfig:
-    """Changes that the run may make by itself to go on."""
+    """Changes that a run may make by itself to continue."""
 
     oom: str = option(
         "stop",

@@ -60,8 +60,8 @@ class SampleConfig(CheckpointConfig):
     count: int = option(1, "number of samples", minimum=1)
     mode: str = option(
         "ar",
-        "ar draws one token a pass; for models with a SAT head, sat draws two, sat_variable one or two, speculative "
-        "drafts two with SAT and checks them with AR, in the distribution of ar",
+        "ar draws one token a pass; with a SAT head, sat draws two, sat_variable one or two, speculative drafts two "
+        "and checks them with ar",
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
     cache: bool | None = option(
@@ -126,7 +126,7 @@ class SampleConfig(CheckpointConfig):
 
 @dataclass
 class EvalConfig(CheckpointConfig):
-    """Options of task=eval: the measures of a trained model."""
+    """Options of task=eval, which measures a trained model."""
 
     text: list[str] = option(
         [],
@@ -153,7 +153,7 @@ class EvalConfig(CheckpointConfig):
 
 @dataclass
 class ExportConfig(CheckpointConfig):
-    """Options of task=export: the form of a run's parameters, or of a file of weights, that it writes."""
+    """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
     source: str | None = option(
         None,
@@ -164,8 +164,8 @@ class ExportConfig(CheckpointConfig):
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
-        "original is the file of the model's first implementation, huggingface a folder for Transformers, ttrain a "
-        "file of parameters by path, peft a folder of adapters, gguf a file for llama.cpp",
+        "original is the first implementation's file, huggingface a folder for Transformers, ttrain parameters by "
+        "path, peft a folder of adapters, gguf a file for llama.cpp",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")

@@ -12,7 +12,7 @@ from ttrain.device.family import MOCK, family_of
 
 @dataclass
 class PlanConfig:
-    """Options of task=plan: the parts that it prints after its summary."""
+    """Options of task=plan, which predicts the cost of a run."""
 
     show: str | None = option(
         None, "also print the graph, the graph with gradients, the plan with buffers, or the cost of each op",
@@ -29,17 +29,18 @@ class PlanConfig:
 
 @dataclass
 class ProfileConfig:
-    """Options of task=profile: it measures the nodes of a step, or reads the report of a device's own profiler."""
+    """Options of task=profile, which times the nodes of a step, or reads a report of a device's own profiler."""
 
     steps: int = option(5, "training steps to profile; with profile.csv the steps in it", minimum=1)
     top: int = option(20, "slowest nodes in the table", minimum=1)
     csv: str | None = option(
-        None, "report of ttnn's profiler to read instead of running, such as cpp_device_perf_report.csv",
+        None, "report of a device's own profiler to read instead of running, such as cpp_device_perf_report.csv",
         path=True,
     )  # fmt: skip
     json: str | None = option(None, "file for the numbers of every node", path=True)
     trace: str | None = option(
-        None, "file for one step in Chrome's trace format, for ui.perfetto.dev; not for Tenstorrent", path=True,
+        None, "file for one step in Chrome's trace format, for ui.perfetto.dev; not with a device's own profiler",
+        path=True,
     )  # fmt: skip
 
     @rule

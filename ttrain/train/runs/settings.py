@@ -11,7 +11,7 @@ from ttrain.core.options import option, rule
 
 @dataclass
 class RunsConfig:
-    """Options of task=runs: the runs that it lists."""
+    """Options of task=runs, which lists runs."""
 
     root: str = option("outputs", "folder that is searched for runs and sweeps", path=True)
     state: str | None = option(
