@@ -33,7 +33,7 @@ from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
 from ttrain.core.options import key_of
 from ttrain.data.tokenizer import ByteTokenizer
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 
 REPO = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "outputs/README.md")
@@ -173,7 +173,7 @@ def composed(overrides: list[str]) -> list[Config]:
 
 def smaller(config: Config, steps: int) -> Config:
     """The same command with a run that is cheap, as if these keys were on the command line too."""
-    small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.accumulation}
+    small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.gradient_accumulation}
     several = 4 if config.parallel.name != "none" else 1  # as the page's runs have, which keep their slices
     small["train.batch_size"] *= max(planned_ranks(config.parallel).slices, several)
     small |= {"train.eval_sequences": 2, "train.peak_tflops": 1.0, "schedule.warmup": 0}
@@ -297,11 +297,11 @@ def check_the_plugin() -> None:
         losses[device] = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses["cpu"] == losses["my-cpu"]
 
-    from my_family import BoardConfig  # type: ignore[import-not-found]
+    from my_board import BoardConfig  # type: ignore[import-not-found]
 
     board = BoardConfig(name="my-board", memory_gb=2)
-    assert family_of(board).memory(board) == (2 << 30, "the board's")
-    assert [len(list(family_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
+    assert info_of(board).memory(board) == (2 << 30, "the board's")
+    assert [len(list(info_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
 
     config = composed(overrides)[0]
     dataset = build.build_dataset(config.data, config.model, [])

@@ -74,7 +74,7 @@ def test_steps_are_those_of_plain_pytorch() -> None:
     values = {f"layers.{index}.weight": generator.standard_normal((5, 5)).astype(np.float32) for index in (0, 1)}
     weights = {path: torch.nn.Parameter(torch.tensor(value)) for path, value in values.items()}
     optimizer = torch.optim.SGD(weights.values(), lr=1.0)
-    with ttrain.Training(ttrain.load_config(*SMALL_MLP, "train.accumulation=2")) as training:
+    with ttrain.Training(ttrain.load_config(*SMALL_MLP, "train.gradient_accumulation=2")) as training:
         training.set_parameters(values)
         for lr, batch in zip((0.1, 0.05, 0.02), batches, strict=True):
             hidden = torch.relu(torch.tensor(batch["inputs"]) @ weights["layers.0.weight"].T)

@@ -114,8 +114,10 @@ class Training:
         return result
 
     def evaluate(self, batch: Batch) -> float | None:
-        """The loss of train.batch_size / parallel.slices / train.accumulation rows, without dropout, of the averages of
-        the weights where the config keeps some; changes nothing. None where no row has a target.
+        """Return the loss of train.batch_size / parallel.slices / train.gradient_accumulation rows, without dropout.
+
+        It takes the averages of the weights where the config keeps some, and changes nothing. None where no row has
+        a target.
         """
         from ttrain.models.base import LOSS_WEIGHT, loss_weights
         from ttrain.train.steps.session import averaged

@@ -37,7 +37,7 @@ def compared(given: Case, contender: Contender, folder: Path) -> tuple[float, st
 
 
 @pytest.mark.parametrize("resident", [False, True], ids=["uploaded", "resident"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 @pytest.mark.parametrize("size", ["gpt", "4x8", "gpt-bias"])
 def test_our_engines_do_what_plain_pytorch_does(
@@ -45,7 +45,7 @@ def test_our_engines_do_what_plain_pytorch_does(
 ) -> None:
     given = case(size, precision, resident=resident)
     loss, wrong = compared(given, make_contender(engine, given, ONE_THREAD, EngineConfig()), tmp_path)
-    assert wrong is None and loss < {"fp32": 1e-6, "bf16": 2e-3, "bf16_pure": 1e-2}[precision]
+    assert wrong is None and loss < {"fp32": 1e-6, "bf16": 2e-3, "bf16_true": 1e-2}[precision]
 
 
 @pytest.mark.parametrize("size", ["llama", "llama-lora"])
@@ -74,10 +74,10 @@ def test_a_product_is_that_of_numpy(name: str, precision: str) -> None:
 
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
-    """As precision=bf16_pure trains; what was held in fp32 would take twice the bytes."""
+    """As precision=bf16_true trains; what was held in fp32 would take twice the bytes."""
     ours: Any
     theirs: Any
-    ours, theirs = (make_contender(name, case("4x8", "bf16_pure"), ONE_THREAD, EngineConfig()) for name in
+    ours, theirs = (make_contender(name, case("4x8", "bf16_true"), ONE_THREAD, EngineConfig()) for name in
                     ("static", "eager"))  # fmt: skip
     ours.build(), theirs.build()
     numbers = 2 * (8 * 8 + 8)

@@ -147,7 +147,7 @@ def test_cfg_job_prints_the_complete_config(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert text.splitlines() == [
         "name: sgd", "lr: 0.1", "weight_decay: 0.0", "decay_rule: matrices", "clip_norm: 1.0", "clip_scope: []",
-        "group_lr: {}", "freeze: []", "unfreeze: []", "state_dtype: null", "stochastic_rounding: false",
+        "lr_multipliers: {}", "freeze: []", "unfreeze: []", "state_dtype: null", "stochastic_rounding: false",
         "momentum: 0.9", "nesterov: false",
     ]  # fmt: skip
     for key, expected in [("run.dir", "null"), ("train.steps", "1000"), ("model.tied", "true")]:

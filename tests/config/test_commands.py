@@ -65,7 +65,7 @@ def test_a_command_composes_to_the_config_that_it_comes_from(files: list[str]) -
     assert (alternative.model, alternative.precision.name, alternative.run.dir) == (config.model, "bf16", None)
 
 
-@pytest.mark.parametrize("task", ["train", "lr", "eval", "prepare"])
+@pytest.mark.parametrize("task", ["train", "lr_finder", "eval", "prepare"])
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
 def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any) -> None:
     if task == "train":
@@ -75,10 +75,17 @@ def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any
         printed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  python" in line)
         for label in ("train on", "sample"):
             assert main([*shlex.split(printed[label])[3:], *TINY[1:4]]) == 0
-    elif task == "lr":
-        ramp = ["ramp.steps=30", "ramp.low=1e-4", "ramp.high=10", "ramp.out=ramp", "optimizer.lr=1", "+task=lr"]
+    elif task == "lr_finder":
+        ramp = [
+            "lr_finder.steps=30",
+            "lr_finder.low=1e-4",
+            "lr_finder.high=10",
+            "lr_finder.out=found",
+            "optimizer.lr=1",
+            "+task=lr_finder",
+        ]
         assert main([*files, *TINY, *ramp]) == 0
-        command = json.loads(Path("ramp/results.json").read_text("utf-8"))["command"]
+        command = json.loads(Path("found/results.json").read_text("utf-8"))["command"]
         assert (composed(command).model.width, composed(command).task.name) == (24, "train")
         assert command in capsys.readouterr().out
     elif task == "eval":
@@ -95,12 +102,12 @@ def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any
 
 
 def test_a_file_that_chooses_the_task_is_overruled() -> None:
-    Path("lr.yaml").write_text(
-        "defaults: [config, {override task: lr}, _self_]\nmodel: {width: 40, heads: 2}\n", "utf-8"
+    Path("rates.yaml").write_text(
+        "defaults: [config, {override task: lr_finder}, _self_]\nmodel: {width: 40, heads: 2}\n", "utf-8"
     )
-    source = config_of(["--config-name", "lr", "ramp.steps=20"]).source
-    given = composed(source.command({"optimizer.lr": "1e-3"}, without=["ramp"], task="train"))
-    assert (given.task.name, given.model.width, given.optimizer.lr, given.ramp.steps) == ("train", 40, 1e-3, 200)
+    source = config_of(["--config-name", "rates", "lr_finder.steps=20"]).source
+    given = composed(source.command({"optimizer.lr": "1e-3"}, without=["lr_finder"], task="train"))
+    assert (given.task.name, given.model.width, given.optimizer.lr, given.lr_finder.steps) == ("train", 40, 1e-3, 200)
 
 
 def test_a_job_of_a_file_that_asks_for_a_sweep_is_one_run_again() -> None:

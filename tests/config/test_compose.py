@@ -33,7 +33,7 @@ NEEDS = {
     "task=report": ["run=x"],
     "recipe=gpt2-124m": ["data.path=x"],
     "recipe=gpt2-124m-ddp": ["data.path=x"],
-    "precision=bf16_pure": ["device=tt"],
+    "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "recipe=char-0.8m": ["data.path=x"],
     "recipe=speedrun-char": ["data.path=x"],
@@ -89,9 +89,9 @@ def test_defaults() -> None:
 
 
 def test_a_key_that_no_yaml_mentions_can_be_set_without_plus() -> None:
-    config = load(["optimizer.eps=1e-9", "optimizer.group_lr.head=0.5", "+model.tied=false"])
+    config = load(["optimizer.eps=1e-9", "optimizer.lr_multipliers.head=0.5", "+model.tied=false"])
     assert isinstance(config.optimizer, AdamWConfig)
-    assert (config.optimizer.eps, config.optimizer.group_lr, config.model.tied) == (1e-9, {"head": 0.5}, False)
+    assert (config.optimizer.eps, config.optimizer.lr_multipliers, config.model.tied) == (1e-9, {"head": 0.5}, False)
 
 
 def test_the_name_of_a_group_decides_its_dataclass() -> None:
@@ -168,7 +168,7 @@ def test_a_user_folder_adds_options_and_configs(tmp_path: Path) -> None:
 
 
 def test_a_config_survives_the_way_through_plain_values() -> None:
-    config = load(["optimizer=sgd", "model=mlp", "optimizer.group_lr={layers.0: 0.1}"])
+    config = load(["optimizer=sgd", "model=mlp", "optimizer.lr_multipliers={layers.0: 0.1}"])
     assert typed_config(to_dict(config)) == config
 
 

@@ -240,8 +240,8 @@ def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:
     plan = steps["train"].plan
     series = memory_over_time(plan)
     total = sum(series.values())
-    lent, (most, _) = sum(block.nbytes for block in plan.lent.values()), step_cost.peak(plan.blocks)
-    assert np.max(total) <= most <= plan.arena_bytes + lent and np.max(total) > 0.9 * most
+    aliased, (most, _) = sum(block.nbytes for block in plan.aliased.values()), step_cost.peak(plan.blocks)
+    assert np.max(total) <= most <= plan.arena_bytes + aliased and np.max(total) > 0.9 * most
     assert step_cost.state_bytes(plan)[Kind.PARAMETER.value] > 0
 
 

@@ -83,7 +83,7 @@ def test_evaluations_are_counted_as_the_loop_makes_them(every: int | None) -> No
 
 def test_growing_steps_are_counted_by_their_tokens() -> None:
     growing = ["model.context=64", "train.length_schedule=[16,32,64]", "train.phase_steps=10", "train.steps=35"]
-    config = load([*growing, "train.batch_size=4", "train.accumulation=2", "train.batch_schedule=[2,4]"])
+    config = load([*growing, "train.batch_size=4", "train.gradient_accumulation=2", "train.batch_schedule=[2,4]"])
     tokens = [2 * 16] * 10 + [4 * 32] * 10 + [4 * 64] * 15
     for step in (0, 4, 10, 29, 35):
         left = tokens[step:]
@@ -96,7 +96,7 @@ def test_growing_steps_are_counted_by_their_tokens() -> None:
     [
         ["model=gpt2", "engine=traced", "run.dir=x y"],
         ["recipe=gpt2-124m", "data.path=a b", "device=cpu"],
-        ["model=agillm", "train.batch_size=6", "train.accumulation=3"],
+        ["model=agillm", "train.batch_size=6", "train.gradient_accumulation=3"],
         ["model.context=100", "+precision=bf16"],
     ],
     ids=" ".join,
@@ -111,7 +111,7 @@ def test_a_command_gives_the_config_that_was_planned(overrides: list[str]) -> No
         expected, given = to_dict(task.changed(config, changes)), to_dict(load(run))
         expected["run"]["dir"] = None
         assert given == expected
-        assert given["train"]["batch_size"] % given["train"]["accumulation"] == 0
+        assert given["train"]["batch_size"] % given["train"]["gradient_accumulation"] == 0
 
 
 @pytest.mark.parametrize("engine", ["static", "dynamic", "traced"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.train.forecast.limits import CEILING, TRIES, device_memory, largest
 
@@ -46,5 +46,5 @@ def test_memory_is_told_without_opening_a_device() -> None:
     memory = device_memory("cpu")
     assert memory is not None and memory[0] > 2**28
     card = TenstorrentConfig(name="n150")
-    assert family_of(card).memory(card) == (12 * 1072693184, "the board's DRAM")
+    assert info_of(card).memory(card) == (12 * 1072693184, "the board's DRAM")
     assert device_memory("null") is None

@@ -26,7 +26,9 @@ def test_every_node_of_a_step_is_timed(
     files = [f"profile.json={tmp_path}/found.json", f"profile.trace={tmp_path}/trace.json", "profile.steps=2"]
     if engine == "dynamic":
         files += ["guard.nonfinite=skip", "train.length_schedule=[16,32]"]
-    accumulated = ["train.accumulation=3", "train.batch_size=6", "parallel.slices=2"] if engine == "static" else []
+    accumulated = (
+        ["train.gradient_accumulation=3", "train.batch_size=6", "parallel.slices=2"] if engine == "static" else []
+    )
     assert main(["task=profile", "device=cpu", f"engine={engine}", *SMALL, *files, *accumulated]) == 0
     text, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert "By part of the model" in text and "At the roof, " in text

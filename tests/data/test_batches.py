@@ -20,7 +20,7 @@ from ttrain.data.settings import DataConfig, TextConfig
 from ttrain.data.text import open_text
 
 ORDERS = st.sampled_from(["random", "epoch"])
-ALL_ORDERS = st.sampled_from(["random", "epoch", "read"])
+ALL_ORDERS = st.sampled_from(["random", "epoch", "sequential"])
 
 
 def dataset(train: int, val: int, context: int, order: str = "random", limit: int | None = None) -> TokenDataset:

@@ -57,7 +57,7 @@ TOLD = ("marked", "by prefixes")  # templates that tell replies
 
 def opened(folder: Path, *rows: Any, context: int = 64, **options: Any) -> DocumentDataset:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer", "order": "read", **options}
+    given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer", "order": "sequential", **options}
     return open_documents(DocumentsConfig(sources=["rows.jsonl"], **given), Sizes(context=context))
 
 

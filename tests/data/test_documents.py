@@ -340,7 +340,7 @@ def endless(documents: list[list[int]], passes: int) -> list[int]:
 
 
 def test_blocks_are_the_stream_as_read_cut_without_gap_or_overlap() -> None:
-    data = opened(many("a.jsonl", 40, "a"), many("b.jsonl", 25, "b"), order="read", context=16)
+    data = opened(many("a.jsonl", 40, "a"), many("b.jsonl", 25, "b"), order="sequential", context=16)
     expected = np.array(endless(stored(data, "train"), 3))
     firsts = range(0, len(expected) // 64 * 4, 4)
     found = np.concatenate([data.batch("train", 7, first, 4)["tokens"].ravel() for first in firsts])
@@ -389,7 +389,7 @@ def test_any_position_can_be_read_first() -> None:
         assert (DocumentStream(ends, 16).read(5, position, 90) == straight[position : position + 90]).all()
 
 
-@pytest.mark.parametrize("order", ["read", "shuffled"])
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_documents_apart_have_their_own_positions_and_targets(order: str, split: str) -> None:
     """Against a walk over the tokens: a document ends with its end token, and the first token of a row begins anew."""
@@ -437,7 +437,7 @@ SCHEDULES: dict[str, list[tuple[int, int, int]]] = {  # sequences, length, seed 
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("order", ["read", "shuffled"])
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
 @pytest.mark.parametrize("rule", ["cut", "skip"])
 def test_whole_documents_are_read_once_a_pass_whatever_the_lengths(rule: str, order: str, schedule: str) -> None:
     source = texts("a.jsonl", *(f"{number:03d}" + "x" * (number * 7 % 5) for number in range(64)))  # all fit
@@ -453,7 +453,7 @@ def test_whole_documents_are_read_once_a_pass_whatever_the_lengths(rule: str, or
         position = view.position(seed, number)
     passes = [seen[start : start + len(given)] for start in range(0, len(seen), len(given))]
     assert len(passes) > 2 and all(sorted(map(tuple, each)) == given for each in passes[:-1])
-    assert (passes[0] == passes[1]) == (order == "read")
+    assert (passes[0] == passes[1]) == (order == "sequential")
     rest = [tuple(ids) for ids in passes[-1]]
     assert len(set(rest)) == len(rest) and position == (len(passes) - 1) * len(data._splits["train"]) + sum(
         map(len, rest)
@@ -486,7 +486,7 @@ def test_the_cache_is_used_again_until_a_file_or_a_key_changes(cache: Path, monk
     (folder,) = cache.iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(DocumentReader, "documents", None)  # the files are not read again
-        again = opened(source, order="read", shuffle_buffer=9, limit=5, context=4)
+        again = opened(source, order="sequential", shuffle_buffer=9, limit=5, context=4)
     assert again.description["sha256"] == first.description["sha256"]
     opened(source, held_out=0.5)
     assert len(list(cache.iterdir())) == 2
@@ -610,8 +610,8 @@ def test_prepared_documents_keep_their_order(buffer: int | None) -> None:
     source = many("a.jsonl", 60)
     config = config_of(source, order="shuffled", shuffle_buffer=buffer)
     header = prepare(config, "tokens", progress=False)
-    direct = opened(source, order="read", context=16)
-    prepared = open_tokens(TokensConfig(path="tokens", order="read"), Sizes(context=16))
+    direct = opened(source, order="sequential", context=16)
+    prepared = open_tokens(TokensConfig(path="tokens", order="sequential"), Sizes(context=16))
     assert header["end_token"]["id"] == END and prepared.vocabulary == direct.vocabulary
     assert prepared.tokenizer is not None and direct.tokenizer is not None
     assert prepared.tokenizer.hash == direct.tokenizer.hash
@@ -623,7 +623,7 @@ def test_prepared_documents_keep_their_order(buffer: int | None) -> None:
 
 def test_tokens_read_in_order_go_on_when_the_length_changes() -> None:
     prepare(config_of(many("a.jsonl", 60)), "tokens", progress=False)
-    data = open_tokens(TokensConfig(path="tokens", order="read"), Sizes(context=16))
+    data = open_tokens(TokensConfig(path="tokens", order="sequential"), Sizes(context=16))
     ids = np.tile(data._splits["train"], 3)
     short, long = data.at(8, 0, 0), data.at(16, 20, 160)
     assert (short.batch("train", 1, 9 * 2, 2)["targets"].ravel() == ids[145:161]).all()

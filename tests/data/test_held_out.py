@@ -167,7 +167,7 @@ def test_the_loss_is_the_same_for_every_batch_size(overrides: list[str], names: 
     overrides = [*overrides, f"train.eval_sequences={sequences}"]
     one = evaluated("one", *overrides, "train.batch_size=1")
     assert one.keys() == names
-    for number, sizes in enumerate((["6"], ["12", "train.accumulation=3"], ["100"])):
+    for number, sizes in enumerate((["6"], ["12", "train.gradient_accumulation=3"], ["100"])):
         assert evaluated(f"run{number}", *overrides, f"train.batch_size={sizes[0]}", *sizes[1:]) == pytest.approx(
             one, rel=1e-6
         )

@@ -36,15 +36,15 @@ SOURCES: dict[str, tuple[list[str], Open]] = {
         [*GPT, "data.path=book.txt", "data.tokenizer=byte", f"data.order={order}"],
         lambda order=order: open_text(TextConfig(path="book.txt", tokenizer="byte", order=order), SIZES),
     )
-    for order in ("random", "epoch", "read")
+    for order in ("random", "epoch", "sequential")
 }
 SOURCES["text-limit"] = (
     [*GPT, "data.path=book.txt", "data.tokenizer=byte", "data.limit=7"],
     lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", limit=7), SIZES),
 )
 SOURCES["tokens-read"] = (
-    [*GPT, "data=tokens", "data.path=ids.bin", "data.dtype=uint16", "data.vocabulary=200", "data.order=read"],
-    lambda: open_tokens(TokensConfig(path="ids.bin", dtype="uint16", vocabulary=200, order="read"), SIZES),
+    [*GPT, "data=tokens", "data.path=ids.bin", "data.dtype=uint16", "data.vocabulary=200", "data.order=sequential"],
+    lambda: open_tokens(TokensConfig(path="ids.bin", dtype="uint16", vocabulary=200, order="sequential"), SIZES),
 )
 SOURCES |= {
     f"documents-{order}": (
@@ -53,14 +53,14 @@ SOURCES |= {
             DocumentsConfig(sources=["rows.jsonl"], tokenizer="byte", order=order), SIZES
         ),
     )
-    for order in ("shuffled", "read")
+    for order in ("shuffled", "sequential")
 }
 SOURCES |= {
     f"regression-{order}": (
         ["model=mlp", "model.width=8", "data=regression", "data.examples=100", f"data.order={order}"],
         lambda order=order: open_regression(RegressionConfig(examples=100, order=order), Sizes(inputs=8, outputs=8)),
     )
-    for order in ("random", "epoch", "read")
+    for order in ("random", "epoch", "sequential")
 }
 
 
@@ -112,7 +112,7 @@ def test_legs_of_several_batch_sizes_read_one_stream(source: str, seen: list[dic
     overrides, opened = SOURCES[source]
     attempt(16, 3, *overrides)
     attempt(4, 6)
-    attempt(20, 8, "train.accumulation=5")
+    attempt(20, 8, "train.gradient_accumulation=5")
     assert [len(next(iter(batch.values()))) for batch in seen] == [16] * 3 + [4] * 3 + [20] * 2
     assert np.array_equal(joined(seen), joined([opened().batch("train", 1337, 0, 100)]))
     progress = find_checkpoint(Path("run"), "last").progress
@@ -147,7 +147,7 @@ def test_whole_documents_are_read_once_a_pass_over_phases_and_resumes(
     keys = ["data=documents", "data.sources=[rows.jsonl]", "data.tokenizer=byte", f"data.long_documents={rule}"]
     attempt(3, 3, *GPT, *keys, f"data.attention={attention}", "train.length_schedule=[14,16]", "train.phase_steps=2")
     attempt(5, 5)
-    grows = ["train.length_schedule=[14,15,16]", "train.batch_schedule=[2,2,4]", "train.accumulation=2"]
+    grows = ["train.length_schedule=[14,15,16]", "train.batch_schedule=[2,2,4]", "train.gradient_accumulation=2"]
     attempt(4, 9, f"model.context={CONTEXT}", *grows, "train.phase_steps=3")
     attempt(4, 40, "train.length_schedule=[]", "train.batch_schedule=[]")
     text = "".join(map(chr, np.concatenate([batch["tokens"].ravel() for batch in seen]).clip(0, 127)))
@@ -197,4 +197,4 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     attempt(4, 6, "recover.oom=shrink", "train.save_every=3")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))
-    assert find_checkpoint(Path("run"), "last").config["train"]["accumulation"] == 2
+    assert find_checkpoint(Path("run"), "last").config["train"]["gradient_accumulation"] == 2

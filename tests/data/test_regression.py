@@ -33,7 +33,7 @@ def test_fields_and_sizes() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    order=st.sampled_from(["random", "epoch", "read"]),
+    order=st.sampled_from(["random", "epoch", "sequential"]),
     split=st.sampled_from(["train", "val"]),
     first=st.integers(0, 10**6),
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
@@ -88,7 +88,7 @@ def test_the_baseline_is_the_error_of_answering_the_mean() -> None:
 
 
 def test_examples_read_one_after_another() -> None:
-    data = dataset(examples=20, held_out=0.25, order="read")
+    data = dataset(examples=20, held_out=0.25, order="sequential")
     passes = np.concatenate([data.batch("train", 1, index * 6, 6)["inputs"] for index in range(5)])
     assert np.array_equal(passes, np.tile(data.examples(np.arange(15, dtype=np.uint64))["inputs"], (2, 1)))
 

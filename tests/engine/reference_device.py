@@ -53,7 +53,7 @@ class ReferenceDevice(Device):
 
             return launch
 
-        return Kernel(bind, Delivery.FRESH if fresh else Delivery.INTO, workspace=_workspace)
+        return Kernel(bind, Delivery.RETURNS if fresh else Delivery.OUT, workspace=_workspace)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         arena = torch.zeros(nbytes, dtype=torch.uint8)

@@ -167,7 +167,7 @@ def test_a_step_that_reads_what_it_overwrote_is_refused(engine: Engine) -> None:
 
 def test_a_fresh_result_is_copied_into_its_slot(engine: Engine) -> None:
     assert isinstance(engine.device, NullDevice)
-    engine.device.deliveries["linear"] = Delivery.FRESH
+    engine.device.deliveries["linear"] = Delivery.RETURNS
     engine.build("predict", predict)({"x": INPUTS["x"]})
     assert engine.device.launched == ["linear", "copy"]  # the activation is joined to the product
 

@@ -88,15 +88,17 @@ def test_a_result_in_an_inputs_buffer_is_the_same_to_the_bit(device: Device) -> 
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
-def trained(device: Device, model: GPT, kind: Any, accumulation: int = 1, **options: Any) -> dict[str, np.ndarray]:
+def trained(
+    device: Device, model: GPT, kind: Any, gradient_accumulation: int = 1, **options: Any
+) -> dict[str, np.ndarray]:
     """State after three optimizer steps."""
-    graph = StepGraph(model, AdamW(AdamWConfig()), 2, accumulation)
+    graph = StepGraph(model, AdamW(AdamWConfig()), 2, gradient_accumulation)
     state = State(device, graph.state_tensors())
     for name, value in initial_values(model, 1).items():
         state.write(name, value)
     engine = kind(device, state, **options)
     steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
-    order = ["train"] if accumulation == 1 else ["accumulate_first", "accumulate_next", "update"]
+    order = ["train"] if gradient_accumulation == 1 else ["accumulate_first", "accumulate_next", "update"]
     for index in range(1, 4):
         for part, name in enumerate(order):
             given: dict[str, Any] = {**token_batch(29, 2, 16, 9 * index + part), "loss_weight": 0.02}
@@ -124,14 +126,14 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 
     found = []
     for threads in (2, 1):
-        with closing(cpu(DeviceConfig(name="cpu", threads=threads, products="onednn"))) as opened:
+        with closing(cpu(DeviceConfig(name="cpu", threads=threads, matmul="onednn"))) as opened:
             found.append(trained(opened, GPT(GPTConfig(dropout=0.1, **SIZES), DType.FP32), StaticEngine))
     assert not [name for name, value in found[0].items() if value.tobytes() != found[1][name].tobytes()]
 
 
 def test_micro_batches_agree_to_the_bit(device: Device) -> None:
     model = GPT(GPTConfig(**SIZES), DType.BF16)
-    static, dynamic = (trained(device, model, kind, accumulation=2) for kind in (StaticEngine, DynamicEngine))
+    static, dynamic = (trained(device, model, kind, gradient_accumulation=2) for kind in (StaticEngine, DynamicEngine))
     assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
 
 

@@ -41,9 +41,15 @@ class Run:
     """A few optimizer steps; keeps every loss and the state at the end."""
 
     def __init__(
-        self, engine: str, model: Any, optimizer: Any, accumulation: int, without: Sequence[str], fresh: Sequence[str]
+        self,
+        engine: str,
+        model: Any,
+        optimizer: Any,
+        gradient_accumulation: int,
+        without: Sequence[str],
+        fresh: Sequence[str],
     ) -> None:
-        graph = StepGraph(model, optimizer, 2, accumulation)
+        graph = StepGraph(model, optimizer, 2, gradient_accumulation)
         self.device = ReferenceDevice(without, fresh)
         self.state = State(self.device, graph.state_tensors())
         for name, value in initial_values(model, seed=3).items():
@@ -53,12 +59,16 @@ class Run:
         self.engine = kind(self.device, self.state, **settings)
         steps = {name: self.engine.build(name, trace) for name, trace in graph.train_steps().items()}
         self.held = self.device.live_bytes  # the state alone
-        self.losses = [self._step(steps, model, accumulation, index) for index in (1, 2)]
+        self.losses = [self._step(steps, model, gradient_accumulation, index) for index in (1, 2)]
         self.final = {name: self.state.read(name) for name in self.state.names()}
 
-    def _step(self, steps: Mapping[str, Any], model: Any, accumulation: int, index: int) -> list[dict[str, float]]:
+    def _step(
+        self, steps: Mapping[str, Any], model: Any, gradient_accumulation: int, index: int
+    ) -> list[dict[str, float]]:
         results = []
-        for part, name in enumerate(steps if accumulation == 1 else ("accumulate_first", "accumulate_next", "update")):
+        for part, name in enumerate(
+            steps if gradient_accumulation == 1 else ("accumulate_first", "accumulate_next", "update")
+        ):
             step = steps[name]
             generator = np.random.default_rng(10 * index + part)
             given: dict[str, Any] = {"lr": 0.01 * index, "step": index, "seed": 7 * index + part, "loss_weight": 0.1}
@@ -84,10 +94,12 @@ DEVICES = {"complete": ((), ()), "primitive": (COMPOSITE, ()), "primitive, fresh
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("model", "optimizer", "accumulation"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_engines_agree(model: Any, optimizer: Any, accumulation: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "optimizer", "gradient_accumulation"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_engines_agree(model: Any, optimizer: Any, gradient_accumulation: int, device: str) -> None:
     runs = [
-        Run(engine, model(), optimizer(), accumulation, *DEVICES[device])
+        Run(engine, model(), optimizer(), gradient_accumulation, *DEVICES[device])
         for engine in ("dynamic", "static", "rematerializing")
     ]
     # A fused reference rounds once where its parts round twice: only then are the last bits free.

@@ -264,7 +264,7 @@ def test_checkpoint_between_replays_continues_bit_for_bit(device: Device) -> Non
 
 def test_accumulation_window_starts_from_nothing(device: Device) -> None:
     """SILENT: gradients of the last window that are added to instead of overwritten."""
-    ours = mlp_session("traced", device, accumulation=2)
+    ours = mlp_session("traced", device, gradient_accumulation=2)
     theirs = TorchMLP(ours, torch_adamw)
     for step in range(1, 6):
         batch = regression_batch(step, rows=2 * ROWS)

@@ -104,13 +104,13 @@ ROWS, PARTS = (500, 90), ((64, 30_000), (30_016, 45_000))
 
 
 @pytest.mark.parametrize("most", [44_999, 1000, 3])
-@pytest.mark.parametrize("kept", ["whole", "bf16", "padded", "remainders", "parts", "nowhere"])
+@pytest.mark.parametrize("kept", ["whole", "bf16", "padded", "low_bits", "parts", "nowhere"])
 def test_a_sample_is_some_elements_spread_evenly(kept: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = {"bf16": DType.BF16, "remainders": DType.INT16}.get(kept, DType.FP32)
+    dtype = {"bf16": DType.BF16, "low_bits": DType.INT16}.get(kept, DType.FP32)
     padding, here = 7 * (kept == "padded"), kept not in ("parts", "nowhere")
     parts = PARTS if kept == "parts" else ()
     made = [StateTensor("w", TensorSpec(ROWS, dtype), Kind.PARAMETER, "run", padding, None, parts, here)]
-    if kept == "remainders":
+    if kept == "low_bits":
         made.append(StateTensor("w/compute", TensorSpec(ROWS, DType.BF16), Kind.COPY, "run"))
     device = TorchDevice("cpu")
     state = State(device, made)

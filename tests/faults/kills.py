@@ -25,8 +25,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 SETTINGS = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "model.dropout=0.1", "train.batch_size=4",
-    "train.accumulation=2", "train.eval_every=25", "train.eval_sequences=8", "train.keep_last=1", "train.log_every=1",
-    "train.peak_tflops=1", "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4",
+    "train.gradient_accumulation=2", "train.eval_every=25", "train.eval_sequences=8", "train.keep_last=1",
+    "train.log_every=1", "train.peak_tflops=1", "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4",
 ]  # fmt: skip
 IMPORTED = (
     "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",

@@ -64,8 +64,8 @@ def test_they_begin_and_end_with_any_attempt(train: Train, capsys: Any) -> None:
     [
         ([EMA, "optimizer=schedule_free"], "keeps an average of its own"),
         (["optimizer=schedule_free", "optimizer.average_after=5", "train.steps=5"], "must be below train.steps=5"),
-        ([EMA, "precision=bf16_pure"], "train.ema=0.5: an average needs weights in fp32"),
-        (["optimizer=schedule_free", "precision=bf16_pure"], "optimizer=schedule_free: an average needs weights"),
+        ([EMA, "precision=bf16_true"], "train.ema=0.5: an average needs weights in fp32"),
+        (["optimizer=schedule_free", "precision=bf16_true"], "optimizer=schedule_free: an average needs weights"),
         (["optimizer=adafactor", "optimizer.state_dtype=bf16"], "they change too little in a step for bf16"),
     ],
 )

@@ -90,17 +90,17 @@ WORDS = ["schedule=constant", "guard.max_skips=1", "train.save_every=2", "model.
 
 
 @ENGINES
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_the_first_activation(
-    train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, accumulation: int
+    train: Train, faulty: Any, fifth: Any, capsys: Any, engine: str, gradient_accumulation: int
 ) -> None:
     fifth["scale"] = {"inputs": 100.0}
-    overrides = [*WORDS, f"engine={engine}", f"train.accumulation={accumulation}"]
+    overrides = [*WORDS, f"engine={engine}", f"train.gradient_accumulation={gradient_accumulation}"]
     assert train("run.dir=good", *overrides, "train.steps=4", "train.save_every=1") == 0
     faulty("relu")
     assert train("run.dir=run", *overrides, "guard.nonfinite=skip") == 1
     expected = ""
-    for part in np.split(fifth["batch"]["inputs"], accumulation):
+    for part in np.split(fifth["batch"]["inputs"], gradient_accumulation):
         for layer, values in enumerate(hidden(weights("good", 4), part)[:-1]):
             count = int((values > LIMIT).sum())
             expected = expected or (count and f" makes in layers.{layer} ({count} of {values.size} elements)") or ""

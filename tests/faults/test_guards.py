@@ -55,20 +55,30 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("engine", ["static", "dynamic"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_guarded_step_is_the_same_step(train: Train, engine: str, accumulation: int, optimizer: str) -> None:
-    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", f"optimizer={optimizer}", "train.steps=5"]
+def test_a_guarded_step_is_the_same_step(train: Train, engine: str, gradient_accumulation: int, optimizer: str) -> None:
+    overrides = [
+        f"engine={engine}",
+        f"train.gradient_accumulation={gradient_accumulation}",
+        f"optimizer={optimizer}",
+        "train.steps=5",
+    ]
     assert train("run.dir=plain", *overrides) == train("run.dir=guarded", *overrides, "guard.nonfinite=skip") == 0
     assert tensors("plain") == tensors("guarded") and losses("plain") == losses("guarded")
 
 
 @pytest.mark.parametrize("engine", ["static", "dynamic"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_a_skipped_step_touches_nothing(
-    train: Train, poisoned: Any, engine: str, accumulation: int, capsys: Any
+    train: Train, poisoned: Any, engine: str, gradient_accumulation: int, capsys: Any
 ) -> None:
-    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", "guard.nonfinite=skip", "train.save_every=1"]
+    overrides = [
+        f"engine={engine}",
+        f"train.gradient_accumulation={gradient_accumulation}",
+        "guard.nonfinite=skip",
+        "train.save_every=1",
+    ]
     poisoned({5: math.nan})
     assert train("run.dir=run", *overrides, "train.steps=4", "schedule.steps=8") == 0
     before = tensors("run")
@@ -285,7 +295,7 @@ def test_the_check_reads_a_bounded_part_of_large_tensors(monkeypatch: pytest.Mon
 
 
 def test_bf16_weights_too_large_for_the_learning_rate_are_warned_of(train: Train, capsys: Any) -> None:
-    overrides = ["run.dir=pure", "precision=bf16_pure", "optimizer.lr=1e-7", "schedule=constant"]
+    overrides = ["run.dir=pure", "precision=bf16_true", "optimizer.lr=1e-7", "schedule=constant"]
     assert train(*overrides) == 0
     errors = capsys.readouterr().err
     assert "WARNING: Step 3: " in errors and "optimizer.stochastic_rounding=true keeps them" in errors
@@ -308,7 +318,7 @@ def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None,
     assert train("run.dir=run") == 1
     errors = capsys.readouterr().err
     for part in ("Out of memory on cpu", "can't allocate memory", "parameter", "gradient", "optimizer",
-                 "values of a step", "train.accumulation=2 (a micro-batch of 2)", "precision=bf16"):  # fmt: skip
+                 "values of a step", "train.gradient_accumulation=2 (a micro-batch of 2)", "=bf16"):  # fmt: skip
         assert part in errors
     assert "Traceback" not in errors and kinds("run")[-1] == "failed"
 
@@ -318,7 +328,7 @@ def test_out_of_memory_shrinks_the_micro_batch_and_nothing_else(train: Train, li
     assert train("run.dir=run", *overrides, "recover.oom=shrink") == 0
     assert capsys.readouterr().err.count("WARNING: Out of memory") == 2
     assert [kind for kind in kinds("run") if kind == "shrunk"] == ["shrunk"] * 2
-    assert train("run.dir=by_hand", *overrides, "train.accumulation=4") == 0
+    assert train("run.dir=by_hand", *overrides, "train.gradient_accumulation=4") == 0
     assert tensors("run") == tensors("by_hand") and losses("run") == losses("by_hand")
 
 
@@ -340,11 +350,16 @@ def test_what_out_of_memory_looks_like() -> None:
 
 
 @pytest.mark.parametrize("engine", ["static", "dynamic"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 def test_watched_activations_change_nothing_and_have_the_right_norm(
-    train: Train, engine: str, accumulation: int
+    train: Train, engine: str, gradient_accumulation: int
 ) -> None:
-    overrides = [f"engine={engine}", f"train.accumulation={accumulation}", "train.steps=3", "model.layers=1"]
+    overrides = [
+        f"engine={engine}",
+        f"train.gradient_accumulation={gradient_accumulation}",
+        "train.steps=3",
+        "model.layers=1",
+    ]
     assert train("run.dir=plain", *overrides) == train("run.dir=watched", *overrides, "guard.activations=true") == 0
     assert tensors("plain") == tensors("watched") and losses("plain") == losses("watched")
     lines = [line for line in read_metrics(Path("watched/metrics.jsonl")) if "lr" in line]
@@ -357,7 +372,7 @@ def test_watched_activations_change_nothing_and_have_the_right_norm(
     (folder,) = Path("watched/checkpoints").glob("step_00000002")
     weights = load_file(folder / "parameters-00001-of-00001.safetensors")
     norms = []
-    for part in np.split(batch["inputs"], accumulation):
+    for part in np.split(batch["inputs"], gradient_accumulation):
         product = part @ weights["layers.0.weight"].T + weights["layers.0.bias"]
         norms.append(np.linalg.norm(product))
     assert lines[-1]["activation_norm"] == pytest.approx(max(norms), rel=1e-4)

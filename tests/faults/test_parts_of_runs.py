@@ -14,7 +14,7 @@ from ttrain.cli import main
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 
-PURE = ["precision=bf16_pure", "optimizer.stochastic_rounding=true"]
+PURE = ["precision=bf16_true", "optimizer.stochastic_rounding=true"]
 KEPT = {
     "moments": ["optimizer.state_dtype=bf16"],
     "moments, bf16 compute": ["optimizer.state_dtype=bf16", "precision=bf16"],
@@ -76,7 +76,11 @@ def test_another_dtype_on_resume(train: Train, capsys: Any) -> None:
 
 
 def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(train: Train, capsys: Any) -> None:
-    overrides = ["schedule=constant", "optimizer.lr=5e-5", "optimizer.group_lr={layers.2: 4.0, layers.1.bias: 2.0}"]
+    overrides = [
+        "schedule=constant",
+        "optimizer.lr=5e-5",
+        "optimizer.lr_multipliers={layers.2: 4.0, layers.1.bias: 2.0}",
+    ]
     assert train("run.dir=a", *overrides, "train.steps=4") == 0
     lines = [line for line in read_metrics(Path("a/metrics.jsonl")) if "lr" in line]
     for line in lines:
@@ -86,7 +90,9 @@ def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(trai
     assert "learning rates" in printed.out and "lr 5.00e-05, layers.2 2.00e-04" in printed.out
     assert json.loads(Path("a/summary.json").read_text())["learning_rates"]["lr/layers.2"] == pytest.approx(2e-4)
     assert train("run.dir=same", "resume=a", "train.steps=5") == 0
-    code = train("run.dir=head", "resume=a", "train.steps=5", "optimizer.group_lr={layers.2: 40.0, layers.1.bias: 2.0}")
+    code = train(
+        "run.dir=head", "resume=a", "train.steps=5", "optimizer.lr_multipliers={layers.2: 40.0, layers.1.bias: 2.0}"
+    )
     assert code == 0
     same, head = stored("same"), stored("head")
     moved = {name for name in same if not np.array_equal(same[name][1], head[name][1])}
@@ -144,7 +150,7 @@ REFUSED = {
     "optimizer.freeze=['*']": "nothing is left to train",
     "optimizer.unfreeze=[layers.0]": "nothing in it is frozen",
     "optimizer.clip_scope=[core]": "optimizer.clip_scope.core: no parameter's name begins so",
-    "optimizer.group_lr={heads: 2.0}": "optimizer.group_lr.heads: no parameter's name begins so",
+    "optimizer.lr_multipliers={heads: 2.0}": "optimizer.lr_multipliers.heads: no parameter's name begins so",
     "optimizer.state_dtype=fp16": "optimizer.state_dtype=fp16: no such choice",
     "optimizer.stochastic_rounding=true": "precision=fp32 keeps fp32 weights, so there is nothing to round",
     "optimizer.freeze=layers": "optimizer.freeze",
@@ -159,11 +165,11 @@ def test_bad_parts_are_refused_before_anything_is_made(train: Train, override: s
 
 
 def test_a_group_with_a_rate_of_zero_is_no_fault(train: Train) -> None:
-    assert train("run.dir=a", "optimizer.group_lr={layers.0: 0.0}", "guard.check_learning=3") == 0
+    assert train("run.dir=a", "optimizer.lr_multipliers={layers.0: 0.0}", "guard.check_learning=3") == 0
 
 
 def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train, capsys: Any) -> None:
-    overrides = ["precision=bf16_pure", "optimizer.lr=1e-7", "guard.check_learning=3"]
+    overrides = ["precision=bf16_true", "optimizer.lr=1e-7", "guard.check_learning=3"]
     assert train("run.dir=nearest", *overrides) == 0
     assert "bf16 without a master copy" in capsys.readouterr().err
     assert train("run.dir=stochastic", *overrides, "optimizer.stochastic_rounding=true") == 0
@@ -180,14 +186,14 @@ def test_heads_of_agillm_have_rates_of_their_own(tmp_path: Path, monkeypatch: py
         "optimizer.decay_rule=all", "optimizer.clip_scope=[embedding,blocks,norm]",
     ]  # fmt: skip
     Path("text.txt").write_text("the heads learn faster than the core of a model does\n" * 200)
-    heads = "optimizer.group_lr={ar_head: 4.0, sat_head: 4.0}"
+    heads = "optimizer.lr_multipliers={ar_head: 4.0, sat_head: 4.0}"
     assert main([*overrides, heads, "run.dir=a", "train.steps=2"]) == 0
     (first, *_) = read_metrics(Path("a/metrics.jsonl"))
     rates = {key: first[key] for key in first if key.startswith("lr")}
     assert rates == pytest.approx({"lr": 5e-5, "lr/ar_head": 2e-4, "lr/sat_head": 2e-4}, rel=1e-9)
     assert 0 < first["clipped_norm"] < first["grad_norm"]
     assert main(["resume=a", "run.dir=same", "train.steps=3", "logger=jsonl"]) == 0
-    other = "optimizer.group_lr={ar_head: 40.0, sat_head: 4.0}"
+    other = "optimizer.lr_multipliers={ar_head: 40.0, sat_head: 4.0}"
     assert main(["resume=a", "run.dir=other", "train.steps=3", "logger=jsonl", other]) == 0
     same, changed = stored("same"), stored("other")
     moved = {name for name in same if not np.array_equal(same[name][1], changed[name][1])}

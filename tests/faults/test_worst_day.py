@@ -43,7 +43,8 @@ def said(capsys: Any, code: int, part: str) -> None:
     "override",
     [
         "optimizer.lr=inf", "optimizer.lr=1e400", "optimizer.eps=inf", "optimizer.clip_norm=inf",
-        "optimizer.weight_decay=inf", "optimizer.group_lr={blocks: inf}", "optimizer.group_lr={blocks: nan}",
+        "optimizer.weight_decay=inf", "optimizer.lr_multipliers={blocks: inf}",
+        "optimizer.lr_multipliers={blocks: nan}",
         "train.save_minutes=inf", "train.peak_tflops=inf", "train.min_improvement=inf", "sample.temperature=inf",
     ],
 )  # fmt: skip

@@ -141,7 +141,7 @@ def test_masks_depend_on_layers_and_not_on_what_else_a_step_records(family: str)
     plain, resident = StepGraph(model, AdamW(AdamWConfig()), ROWS), Resident(model.batch_specs(ROWS))
     found = masks(plain.trace_train)
     assert len({stream for _, stream in found}) == len(found)
-    others = [replace(plain, resident=resident), replace(plain, watched=True), replace(plain, accumulation=2)]
+    others = [replace(plain, resident=resident), replace(plain, watched=True), replace(plain, gradient_accumulation=2)]
     assert all(masks(other.trace_train) == found for other in others)
 
 
@@ -158,7 +158,8 @@ def test_a_wider_model_under_mup_slows_the_matrix_that_sums_over_the_width_alone
 
 
 @pytest.mark.parametrize(
-    "settings", [{"group_lr": {"embedding": 2.0}}, {"clip_scope": ["blocks.*.*.*.lora", "*.0.attention.qkv.weight"]}]
+    "settings",
+    [{"lr_multipliers": {"embedding": 2.0}}, {"clip_scope": ["blocks.*.*.*.lora", "*.0.attention.qkv.weight"]}],
 )
 def test_keys_for_what_adapters_freeze_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"adapters alone are trained, such as blocks\.0\.attention\.qkv\.lora\.b"):

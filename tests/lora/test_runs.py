@@ -204,7 +204,7 @@ def test_another_run_starts_from_a_tuned_one() -> None:
 
 WRONG = {
     "lora.alpha=0": "lora.alpha=0.0: must be greater than 0",
-    "optimizer.group_lr={embedding:2}": "optimizer.group_lr.embedding: changes no rate",
+    "optimizer.lr_multipliers={embedding:2}": "optimizer.lr_multipliers.embedding: changes no rate",
     "lora.targets=[qvk]": "no linear layer of a block is 'qvk'",
     "lora.from=peft lora.rank=3": "has rank 2, not 3",
     "lora.from=peft model.width=32": "got [2, 16], expected [2, 32]",

@@ -32,10 +32,10 @@ class Session:
     """Builds the training steps of a run and feeds them."""
 
     def __init__(
-        self, model: Any, optimizer: Any, rows: int, *, engine: str = "static", accumulation: int = 1,
+        self, model: Any, optimizer: Any, rows: int, *, engine: str = "static", gradient_accumulation: int = 1,
         device: Any = None, values: Mapping[str, np.ndarray] | None = None,
     ) -> None:  # fmt: skip
-        self.graph = StepGraph(model, optimizer, rows, accumulation)
+        self.graph = StepGraph(model, optimizer, rows, gradient_accumulation)
         self.state = State(open_cpu() if device is None else device, self.graph.state_tensors())
         for name, value in (initial_values(model, seed=7) if values is None else values).items():
             self.state.write(name, value)
@@ -50,10 +50,10 @@ class Session:
         """One optimizer step on a batch of rows * accumulation rows, weighed by its valid targets."""
         batch, weights = self.prepared(batch)
         scalars = {**weights, "seed": seed}
-        if self.graph.accumulation == 1:
+        if self.graph.gradient_accumulation == 1:
             return self.steps["train"]({**batch, **scalars, **rates, "step": step})
         sums: Counter[str] = Counter()
-        for part in range(self.graph.accumulation):
+        for part in range(self.graph.gradient_accumulation):
             rows = slice(part * self.graph.rows, (part + 1) * self.graph.rows)
             name = "accumulate_next" if part else "accumulate_first"
             sums.update(self.steps[name]({**{key: array[rows] for key, array in batch.items()}, **scalars}))

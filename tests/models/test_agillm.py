@@ -164,7 +164,7 @@ def test_masked_targets_weigh_nothing_and_never_make_nan() -> None:
     batch["targets"][1, 4:6] = -1
     batch["targets"][3, ::2] = -1
     whole = session(model, rows=4).train(batch, 1, {"lr": 0.0})
-    parts = session(model, rows=1, accumulation=4).train(batch, 1, {"lr": 0.0})
+    parts = session(model, rows=1, gradient_accumulation=4).train(batch, 1, {"lr": 0.0})
     for name in ("loss", "ar/ce", "sat/ce", "gate/ce", "grad_norm"):
         assert math.isfinite(whole[name])
         assert parts[name] == pytest.approx(whole[name], rel=1e-5), name

@@ -77,7 +77,7 @@ def test_twenty_sgd_steps_equal_pytorch_on_both_engines(activation: str, options
     plain = plain_mlp(model, values)
     expected = plain_run(plain, OPTIMIZERS[options])
     config = SGDConfig(lr=0.1, weight_decay=0.01, decay_rule="all", clip_norm=None, **OPTIMIZERS[options])
-    rates = learning_rates(model.parameters(), config, linear(ScheduleConfig(warmup=3, final=0.0), STEPS))
+    rates = learning_rates(model.parameters(), config, linear(ScheduleConfig(warmup=3, min_lr_ratio=0.0), STEPS))
     runs = {}
     for engine in ("dynamic", "static"):
         ours = Session(model, SGD(config), ROWS, engine=engine, values=values)

@@ -124,7 +124,7 @@ def test_accumulation_equals_one_big_batch_whatever_the_split_of_valid_targets(e
     whole = batch(6, masked=13)  # so the first micro-batch has fewer valid targets
     results = []
     for parts in (1, 3):
-        session = Session(small(), adamw(), 6 // parts, engine=engine, accumulation=parts)
+        session = Session(small(), adamw(), 6 // parts, engine=engine, gradient_accumulation=parts)
         results.append((session.train(whole, 1, {"lr": 1e-2}), session.gradients()))
     (one, one_gradients), (split, split_gradients) = results
     assert split["loss"] == pytest.approx(one["loss"], rel=1e-6)
@@ -134,7 +134,7 @@ def test_accumulation_equals_one_big_batch_whatever_the_split_of_valid_targets(e
 
 
 def test_the_first_micro_batch_overwrites_what_the_last_step_left() -> None:
-    session = Session(small(), adamw(), 2, accumulation=2)
+    session = Session(small(), adamw(), 2, gradient_accumulation=2)
     session.train(batch(4), 1, {"lr": 0.0})
     first = session.gradients()
     session.train(batch(4), 2, {"lr": 0.0})

@@ -139,7 +139,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) 
 def test_twenty_steps_are_those_of_transformers(variant: str) -> None:
     model, plain = pair(variant)
     config = AdamWConfig(lr=3e-3, weight_decay=0.1, clip_norm=0.5, betas=[0.9, 0.95])
-    rates = learning_rates(model.parameters(), config, cosine(ScheduleConfig(warmup=5, final=0.1), STEPS))
+    rates = learning_rates(model.parameters(), config, cosine(ScheduleConfig(warmup=5, min_lr_ratio=0.1), STEPS))
     ours = session(model, plain, "static", config)
     matrices, vectors = ([p for p in plain.parameters() if (p.dim() > 1) is whether] for whether in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -150,7 +150,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def every_trace(model: Any) -> dict[str, tuple[StepGraph, Trace]]:
     """All steps that a run, a sample in any mode, a chat or an evaluation builds of a model."""
-    whole, parts = (StepGraph(model, AdamW(AdamWConfig()), rows=2, accumulation=count) for count in (1, 2))
+    whole, parts = (StepGraph(model, AdamW(AdamWConfig()), rows=2, gradient_accumulation=count) for count in (1, 2))
     found = {name: (parts, trace) for name, trace in parts.train_steps().items()}
     found |= {name: (whole, trace) for name, trace in {**whole.train_steps(), **whole.further_steps()}.items()}
     if hasattr(model, "logits"):

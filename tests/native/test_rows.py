@@ -138,7 +138,7 @@ def test_products_can_be_left_to_libraries(device: NativeDevice, products: str) 
     if products == "bf16":  # as with matrix units
         native = NativeKernels(base, Sizing(threads=1, products=(DType.FP32,)))
     else:
-        native = NativeKernels(base, 1, products=products)
+        native = NativeKernels(base, 1, matmul=products)
     for name in ("matmul", "linear", "head_cross_entropy"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]

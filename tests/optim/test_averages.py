@@ -82,7 +82,7 @@ def test_they_cost_nothing_where_they_are_off() -> None:
     traced = {}
     for ema in (None, DECAY):
         graph = Graph()
-        steps = StepGraph(Layers(), AdamW(AdamWConfig()), rows=1, accumulation=2, ema=ema)
+        steps = StepGraph(Layers(), AdamW(AdamWConfig()), rows=1, gradient_accumulation=2, ema=ema)
         steps.trace_update(graph)
         averages = [t for t in steps.state_tensors() if t.name.endswith("/average")]
         traced[ema] = sum(node.op.name == "update" for node in graph.nodes), len(averages)

@@ -83,7 +83,7 @@ class Run:
         build, config, build_torch = TABLE[row]
         self.config = replace(config, **changes)
         self.model = Parameters(compute)
-        self.graph = StepGraph(self.model, build(self.config), rows=1, accumulation=2)
+        self.graph = StepGraph(self.model, build(self.config), rows=1, gradient_accumulation=2)
         self.state = State(open_cpu(), self.graph.state_tensors())
         self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
         self.rates = learning_rates(self.model.parameters(), self.config, factor)
@@ -100,7 +100,7 @@ class Run:
         return {"params": [tensor], "weight_decay": self.config.weight_decay if decays else 0.0, "path": path}
 
     def advance(self, step: int, own_factor: Callable[[str], float] = lambda path: 1.0) -> dict[str, float]:
-        """One update on both sides. `own_factor` is what the test expects of group_lr."""
+        """One update on both sides. `own_factor` is what the test expects of lr_multipliers."""
         for path, tensor in self.tensors.items():
             values = gradient(path, tuple(tensor.shape), step)
             self.state.write(f"{path}/gradient", values)
@@ -132,7 +132,7 @@ def test_updates_equal_torch(row: str, changes: dict[str, Any], engine: str) -> 
 
 @pytest.mark.parametrize("row", TABLE)
 def test_groups_have_learning_rates_of_their_own(row: str) -> None:
-    run = Run(row, {"group_lr": {"head": 0.5, "head.bias": 0.0, "one": 3.0}}, "static")
+    run = Run(row, {"lr_multipliers": {"head": 0.5, "head.bias": 0.0, "one": 3.0}}, "static")
     own = {"head.weight": 0.5, "head.bias": 0.0, "one": 3.0}
     for step in range(1, STEPS + 1):
         run.advance(step, lambda path: own.get(path, 1.0))

@@ -41,13 +41,13 @@ def test_norms_are_apart_where_the_rest_is_read_as_bf16() -> None:
 
 
 def test_every_parameter_is_in_exactly_one_run() -> None:
-    found = runs(DType.BF16, group_lr={"blocks": 0.5, "blocks.1": 0.1, "head.weight": 2.0})
+    found = runs(DType.BF16, lr_multipliers={"blocks": 0.5, "blocks.1": 0.1, "head.weight": 2.0})
     paths = [path for members in found.values() for path in members]
     assert sorted(paths) == sorted(PARAMETERS)
 
 
 def test_the_longest_prefix_wins_and_prefixes_end_at_dots() -> None:
-    found = runs(decay_rule="none", group_lr={"blocks": 0.5, "blocks.1.attention": 0.1})
+    found = runs(decay_rule="none", lr_multipliers={"blocks": 0.5, "blocks.1.attention": 0.1})
     assert {path.rpartition(".")[0] for path in found["lr/blocks.1.attention/adamw/no_decay/fp32"]} == {
         "blocks.1.attention.qkv",
         "blocks.1.attention.projection",
@@ -57,7 +57,7 @@ def test_the_longest_prefix_wins_and_prefixes_end_at_dots() -> None:
 
 
 def test_rates_are_peak_times_schedule_times_factor_with_lr_first() -> None:
-    config = AdamWConfig(lr=0.1, group_lr={"head": 0.5, "blocks": 3.0})
+    config = AdamWConfig(lr=0.1, lr_multipliers={"head": 0.5, "blocks": 3.0})
     rates = learning_rates(PARAMETERS, config, lambda step: 1 / step)
     assert rates(2) == pytest.approx({"lr": 0.05, "lr/head": 0.025, "lr/blocks": 0.15})
     assert next(iter(rates(1))) == "lr"
@@ -65,12 +65,12 @@ def test_rates_are_peak_times_schedule_times_factor_with_lr_first() -> None:
 
 def test_no_lr_input_without_a_parameter_that_reads_it() -> None:
     tops = {path.split(".")[0] for path in PARAMETERS}
-    config = AdamWConfig(lr=1.0, group_lr=dict.fromkeys(tops, 0.5))
+    config = AdamWConfig(lr=1.0, lr_multipliers=dict.fromkeys(tops, 0.5))
     assert "lr" not in learning_rates(PARAMETERS, config, lambda step: 1.0)(1)
     assert learning_rates(PARAMETERS, AdamWConfig(lr=1.0), lambda step: 1.0)(1) == {"lr": 1.0}
 
 
 @pytest.mark.parametrize("prefix", ["haed", "block", "blocks.7", "head.weight.more"])
 def test_a_prefix_of_no_parameter_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer.group_lr.{prefix}: no parameter's name begins so"):
-        runs(group_lr={prefix: 0.5})
+    with pytest.raises(ConfigError, match=f"optimizer.lr_multipliers.{prefix}: no parameter's name begins so"):
+        runs(lr_multipliers={prefix: 0.5})

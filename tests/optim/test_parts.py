@@ -73,12 +73,12 @@ def test_only_the_scope_is_clipped(row: str, engine: str, guarded: bool) -> None
 def test_the_train_step_hands_the_norm_of_the_scope_to_a_guarded_update() -> None:
     """Every parameter after three steps: guarded or not, in one or two micro-batches."""
     finals = []
-    for guarded, accumulation in ((False, 1), (True, 1), (False, 2), (True, 2)):
+    for guarded, gradient_accumulation in ((False, 1), (True, 1), (False, 2), (True, 2)):
         optimizer = AdamW(AdamWConfig(clip_scope=["blocks"], clip_norm=0.01))
-        graph = StepGraph(gpt(), optimizer, 4 // accumulation, accumulation, guarded=guarded)
-        session = Session(gpt(), optimizer, 4 // accumulation, accumulation=accumulation)
+        graph = StepGraph(gpt(), optimizer, 4 // gradient_accumulation, gradient_accumulation, guarded=guarded)
+        session = Session(gpt(), optimizer, 4 // gradient_accumulation, gradient_accumulation=gradient_accumulation)
         steps = {name: session.engine.build(f"again {name}", trace) for name, trace in graph.train_steps().items()}
-        step = TrainStep(steps, 4 // accumulation, seed=1)
+        step = TrainStep(steps, 4 // gradient_accumulation, seed=1)
         for number in (1, 2, 3):
             result = step(token_batch(11, 4, 8, number), {"lr": 0.01}, number)
             assert 0 < result.metrics["clipped_norm"] < result.grad_norm
@@ -162,9 +162,12 @@ def test_recomputed_blocks_are_pruned_too() -> None:
         ({"freeze": ["blocks"], "clip_scope": ["blocks"]}, "all of it is frozen"),
         ({"freeze": [""]}, "no parameter's name begins so"),
         ({"clip_scope": ["blocks"], "clip_norm": None}, "nothing is clipped with optimizer.clip_norm=null"),
-        ({"group_lr": {"blocks.*.nrm": 2.0}}, r"optimizer.group_lr.blocks.\*.nrm: no parameter's name begins so"),
-        ({"freeze": ["head"], "group_lr": {"head": 2.0}}, "optimizer.group_lr.head: changes no rate"),
-        ({"group_lr": {"blocks": 2.0, "blocks.*": 3.0}}, "optimizer.group_lr.blocks: changes no rate"),
+        (
+            {"lr_multipliers": {"blocks.*.nrm": 2.0}},
+            r"optimizer.lr_multipliers.blocks.\*.nrm: no parameter's name begins so",
+        ),
+        ({"freeze": ["head"], "lr_multipliers": {"head": 2.0}}, "optimizer.lr_multipliers.head: changes no rate"),
+        ({"lr_multipliers": {"blocks": 2.0, "blocks.*": 3.0}}, "optimizer.lr_multipliers.blocks: changes no rate"),
         ({"freeze": ["head"], "clip_scope": ["blocks", "head"]}, "optimizer.clip_scope.head: nothing of it is trained"),
     ],
 )
@@ -191,7 +194,7 @@ HEADS = {"head": 4.0, "norm": 4.0}
 
 
 def test_absolute_rates_of_parts_are_factors_of_the_rate_of_the_rest() -> None:
-    config = AdamWConfig(lr=5e-5, group_lr=HEADS)
+    config = AdamWConfig(lr=5e-5, lr_multipliers=HEADS)
     assert learning_rates(gpt().parameters(), config, lambda step: 1.0)(1) == pytest.approx(
         {"lr": 5e-5, "lr/head": 2e-4, "lr/norm": 2e-4}, rel=1e-12
     )
@@ -200,7 +203,7 @@ def test_absolute_rates_of_parts_are_factors_of_the_rate_of_the_rest() -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_another_rate_for_a_head_moves_that_head_alone(engine: str) -> None:
     """Two sessions that are equal until one of them gives the head another factor."""
-    sessions = [Session(gpt(), AdamW(AdamWConfig(group_lr=HEADS)), 2, engine=engine) for _ in range(2)]
+    sessions = [Session(gpt(), AdamW(AdamWConfig(lr_multipliers=HEADS)), 2, engine=engine) for _ in range(2)]
     for step in (1, 2):
         for session, own in zip(sessions, (4.0, 40.0 if step == 2 else 4.0), strict=True):
             rates = {"lr": 1e-3, "lr/head": 1e-3 * own, "lr/norm": 4e-3}
@@ -210,7 +213,7 @@ def test_another_rate_for_a_head_moves_that_head_alone(engine: str) -> None:
 
 
 def test_a_tied_weight_is_in_one_group() -> None:
-    graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(group_lr={"embedding": 4.0})), 2)
+    graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(lr_multipliers={"embedding": 4.0})), 2)
     paths = [parameter.path for parameter in graph.parameters]
     assert len(paths) == len(set(paths)) and not any("head" in path for path in paths)
     (run,) = [run for run in graph.runs if any(p.path == "embedding.weight" for p in run.parameters)]

@@ -45,7 +45,7 @@ class Update:
     def __init__(self, model: Any, optimizer: Any, master: DType, engine: str = "static") -> None:
         for parameter in model.parameters().values():
             parameter.master = master
-        self.model, self.graph = model, StepGraph(model, optimizer, rows=1, accumulation=2)
+        self.model, self.graph = model, StepGraph(model, optimizer, rows=1, gradient_accumulation=2)
         self.state = State(open_cpu(), self.graph.state_tensors())
         self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
 

@@ -48,7 +48,7 @@ class Layers(Module):
     def __init__(self) -> None:
         self.config, self.compute = None, DType.FP32
         self.embedding = Embedding(11, 8, Normal(1.0))
-        self.wide, self.tall = Linear(20, 8), Linear(8, 24)
+        self.accumulation, self.tall = Linear(20, 8), Linear(8, 24)
         self.packed = Linear(8, 24)
         self.packed.weight.parts = 3
         self.norm = LayerNorm(8)
@@ -163,7 +163,7 @@ class Run:
         elif engine == "traced":
             require_compiler()
         self.model, self.optimizer = model, optimizer
-        self.graph = StepGraph(model, optimizer, rows=1, accumulation=2, ema=ema)
+        self.graph = StepGraph(model, optimizer, rows=1, gradient_accumulation=2, ema=ema)
         self.state = State(golden() if device == "golden" else cpu(), self.graph.state_tensors())
         for path, parameter in model.parameters().items():
             self.state.write(path, gradient(path, parameter.shape, 99))
@@ -232,7 +232,7 @@ def test_muon_takes_the_hidden_matrices_of_every_model() -> None:
 
 
 def test_what_adamw_updates_has_a_rate_of_its_own() -> None:
-    config = MuonConfig(lr=0.02, adamw_lr=0.003, group_lr={"head": 0.5, "wide": 2.0})
+    config = MuonConfig(lr=0.02, adamw_lr=0.003, lr_multipliers={"head": 0.5, "wide": 2.0})
     rates = learning_rates(Layers().parameters(), config, lambda step: 0.1)(1)
     wanted = {"lr": 0.002, "lr/wide": 0.004, "lr/adamw": 0.0003, "lr/adamw/head": 0.00015, "lr/adamw/wide": 0.0006}
     assert rates == pytest.approx(wanted) and next(iter(rates)) == "lr"

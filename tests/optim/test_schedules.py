@@ -29,11 +29,11 @@ def nanogpt_rate(iteration: int, warmup: int, decay_steps: int, lowest: float) -
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 10])
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_cosine_is_nanogpts_schedule(warmup: int, final: float) -> None:
-    factor = build("cosine", warmup=warmup, final=final)
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
+def test_cosine_is_nanogpts_schedule(warmup: int, min_lr_ratio: float) -> None:
+    factor = build("cosine", warmup=warmup, min_lr_ratio=min_lr_ratio)
     for step in range(1, STEPS + 50):
-        assert factor(step) == pytest.approx(nanogpt_rate(step - 1, warmup, STEPS - 1, final), abs=1e-12)
+        assert factor(step) == pytest.approx(nanogpt_rate(step - 1, warmup, STEPS - 1, min_lr_ratio), abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -59,7 +59,7 @@ LANDMARKS = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_first_warmup_end_and_last_step(name: str) -> None:
-    factor = build(name, final=0.25, warmup=9)
+    factor = build(name, min_lr_ratio=0.25, warmup=9)
     assert tuple(map(factor, (1, 9, 10, 55, 99, STEPS))) == pytest.approx(LANDMARKS[name], abs=1e-12)
     last = LANDMARKS[name][-1]
     assert factor(STEPS) == factor(STEPS + 1) == factor(STEPS + 1000) == last  # to the bit
@@ -68,20 +68,20 @@ def test_first_warmup_end_and_last_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
-@pytest.mark.parametrize("final", [0.0, 0.1, 1 / 3, 1.0])
-def test_the_last_step_has_the_final_factor_to_the_bit(name: str, final: float) -> None:
-    assert build(name, final=final, warmup=7)(STEPS) == final
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1, 1 / 3, 1.0])
+def test_the_last_step_has_the_final_factor_to_the_bit(name: str, min_lr_ratio: float) -> None:
+    assert build(name, min_lr_ratio=min_lr_ratio, warmup=7)(STEPS) == min_lr_ratio
 
 
 def test_linear_falls_in_equal_steps() -> None:
-    factor = build("linear", final=0.0, warmup=20)
+    factor = build("linear", min_lr_ratio=0.0, warmup=20)
     falls = [factor(step) - factor(step + 1) for step in range(21, STEPS)]
     assert factor(21) == 1.0 and falls == pytest.approx([1 / 79] * 79)
 
 
 def test_wsd_stays_at_the_peak_until_the_decay() -> None:
     """A fifth of the 100 steps is below the peak, the last of them at the end."""
-    factor = build("wsd", final=0.0, decay=0.2, warmup=10)
+    factor = build("wsd", min_lr_ratio=0.0, decay=0.2, warmup=10)
     assert {factor(step) for step in range(11, 81)} == {1.0}
     assert [factor(step) for step in range(81, 101)] == pytest.approx([1 - k / 20 for k in range(1, 21)])
 
@@ -89,7 +89,7 @@ def test_wsd_stays_at_the_peak_until_the_decay() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_an_only_step_after_the_warmup_is_at_the_peak(name: str, warmup: int) -> None:
-    factor = SHAPES[name](ScheduleConfig(name=name, warmup=warmup, final=0.0), warmup + 1)
+    factor = SHAPES[name](ScheduleConfig(name=name, warmup=warmup, min_lr_ratio=0.0), warmup + 1)
     assert factor(warmup + 1) == 1.0
     assert factor(warmup + 2) == (1.0 if name == "constant" else 0.0)
 
@@ -99,13 +99,13 @@ def test_wsd_without_decay_stays_at_the_peak_to_the_end() -> None:
 
 
 def test_constant_stays_at_the_peak() -> None:
-    assert {build("constant", final=0.0)(step) for step in range(1, 500)} == {1.0}
+    assert {build("constant", min_lr_ratio=0.0)(step) for step in range(1, 500)} == {1.0}
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
 def test_the_config_may_set_an_end_other_than_the_runs(name: str) -> None:
-    assert build(name, steps=10, final=0.5)(10) == pytest.approx(0.5)
-    assert build(name, steps=10, final=0.5)(9) > 0.5
+    assert build(name, steps=10, min_lr_ratio=0.5)(10) == pytest.approx(0.5)
+    assert build(name, steps=10, min_lr_ratio=0.5)(9) > 0.5
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -116,7 +116,7 @@ def test_warmup_as_long_as_the_run_divides_by_nothing(name: str) -> None:
 
 
 def test_a_decay_from_a_given_step_is_a_line_from_there_to_the_end() -> None:
-    factor = build("wsd", final=0.25, warmup=9, decay_from=60)
+    factor = build("wsd", min_lr_ratio=0.25, warmup=9, decay_from=60)
     assert [factor(step) for step in (10, 59, 60)] == [1.0] * 3
     for step in range(60, STEPS + 1):
         assert factor(step) == pytest.approx(1 - (step - 60) / 40 * 0.75, abs=1e-12)

@@ -186,7 +186,7 @@ def _overflow(rank: int) -> None:
     Reader.__call__ = inputs  # type: ignore[method-assign]
 
 
-GROWING = ["train.accumulation=2", "train.batch_schedule=[2,4]", "train.phase_steps=3"]
+GROWING = ["train.gradient_accumulation=2", "train.batch_schedule=[2,4]", "train.phase_steps=3"]
 FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "raises": (at_step(1, 3, _raise), [[], []]),
     "leader_raises": (at_step(0, 3, _raise), [[], []]),
@@ -197,7 +197,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "late": (_late, [[], []]),
     "stopped": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)), [[], []]),
     "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
-    "mistake": (lambda rank: None, [["train.accumulation=4"]] * 2),
+    "mistake": (lambda rank: None, [["train.gradient_accumulation=4"]] * 2),
     "own_mistake": (lambda rank: None, [[], ["train.stepz=3"]]),
     "version": (_version, [[], []]),
     "data": (_data, [[], []]),

@@ -24,7 +24,7 @@ from tests.parallel.forks import LIMIT, Forks, import_all
 
 SETTINGS = [
     "data=text", "model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "model.dropout=0.1",
-    "train.batch_size=8", "train.accumulation=2", "train.eval_every=20", "train.eval_sequences=8",
+    "train.batch_size=8", "train.gradient_accumulation=2", "train.eval_every=20", "train.eval_sequences=8",
     "train.keep_last=2", "train.log_every=1", "train.save_every=5", "train.peak_tflops=1", "logger=jsonl",
     "device=cpu", "device.threads=1", "sample.tokens=4", "parallel.slices=4", "resume=auto",
 ]  # fmt: skip

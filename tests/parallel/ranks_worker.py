@@ -54,7 +54,7 @@ class Case:
     optimizer: Any = None  # ADAMW
     shards: bool = False
     guarded: bool = False
-    accumulation: int = 2
+    gradient_accumulation: int = 2
     ema: float | None = None
 
 
@@ -81,12 +81,12 @@ CASES = [
     *(Case(f"gpt-{engine}-{'zero1' if shards else 'ddp'}", _gpt, engine, shards=shards)
       for engine in ("static", "traced") for shards in (False, True)),
     Case("gpt-bf16-zero1", _gpt, "traced", BF16, shards=True, guarded=True),
-    Case("gpt-rounding-zero1", _gpt, "static", BF16, STOCHASTIC, shards=True, accumulation=1),
+    Case("gpt-rounding-zero1", _gpt, "static", BF16, STOCHASTIC, shards=True, gradient_accumulation=1),
     Case("gpt-scoped-zero1", _gpt, "dynamic", optimizer=SCOPED, shards=True),
     Case("gpt-muon-zero1", _gpt, "static", BF16, MuonConfig(lr=1e-2), shards=True, ema=0.9),
     Case("llama-zero1", _llama, shards=True),
-    Case("agillm-ddp", _agillm, accumulation=1),
-    Case("agillm-zero1", _agillm, shards=True, accumulation=1),
+    Case("agillm-ddp", _agillm, gradient_accumulation=1),
+    Case("agillm-zero1", _agillm, shards=True, gradient_accumulation=1),
     Case("gpt-plain-ddp", _plain_gpt),
 ]  # fmt: skip
 
@@ -115,7 +115,7 @@ class Samples:
 
 def session_of(case: Case, device: Device, ranks: Ranks) -> Session:
     """The case as one rank has it, its values still unset."""
-    train = TrainConfig(batch_size=ROWS, accumulation=case.accumulation, ema=case.ema)
+    train = TrainConfig(batch_size=ROWS, gradient_accumulation=case.gradient_accumulation, ema=case.ema)
     guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
     parts = train, case.optimizer or ADAMW, guard, EngineConfig(name=case.engine)
     return build.build_session(case.model(case.compute), device, *parts, ranks=ranks)
@@ -130,11 +130,11 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
         for name, value in initial_values(model, seed=3).items():
             session.state.write(name, value)
         steps, prepare, data = session.build_training(), preparation(model), Samples()
-        step = TrainStep(steps, ROWS // SLICES // case.accumulation, 11, prepare, world=world)
+        step = TrainStep(steps, ROWS // SLICES // case.gradient_accumulation, 11, prepare, world=world)
         results = [
             step(data.batch("train", 0, ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)
         ]
-        rows = ROWS // SLICES // case.accumulation
+        rows = ROWS // SLICES // case.gradient_accumulation
         evaluated = Evaluation(
             steps["evaluate"],
             data,

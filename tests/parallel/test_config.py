@@ -60,8 +60,8 @@ def test_a_mistake_is_one_sentence(overrides: str, expected: str) -> None:
     ("task", "more"),
     [
         ("sample", "run.dir=x"), ("chat", "run.dir=x"), ("eval", "run.dir=x"), ("export", "run.dir=x export.file=y.pt"),
-        ("prepare", "data.path=x prepare.dir=y"), ("runs", ""), ("report", "run.dir=x"), ("lr", ""), ("verify", ""),
-        ("profile", ""), ("bench", ""), ("doctor", ""),
+        ("prepare", "data.path=x prepare.dir=y"), ("runs", ""), ("report", "run.dir=x"), ("lr_finder", ""),
+        ("verify", ""), ("profile", ""), ("bench", ""), ("doctor", ""),
     ],
 )  # fmt: skip
 def test_a_task_of_one_process_takes_the_mode_and_refuses_more(task: str, more: str) -> None:
@@ -75,7 +75,7 @@ def test_a_task_of_one_process_takes_the_mode_and_refuses_more(task: str, more: 
     ]
 
 
-@pytest.mark.parametrize("task", ["lr", "profile"])
+@pytest.mark.parametrize("task", ["lr_finder", "profile"])
 def test_steps_that_are_measured_have_the_slices_of_training(task: str) -> None:
     with pytest.raises(ConfigError, match=r"train.batch_size=6: must be a multiple of parallel.slices=4"):
         load([f"task={task}", "parallel.slices=4", "train.batch_size=6", "device=cpu"])

@@ -59,7 +59,7 @@ def test_a_rank_of_zero1_keeps_its_shard_and_sends_the_rest(count: int, tmp_path
 
 
 def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
-    found = planned(tmp_path, "parallel=ddp", "parallel.world=4", "parallel.slices=8", "train.accumulation=2")
+    found = planned(tmp_path, "parallel=ddp", "parallel.world=4", "parallel.slices=8", "train.gradient_accumulation=2")
     assert found["communication"]["all_reduce"]["nbytes"] == pytest.approx(2 * 4 * PARAMETERS * 3 / 4, rel=0.01)
     assert found["runs_per_step"] == {
         "accumulate_first": 2, "accumulate_next": 1, "keep0": 1, "train": 1,

@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel
 from ttrain.graph import Graph, Node, Value
 from ttrain.plan import Plan
-from ttrain.plan.arena import Loan
+from ttrain.plan.arena import GradientReuse
 
 Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
@@ -76,10 +76,10 @@ def run_plainly(graph: Graph, inputs: Tensors, state: Tensors) -> tuple[dict[str
 
 
 def run_planned(
-    plan: Plan, kernels: Mapping[str, Kernel], inputs: Tensors, state: Tensors, loan: Loan | None = None
+    plan: Plan, kernels: Mapping[str, Kernel], inputs: Tensors, state: Tensors, reuse: GradientReuse | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(outputs, new state) on one range of bytes, as the plan lays it out; what state lends lies before it."""
-    memory = _Memory(plan, state, loan or Loan(0, {}))
+    memory = _Memory(plan, state, reuse or GradientReuse(0, {}))
     for name, value in plan.graph.inputs.items():
         memory.buffer(value).copy_(inputs[name])
     for node in plan.launched:
@@ -87,10 +87,10 @@ def run_planned(
         ins = [None if value is None else memory.buffer(value) for value in node.inputs]
         outs = [memory.buffer(output) for output in node.outputs]
         work = memory.workspace(node, kernel)
-        if node.op.elementwise and kernel.delivery is Delivery.INTO:
+        if node.op.elementwise and kernel.delivery is Delivery.OUT:
             _element_by_element(node, ins, outs[0])
             continue
-        if kernel.delivery is Delivery.FRESH or kernel.overwrites or node.op.aliases(node):
+        if kernel.delivery is Delivery.RETURNS or kernel.overwrites or node.op.aliases(node):
             results = reference(node, ins)
         else:
             _scribble([*outs, *work])
@@ -107,12 +107,12 @@ def run_planned(
 class _Memory:
     """The bytes of a step: one arena, and the state beside it."""
 
-    def __init__(self, plan: Plan, state: Tensors, loan: Loan) -> None:
-        self.plan, self.lent = plan, loan.nbytes
-        self.arena = torch.full((loan.nbytes + plan.arena_bytes,), GARBAGE, dtype=torch.uint8)
+    def __init__(self, plan: Plan, state: Tensors, reuse: GradientReuse) -> None:
+        self.plan, self.aliased = plan, reuse.nbytes
+        self.arena = torch.full((reuse.nbytes + plan.arena_bytes,), GARBAGE, dtype=torch.uint8)
         self.state = {name: state[name].clone() for name in plan.graph.state}
-        for name, (first, _) in loan.tensors.items():
-            place = self._place(first - loan.nbytes, plan.graph.state[name].spec)
+        for name, (first, _) in reuse.tensors.items():
+            place = self._place(first - reuse.nbytes, plan.graph.state[name].spec)
             self.state[name] = place.copy_(state[name])
 
     def buffer(self, value: Value) -> Tensor:
@@ -128,7 +128,7 @@ class _Memory:
         return [self._place(block.offset, spec) for block, spec in zip(blocks, wanted, strict=True)]
 
     def _place(self, offset: int, spec: TensorSpec) -> Tensor:
-        start = self.lent + offset
+        start = self.aliased + offset
         return self.arena[start : start + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
 
 

@@ -131,7 +131,7 @@ def kernel_tables(draw: Any) -> dict[str, Kernel]:
 
     fresh = draw(st.sets(st.sampled_from(("add", "relu", "matmul", "layer_norm", "cast", "transpose")), max_size=3))
     return {
-        op.name: Kernel(_no_launch, Delivery.FRESH if op.name in fresh else Delivery.INTO, _workspace)
+        op.name: Kernel(_no_launch, Delivery.RETURNS if op.name in fresh else Delivery.OUT, _workspace)
         for op in REGISTRY.values()
     }
 

@@ -121,7 +121,7 @@ def test_a_kernel_that_delivers_in_place_needs_an_output_that_is_an_input() -> N
 def test_a_kernel_does_not_write_over_what_it_reads(fresh: bool) -> None:
     example = Example()
     if fresh:
-        example.device.deliveries["relu"] = Delivery.FRESH
+        example.device.deliveries["relu"] = Delivery.RETURNS
     else:
         example.own(example.kept, example.moved)
         example.plan.owned[example.moved] = Block("moved", PAIR.nbytes, 0, 99, 4096)

@@ -27,7 +27,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import build_plan
-from ttrain.plan.arena import Loan
+from ttrain.plan.arena import GradientReuse
 from ttrain.train.steps.step_graph import StepGraph
 
 RELAXED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -49,13 +49,13 @@ def assert_same(
         )
 
 
-def lent_by(graph: Graph) -> Loan:
+def reusable(graph: Graph) -> GradientReuse:
     """The memory of all state, in two runs."""
     ends = list(accumulate(align(value.spec.nbytes) for value in graph.state.values()))
     firsts = [end + 64 * (2 * number >= len(ends)) for number, end in enumerate([0, *ends[:-1]])]
     tensors = zip(graph.state.items(), firsts, strict=False)
     places = {name: (first, value.spec.nbytes) for (name, value), first in tensors}
-    return Loan((ends[-1] if ends else 0) + 128, places)
+    return GradientReuse((ends[-1] if ends else 0) + 128, places)
 
 
 @settings(max_examples=250, derandomize=True, **RELAXED)
@@ -65,10 +65,10 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
 ) -> None:
     verify(graph, "recording")
     inputs, state = random_tensors(specs(graph.inputs), seed), random_tensors(specs(graph.state), seed + 1)
-    loan = lent_by(graph)
-    plan = build_plan(graph, kernels, loan=loan)
+    reuse = reusable(graph)
+    plan = build_plan(graph, kernels, reuse=reuse)
     for planned, plain in zip(
-        run_planned(plan, kernels, inputs, state, loan), run_plainly(graph, inputs, state), strict=True
+        run_planned(plan, kernels, inputs, state, reuse), run_plainly(graph, inputs, state), strict=True
     ):
         assert_same(planned, plain)
 
@@ -90,12 +90,12 @@ STEPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("compute", "recompute", "accumulation"), STEPS)
-def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("compute", "recompute", "gradient_accumulation"), STEPS)
+def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: str, gradient_accumulation: int) -> None:
     """From the recorded step through every pass and the plan, against the recorded step value by value."""
     sizes = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 2}
     model = GPT(GPTConfig(dropout=0.2, recompute=recompute, **sizes), compute)
-    device, steps = NullDevice(), StepGraph(model, AdamW(AdamWConfig()), 2, accumulation)
+    device, steps = NullDevice(), StepGraph(model, AdamW(AdamWConfig()), 2, gradient_accumulation)
     engine = StaticEngine(device, State(device, steps.state_tensors()))
     for trace in steps.train_steps().values():
         recorded = Graph()

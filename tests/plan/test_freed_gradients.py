@@ -36,7 +36,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, least: int, *overrides: str) -> tup
     [
         ["engine=dynamic", "optimizer=muon"],
         ["engine=static", "precision=bf16", "train.ema=0.9"],
-        ["engine=static", "precision=bf16_pure", "optimizer.stochastic_rounding=true"],
+        ["engine=static", "precision=bf16_true", "optimizer.stochastic_rounding=true"],
         ["engine=traced", "precision=bf16"],
     ],
 )
@@ -59,7 +59,7 @@ def test_it_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(updates) > 6 and updates[0] < len(nodes) / 2  # not behind all of backward
 
 
-@pytest.mark.parametrize("override", ["optimizer.clip_norm=1", "guard.nonfinite=skip", "train.accumulation=2"])
+@pytest.mark.parametrize("override", ["optimizer.clip_norm=1", "guard.nonfinite=skip", "train.gradient_accumulation=2"])
 def test_what_waits_for_all_gradients_keeps_them(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graph, "FREED", 4096)
     overrides = ["engine=dynamic", "optimizer.clip_norm=null", "train.batch_size=2", override]

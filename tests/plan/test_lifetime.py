@@ -19,7 +19,7 @@ PAIR = TensorSpec((2, 3))
 
 def planned(graph: Graph, fresh: tuple[str, ...] = ()) -> Plan:
     device = NullDevice()
-    device.deliveries.update(dict.fromkeys(fresh, Delivery.FRESH))
+    device.deliveries.update(dict.fromkeys(fresh, Delivery.RETURNS))
     return build_plan(verify(graph, "recording"), device.kernels)
 
 

@@ -73,13 +73,17 @@ def test_what_does_not_fit_is_told_first_with_keys_that_take_less(
     overrides = ["device=n300", "train.batch_size=4", "plan.memory_gb=0.0001"]
     told = planned(capsys, *overrides, f"plan.json={file}").splitlines()[1]
     assert told.startswith("It does not fit: ") and "of 104.9 KiB, plan.memory_gb. Less take: " in told
-    for key in ("train.accumulation=2 (a micro-batch of 2)", "precision=bf16", "device.host_resident=[embedding,head]"):
+    for key in (
+        "train.gradient_accumulation=2 (a micro-batch of 2)",
+        "precision=bf16",
+        "device.host_resident=[embedding,head]",
+    ):
         assert key in told
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"]["fits"] is False and found["memory"]["total"] > found["fits"]["available_bytes"]
     smaller = found["smaller"]
     both = (
-        "train.accumulation=2 model.recompute=block precision=bf16 optimizer.state_dtype=bf16 "
+        "train.gradient_accumulation=2 model.recompute=block precision=bf16 optimizer.state_dtype=bf16 "
         "device.host_resident=[embedding,head]"
     )
     assert {"precision=bf16", "lora.rank=8", both, f"lora.rank=8 {both}"} <= smaller.keys()
@@ -107,7 +111,7 @@ def test_what_lies_behind_can_be_shown(
 
 
 def test_every_step_of_an_accumulated_run_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    text = planned(capsys, "train.accumulation=2", "plan.show=plan")
+    text = planned(capsys, "train.gradient_accumulation=2", "plan.show=plan")
     assert [line for line in text.splitlines() if line.startswith("step ")] == [
         "step accumulate_first", "step accumulate_next", "step update",
     ]  # fmt: skip
@@ -158,7 +162,7 @@ def test_a_mesh_is_planned_as_it_runs(capsys: pytest.CaptureFixture[str], tmp_pa
     found = json.loads(file.read_text("utf-8"))
     assert found["fits"]["fits"] and found["largest"]["micro_batch"]["value"] % 2 == 0
     told = planned(capsys, *given, "plan.memory_gb=0.0001")
-    assert "train.accumulation" not in told and "device.host_resident" not in told
+    assert "train.gradient_accumulation" not in told and "device.host_resident" not in told
     assert main(["task=plan", "model=mlp", "data.resident=device", *mesh]) == 2
     assert "the chips of a mesh share every batch" in capsys.readouterr().err
 

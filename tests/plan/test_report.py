@@ -40,9 +40,9 @@ SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
 def session(
-    device: Device, model: Any = None, optimizer: Any = None, accumulation: int = 1, engine: Any = StaticEngine
+    device: Device, model: Any = None, optimizer: Any = None, gradient_accumulation: int = 1, engine: Any = StaticEngine
 ) -> Session:
-    graph = StepGraph(model or GPT(GPTConfig(**SIZES)), optimizer or AdamW(AdamWConfig()), 4, accumulation)
+    graph = StepGraph(model or GPT(GPTConfig(**SIZES)), optimizer or AdamW(AdamWConfig()), 4, gradient_accumulation)
     state = State(device, graph.state_tensors())
     return Session(graph, state, engine(device, state))
 
@@ -77,7 +77,7 @@ def test_bytes_moved_by_hand() -> None:
 
 
 def test_micro_batches_count_as_often_as_they_run() -> None:
-    whole = report(NullDevice(), accumulation=3)
+    whole = report(NullDevice(), gradient_accumulation=3)
     assert whole.per_step == {"accumulate_first": 1, "accumulate_next": 2, "update": 1}
     parts = {name: sum(cost.flops.values()) for name, cost in whole.costs.items()}
     expected = parts["accumulate_first"] + 2 * parts["accumulate_next"] + parts["update"]
@@ -145,15 +145,15 @@ def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> N
     assert planned_bytes < tensors < planned_bytes + 200 * names  # names, shapes and offsets in the header
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 @pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
-def test_planned_without_the_device_is_what_the_device_takes(compute: DType, accumulation: int) -> None:
+def test_planned_without_the_device_is_what_the_device_takes(compute: DType, gradient_accumulation: int) -> None:
     """The CPU as planned against the CPU after one step of each kind: equal but for the gaps between tensors."""
     config = DeviceConfig(name="cpu", threads=1)
     model = GPT(GPTConfig(**SIZES), compute)
-    foreseen = report(planned(config), model=model, accumulation=accumulation)
+    foreseen = report(planned(config), model=model, gradient_accumulation=gradient_accumulation)
     device = cpu(config)
-    opened = session(device, model=model, accumulation=accumulation)
+    opened = session(device, model=model, gradient_accumulation=gradient_accumulation)
     steps = opened.build_training()
     measured = plan_report(opened.graph, opened.state, steps)
     assert measured == foreseen

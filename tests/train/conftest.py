@@ -144,10 +144,10 @@ class Bigram:
     def logits(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {"logits": self.state.arrays["table.weight"][inputs["tokens"][0, inputs["position"]]]}
 
-    def steps(self, accumulation: int = 1) -> dict[str, BuiltStep]:
+    def steps(self, gradient_accumulation: int = 1) -> dict[str, BuiltStep]:
         micro = ("tokens", "targets", "loss_weight", "seed")
         inputs = {"accumulate_first": micro, "accumulate_next": micro, "update": ("lr", "step")}
-        if accumulation == 1:
+        if gradient_accumulation == 1:
             inputs = {"train": (*micro, "lr", "step")}
         return {
             name: BuiltStep(names, lambda given, name=name: getattr(self, name)(given))
@@ -240,7 +240,9 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
         loop = Loop(
             context,
             reader,
-            TrainStep(model.steps(config.accumulation), config.batch_size // config.accumulation, seed=7),
+            TrainStep(
+                model.steps(config.gradient_accumulation), config.batch_size // config.gradient_accumulation, seed=7
+            ),
             lambda step: {"lr": 0.5 * (1 - step / 100)},
             Evaluator(context, evaluation, checkpoints),
             checkpoints,

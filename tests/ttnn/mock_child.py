@@ -49,7 +49,7 @@ def model_of(case: dict[str, Any]) -> Any:
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():
-        parameter.master = DType.BF16 if precision == "bf16_pure" else DType.FP32
+        parameter.master = DType.BF16 if precision == "bf16_true" else DType.FP32
     return model
 
 

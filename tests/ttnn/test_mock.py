@@ -19,7 +19,7 @@ N150: dict[str, dict[str, Any]] = {
     "mlp dynamic": {"model": "mlp", "engine": "dynamic"},
     "nano-gpt": {"model": "nano-gpt", **BF16},
     "nano-gpt dynamic": {"model": "nano-gpt", "engine": "dynamic", **BF16},
-    "nano-gpt pure": {"model": "nano-gpt", "precision": "bf16_pure"},
+    "nano-gpt pure": {"model": "nano-gpt", "precision": "bf16_true"},
     "nano-gpt of 32": {"model": "nano-gpt", "rows": 32, "dropout": 0.1, **BF16},
     "odd": {"model": "odd", "dropout": 0.1, **BF16},
     "gpt2": {"model": "gpt2", "rows": 1, **BF16},

@@ -10,7 +10,7 @@ import pytest
 
 from tests import forked
 from ttrain.core.errors import EXIT_USER
-from ttrain.device.family import Failed
+from ttrain.device.info import Failed
 from ttrain.device.ttnn.out_of_resources import Run, diagnose
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -56,17 +56,17 @@ MOMENTS = "optimizer.state_dtype=bf16"
 @pytest.mark.parametrize(
     ("said", "run", "cause", "keys", "absent"),
     [
-        (NEARLY, a_run(), "DRAM", ["device.trace_region_mb=0", "train.accumulation=2", "model.recompute=block",
-                                   "precision=bf16_pure", "device.host_resident=", "device.mesh=[1,2]", MOMENTS], []),
+        (NEARLY, a_run(), "DRAM", ["device.trace_region_mb=0", "train.gradient_accumulation=2", "model.recompute=block",
+                                   "precision=bf16_true", "device.host_resident=", "device.mesh=[1,2]", MOMENTS], []),
         (FAR, a_run("dynamic"), "DRAM", ["engine=static"], ["device.trace_region_mb"]),
         (FAR, a_run(precision="fp32", sizes=STATE_ALONE), "DRAM", ["precision=bf16"],
-         ["train.accumulation", "device.trace_region_mb", "model.recompute"]),
+         ["train.gradient_accumulation", "device.trace_region_mb", "model.recompute"]),
         (FAR, a_run(model=MLPConfig()), "DRAM", [], ["device.host_resident"]),
         (FAR, a_run(optimizer=AdamWConfig(state_dtype="bf16")), "DRAM", [], [MOMENTS]),
         (FAR, a_run(optimizer=SGDConfig()), "DRAM", [], [MOMENTS]),
         (FAR, a_run(optimizer=SGDConfig(momentum=0.9)), "DRAM", [MOMENTS], []),
         (L1, a_run(l1_small_kb=64, core_grid=[2, 2]), "L1", ["device.l1_small_kb=0", "device.core_grid=null"], []),
-        (NORM, a_run(), "L1", ["device.fused_kernels=false", "train.accumulation=2"], []),
+        (NORM, a_run(), "L1", ["device.fused_kernels=false", "train.gradient_accumulation=2"], []),
         (TRACE, a_run("traced"), "trace region", ["device.trace_region_mb=227", "engine=static"], []),
         (GRID, a_run(dispatch="eth"), "dispatch", ["device.dispatch=worker"], []),
         (GRID, a_run(core_grid=[8, 8]), "core grid", ["device.core_grid=null"], []),

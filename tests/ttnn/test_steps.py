@@ -215,7 +215,9 @@ def test_micro_batches_and_a_guarded_update_with_tables_in_host_memory(engine: s
     """Gradients are summed in host memory too, and the norm is over both sides."""
     results = []
     for device, kind in ((cpu(), "static"), (golden(host_resident=["embedding"]), engine)):
-        model, steps = built(device, kind, gpt(vocabulary=50, width=40, context=20), accumulation=2, guarded=True)
+        model, steps = built(
+            device, kind, gpt(vocabulary=50, width=40, context=20), gradient_accumulation=2, guarded=True
+        )
         seen = []
         for number in range(1, 5):
             for part, name in enumerate(("accumulate_first", "accumulate_next")):

@@ -26,7 +26,7 @@ _DESCRIPTIONS = {
 class PyTorchContender(Contender):
     """Forward under autocast where bf16 computes, backward, clip_grad_norm_, optimizer step, zero_grad.
 
-    The weights are bf16 too where the precision is bf16_pure.
+    The weights are bf16 too where the precision is bf16_true.
     """
 
     def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:

@@ -21,7 +21,7 @@ STEPS = 5  # optimizer steps from the first weights that are compared
 # difference relative to the norm of the way from the first weights. Adam divides by the root of the second moment, so
 # the rounding of a gradient near zero can turn a whole step of that element around: the weights need a wider bound than
 # the losses. Where weights are kept in bf16, an update rounds to none or to a whole last bit.
-BOUNDS = {"fp32": (5e-5, 2e-3), "bf16": (2e-3, 0.2), "bf16_pure": (1e-2, 0.5), "bf8": (2e-2, 0.5)}
+BOUNDS = {"fp32": (5e-5, 2e-3), "bf16": (2e-3, 0.2), "bf16_true": (1e-2, 0.5), "bf8": (2e-2, 0.5)}
 
 
 class Contender(ABC):

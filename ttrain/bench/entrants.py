@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ttrain.bench.results import OURS, PYTORCH
 from ttrain.bench.settings import BASELINES, BenchConfig
 from ttrain.bench.workload import Case, TrainingWork
-from ttrain.device.family import MOCK, family_of
+from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 
@@ -60,5 +60,5 @@ def entrants_of(config: BenchConfig, variants: Mapping[str, tuple[DeviceConfig, 
 
 def modelled(device: DeviceConfig) -> bool:
     """Return True if times have to come from the model of a device, because it is not here."""
-    family = family_of(device)
-    return family.mode(device) != MOCK and not family.present(device)
+    info = info_of(device)
+    return info.mode(device) != MOCK and not info.present(device)

@@ -10,7 +10,7 @@ from ttrain.bench.entrants import Entrant
 from ttrain.bench.results import COST_MODEL, CaseResult
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.engine.settings import EngineConfig
@@ -19,8 +19,8 @@ from ttrain.engine.settings import EngineConfig
 def enter_times(case: Case, found: CaseResult, entrants: Sequence[Entrant]) -> None:
     """Enter the time of every entrant into its row."""
     for row, entrant in zip(found.rows, entrants, strict=True):
-        device = family_of(entrant.device).held(entrant.device, case.precision)
-        model = family_of(device).time_model(device)
+        device = info_of(entrant.device).held(entrant.device, case.precision)
+        model = info_of(device).time_model(device)
         found.basis, found.device = COST_MODEL, model.describe()
         if isinstance(case.work, ProductWork):
             held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)

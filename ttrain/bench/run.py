@@ -22,7 +22,7 @@ from ttrain.bench.results import MOCKED, SIMULATED, CaseResult, Result, Row, fin
 from ttrain.bench.settings import BenchConfig
 from ttrain.bench.workload import Case
 from ttrain.core.units import format_bytes, format_duration
-from ttrain.device.family import MOCK, SIMULATOR, family_of
+from ttrain.device.info import MOCK, SIMULATOR, info_of
 
 Clock = Callable[[], float]
 LEAST_ROUNDS = 3
@@ -214,13 +214,13 @@ class Bench:
                 worker, answer = one.enter_context(seat.once())
                 largest = max(largest, answer["rss"] * seat.entrant.ranks)
                 row.losses, seat.step_seconds = [finite(loss) for loss in answer["losses"]], answer["step_seconds"]
-                if family_of(device).mode(device) == MOCK:
+                if info_of(device).mode(device) == MOCK:
                     row.status, found.basis = "ok", MOCKED
                 else:
                     reference = self._check(found, row, worker, answer["losses"], reference)
-                if not found.device or family_of(device).exclusive(device):
+                if not found.device or info_of(device).exclusive(device):
                     self._facts(found, row, worker)
-                if not family_of(device).exclusive(device):
+                if not info_of(device).exclusive(device):
                     seat.worker = worker
                     opened.push(one.pop_all())
                 seats.append(seat)

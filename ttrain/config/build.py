@@ -20,7 +20,7 @@ from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
 from ttrain.data.settings import DataConfig
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig
@@ -120,13 +120,13 @@ def build_model(
     `vocabulary` is the tokenizer's, taken where model.vocabulary is null. Raises ConfigError where the device can't
     place the parameters as its config says, or the model can't attend as that of the data does.
     """
-    family = family_of(device)
+    info = info_of(device)
     if isinstance(config, AGILLMConfig) and config.pad_vocabulary is None:
-        config = replace(config, pad_vocabulary=family.row_multiple)
+        config = replace(config, pad_vocabulary=info.row_multiple)
     if getattr(config, "vocabulary", 0) is None:
         config = replace(config, vocabulary=vocabulary)
     built = _model(config, precision, lora)
-    problems = family.parameter_problems(device, list(built.parameters()), bool(getattr(config, "tied", False)))
+    problems = info.parameter_problems(device, list(built.parameters()), bool(getattr(config, "tied", False)))
     packing = getattr(data, "attention", "sequence") == "document"
     if packing and not hasattr(built, "packing_documents"):
         problems.append(
@@ -244,14 +244,14 @@ def build_session(
     ranks = ranks or Ranks()
     if train.noise_scale and device.chips > 1:
         raise UserError("train.noise_scale=true: the chips of a mesh share every micro-batch. Leave it out.")
-    rows = train.batch_size // ranks.slices // train.accumulation // device.chips
+    rows = train.batch_size // ranks.slices // train.gradient_accumulation // device.chips
     if device.uniform_compute:
         model.follow_compute()
     graph = StepGraph(
         model,
         build_optimizer(optimizer),
         rows,
-        train.accumulation,
+        train.gradient_accumulation,
         guarded=guard.nonfinite == "skip",
         watched=guard.activations,
         chips=device.chips,
@@ -259,15 +259,15 @@ def build_session(
         ema=train.ema,
         noise=train.noise_scale,
         resident=resident,
-        remainders=keeps_remainders(device, engine.name),
+        low_bits=keeps_low_bits(device, engine.name),
         frees=device.arenas and device.host is None and device.chips == 1,
     )
     state = State(device, [*graph.state_tensors(training), *further])
     return Session(graph, state, build_engine(engine, device, state))
 
 
-def keeps_remainders(device: Device, engine: str) -> bool:
-    """Return whether fp32 weights are kept as bf16 copies and remainders, for which compiled steps have kernels."""
+def keeps_low_bits(device: Device, engine: str) -> bool:
+    """Return whether fp32 weights are kept as bf16 copies and low bits, for which compiled steps have kernels."""
     return device.compiles and engine == "traced"
 
 
@@ -316,7 +316,7 @@ def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None,
     Raises DeviceUnavailable or DeviceBusy. A precision may say how the device holds matrices.
     """
     if precision is not None:
-        config = family_of(config).held(config, precision.name)
+        config = info_of(config).held(config, precision.name)
     opens, here = component("device", config.name).load(), place()
     if world is None or world.group is None or here is None:
         built: Device = opens(config)

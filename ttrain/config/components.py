@@ -64,7 +64,7 @@ TASKS = ("train", "sample", "chat", "eval", "export", "plan", "prepare", "runs",
          "doctor")  # fmt: skip
 for _task in TASKS:
     register("task", _task, config=TaskConfig, target=f"ttrain.tasks.{_task}:run")
-register("task", "lr", config=TaskConfig, target="ttrain.tasks.training.lr:run")
+register("task", "lr_finder", config=TaskConfig, target="ttrain.tasks.training.lr_finder:run")
 
 register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
 register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")

@@ -12,7 +12,7 @@ from ttrain.config.schema import Config
 
 MAIN_KEYS = (
     "run.dir", "run.seed", "resume",
-    "train.steps", "train.batch_size", "train.accumulation", "train.eval_every", "train.save_every",
+    "train.steps", "train.batch_size", "train.gradient_accumulation", "train.eval_every", "train.save_every",
     "model.layers", "model.heads", "model.width", "model.context", "model.dropout", "model.preset",
     "optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.clip_norm", "schedule.warmup",
     "data.path", "data.tokenizer",

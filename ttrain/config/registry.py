@@ -16,7 +16,7 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
-from ttrain.device.family import Family, family_of
+from ttrain.device.info import DeviceInfo, info_of
 
 ENTRY_POINT_GROUP = "ttrain.plugins"
 
@@ -86,14 +86,14 @@ def rows() -> list[Component]:
     return list(_ROWS.values())
 
 
-def families() -> list[Family]:
+def infos() -> list[DeviceInfo]:
     """List the families of the registered devices, each once."""
-    return list(dict.fromkeys(family_of(row.config) for row in rows() if row.group == "device"))
+    return list(dict.fromkeys(info_of(row.config) for row in rows() if row.group == "device"))
 
 
-def family_that(answers: Callable[[Family], object]) -> Family:
+def info_that(answers: Callable[[DeviceInfo], object]) -> DeviceInfo:
     """The first family of devices that has something, for messages that tell where it is to be had."""
-    return next((family for family in families() if answers(family)), Family())
+    return next((info for info in infos() if answers(info)), DeviceInfo())
 
 
 def load_plugins(modules: list[str]) -> None:

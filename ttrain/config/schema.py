@@ -13,7 +13,7 @@ from ttrain.config.components import TaskConfig
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import as_keys, option, rule
 from ttrain.data.settings import DataConfig, PrepareConfig, TextConfig
-from ttrain.device.family import Family, family_of
+from ttrain.device.info import DeviceInfo, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
@@ -101,14 +101,16 @@ class RampConfig:
     high: float = option(10.0, "learning rate of the last step", above=0)
     steps: int = option(200, "most steps; fewer if the loss diverges", minimum=10)
     rise: float = option(0.5, "rise of the loss, as a share of its fall before, that counts as divergence", above=0)
-    out: str | None = option(None, "folder for results.json and plot.png; null claims one below outputs/lr", path=True)
+    out: str | None = option(
+        None, "folder for results.json and plot.png; null claims one below outputs/lr_finder", path=True
+    )
 
     @rule
     def _rises(self, others: Any) -> Iterator[str]:
         if self.low >= self.high:
-            yield f"ramp.low={self.low:g}: must be less than ramp.high={self.high:g}."
-        if others.task.name == "lr" and others.optimizer.lr == 0:
-            yield "optimizer.lr=0: task=lr tries rates in proportion to it. Leave it out."
+            yield f"lr_finder.low={self.low:g}: must be less than lr_finder.high={self.high:g}."
+        if others.task.name == "lr_finder" and others.optimizer.lr == 0:
+            yield "optimizer.lr=0: task=lr_finder tries rates in proportion to it. Leave it out."
 
 
 @dataclass(frozen=True)
@@ -182,21 +184,21 @@ class Config:
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
     recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")
     sweep: SweepConfig = option(SweepConfig, "how the jobs of -m are run")
-    ramp: RampConfig = option(RampConfig, "what task=lr tries")
+    lr_finder: LrFinderConfig = option(LrFinderConfig, "what task=lr_finder tries")
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
     report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register more components; command line only")
     source: Source = field(default_factory=Source, repr=False, compare=False)
 
     @staticmethod
-    def family_that(answers: Callable[[Family], object]) -> Family:
+    def info_that(answers: Callable[[DeviceInfo], object]) -> DeviceInfo:
         """Return the first family of devices that has something, for rules that tell where it is to be had."""
-        return registry.family_that(answers)
+        return registry.info_that(answers)
 
     def lacks_precision(self, key: str, name: str, instead: str) -> Iterator[str]:
         """Yield the problem of a precision that the device has not, with the devices that have it."""
-        having = registry.family_that(lambda each: name in each.precisions)
-        if name in having.precisions and name not in family_of(self.device).precisions:
+        having = registry.info_that(lambda each: name in each.precisions)
+        if name in having.precisions and name not in info_of(self.device).precisions:
             yield f"{key}={name}: only on {having.title} devices. Give {instead}, or device={having.example}."
 
     @property

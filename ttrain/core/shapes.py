@@ -1,7 +1,8 @@
 """Shapes of an op's inputs as it declares them: `x [..., I], weight [O, I], bias [O], targets int64 [N]`.
 
 A letter stands for the same size wherever it occurs, `...` for the same axes. An input has the dtype of the first one,
-or that which is named: `int64`, `wide` for fp32 at least, `any`. Where one of two shapes will do, `or` is between them.
+or that which is named: `int64`, `accumulation` (fp32 at least), `any`. Where one of two shapes will do, `or` is
+between them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType, TensorSpec
 
-_KINDS = ("", "wide", "any", *(dtype.label for dtype in DType))
+_KINDS = ("", "accumulation", "any", *(dtype.label for dtype in DType))
 _INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
 
 
 class Shapes:
-    """Shapes as a text declares them. The inputs that `wide` names are fp32 at least, even in a bf16 step."""
+    """Shapes as a text declares them. The inputs that `accumulation` names are fp32 at least, even in a bf16 step."""
 
     def __init__(self, text: str, inputs: Sequence[str]) -> None:
         """Raises ShapeError for a text that can't be read, or that names others than an op's `inputs`."""
@@ -32,7 +33,7 @@ class Shapes:
                 f"shapes: got {text!r}, expected as in 'x [..., I], weight any [O, I], ids int64 [N] or []', of "
                 f"the inputs {', '.join(inputs)}."
             )
-        self.wide = tuple(name for name, kind, _ in self._inputs if kind == "wide")
+        self.accumulation = tuple(name for name, kind, _ in self._inputs if kind == "accumulation")
         self.integers = tuple(name for name, kind, _ in self._inputs if kind == "int64")
 
     @property
@@ -52,7 +53,9 @@ class Shapes:
             for spec in given[name]:
                 plain = plain or (None if kind else spec.dtype)
                 first = plain or spec.dtype
-                dtype = {"": first, "wide": first.wide, "any": spec.dtype}.get(kind) or DType.parse(kind)
+                dtype = {"": first, "accumulation": first.accumulation, "any": spec.dtype}.get(kind) or DType.parse(
+                    kind
+                )
                 known = [found for axes in choices if (found := _bound(axes, spec.shape, sizes)) is not None]
                 if spec.dtype is not dtype or not known:
                     got = ", ".join(f"{name} {spec}" for name, specs in given.items() for spec in specs)

@@ -28,7 +28,7 @@ class DType(Enum):
         return self in (DType.FP64, DType.FP32, DType.BF16)
 
     @property
-    def wide(self) -> DType:
+    def accumulation(self) -> DType:
         """The dtype in which sums, statistics and losses over this dtype are formed: fp32 at least."""
         return DType.FP64 if self is DType.FP64 else DType.FP32
 

@@ -158,8 +158,8 @@ class TokenDataset(TokenSequences):
     `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random a
     sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens from a random
     one of the first tokens on, and takes each piece once; shorter sequences are parts of a piece, one after another.
-    Neither reads across the end of the split. With order=read sequences follow one another, and the start of the split
-    follows its end.
+    Neither reads across the end of the split. With order=sequential sequences follow one another, and the start of the
+    split follows its end.
 
     Raises DataError when a split is shorter than context + 1 tokens.
     """
@@ -204,7 +204,7 @@ class TokenDataset(TokenSequences):
         """Return `tokens` and `targets`, int64 [rows, context]; see Dataset. Raises DataError for a bad id."""
         train = split == "train"
         starts = self.indices(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
-        if train and self._order == "read":
+        if train and self._order == "sequential":
             ids = self._splits[split]
             rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
         else:
@@ -237,7 +237,7 @@ class TokenDataset(TokenSequences):
         if self._order == "random":
             return drawn(seed, numbers, len(self._windows["train"]))
         places = self._places(numbers, *((self._first, self._offset) if self._limit is None else (0, 0)))
-        if self._order == "read":
+        if self._order == "sequential":
             return places % np.uint64(length)
         pieces, inside = np.divmod(places, np.uint64(self._longest))
         passes, pieces = shuffled_passes(seed, pieces, (length - 1) // self._longest)

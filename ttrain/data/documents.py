@@ -85,7 +85,7 @@ class DocumentDataset(TokenSequences):
         self.tokenizer: Tokenizer | None = tokenizer
         self._splits, self._config = splits, config
         self._packs = config.long_documents != "split"
-        group = None if config.order == "read" else len(ends["train"])
+        group = None if config.order == "sequential" else len(ends["train"])
         if group is not None and not self._packs:
             group = config.shuffle_buffer or group
         self._streams = {"train": DocumentStream(ends["train"], group), "val": DocumentStream(ends["val"], None)}

@@ -71,7 +71,7 @@ class RegressionDataset:
             numbers = numbers % np.uint64(self._config.limit)
         if self._config.order == "random":
             return drawn(seed, numbers, count)
-        if self._config.order == "read":
+        if self._config.order == "sequential":
             return numbers % np.uint64(count)
         return shuffled_passes(seed, numbers, count)[1]
 

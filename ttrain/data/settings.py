@@ -22,7 +22,7 @@ class DataConfig:
         "random",
         "random draws sequences independently; epoch takes each once per pass, shuffled anew; read takes them in "
         "order, repeatedly",
-        choices=("random", "epoch", "read"),
+        choices=("random", "epoch", "sequential"),
     )
     resident: str = option(
         "auto",
@@ -97,7 +97,7 @@ class DocumentsConfig(DataConfig):
         "shuffled",
         "read takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours anew for "
         "every pass",
-        choices=("read", "shuffled"),
+        choices=("sequential", "shuffled"),
     )
     shuffle_buffer: int | None = option(
         1000, "neighbouring documents that are shuffled together; null shuffles all", minimum=2

@@ -31,9 +31,9 @@ NOTHING_AROUND = nullcontext()  # a step enters one each time, and to make one c
 class Delivery(Enum):
     """Ways in which a kernel hands over its results."""
 
-    INTO = "into"  # writes into the output buffers that it was bound to
+    OUT = "out"  # writes into the output buffers that it was bound to
     INPLACE = "inplace"  # overwrites inputs; outputs share their buffers
-    FRESH = "fresh"  # allocates and returns its outputs; the engine copies them into their slots
+    RETURNS = "returns"  # allocates and returns its outputs; the engine copies them into their slots
 
 
 class Chain:
@@ -66,7 +66,7 @@ class Kernel:
     """One row of a device's table.
 
     `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on those
-    buffers; everything that can be worked out beforehand is worked out in `bind`. A FRESH kernel's call returns the
+    buffers; everything that can be worked out beforehand is worked out in `bind`. A RETURNS kernel's call returns the
     list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
     provides for the time of the launch. `host_scalars` names attributes or inputs that the kernel turns into numbers:
     a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
@@ -79,7 +79,7 @@ class Kernel:
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Attributes, Sequence[Buffer]], Launch]
-    delivery: Delivery = Delivery.INTO
+    delivery: Delivery = Delivery.OUT
     workspace: Callable[[GivenSpecs, Specs, Attributes], list[TensorSpec]] | None = None
     host_scalars: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
@@ -246,7 +246,7 @@ class Device(ABC):
         return None
 
     def deliver(self, launch: Launch, outputs: Sequence[Buffer]) -> None:
-        """Run the launch of a FRESH kernel, and bring what it returns into the output buffers."""
+        """Run the launch of a RETURNS kernel, and bring what it returns into the output buffers."""
         for result, output in zip(launch(), outputs, strict=True):
             self.copy(result, output)
 
@@ -260,7 +260,7 @@ class Device(ABC):
     ) -> Launch:
         """A launch of a kernel on these buffers, after which the outputs lie in theirs."""
         launch = kernel.bind(inputs, outputs, attributes, workspace)
-        return launch if kernel.delivery is not Delivery.FRESH else partial(self.deliver, launch, outputs)
+        return launch if kernel.delivery is not Delivery.RETURNS else partial(self.deliver, launch, outputs)
 
     def offloaded(self, name: str) -> bool:
         """Return whether a persistent tensor stays in host memory, beside a device that has its own."""

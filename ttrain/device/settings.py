@@ -14,7 +14,7 @@ class DeviceConfig:
     `family` names the class that answers for the device by this config, see family.py.
     """
 
-    family = "ttrain.device.family:Family"
+    info = "ttrain.device.info:DeviceInfo"
 
     name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
     threads: int | None = option(
@@ -23,12 +23,12 @@ class DeviceConfig:
         minimum=1,
         maximum=1024,
     )
-    make_room: bool = option(
+    yield_cores: bool = option(
         True,
         "cpu: move threads to free cores when other programs take some",
     )
     index: int = option(0, "cuda: which GPU", minimum=0)
-    products: str = option(
+    matmul: str = option(
         "auto",
         "cpu: library of matrix products; own is the code of engine=traced, onednn and aten come with torch; auto "
         "takes the fastest as measured on this machine",

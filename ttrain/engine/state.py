@@ -14,7 +14,7 @@ from ttrain.core.spec import RUN_ALIGNMENT, DType, Part, TensorSpec, part_name, 
 from ttrain.device.base import Arena, Buffer, Device
 from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
-from ttrain.plan.arena import Loan
+from ttrain.plan.arena import GradientReuse
 
 _BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
 _AT_ONCE = 2**20  # elements
@@ -30,7 +30,7 @@ class StateTensor:
     The last `padding` rows of `spec` are zeros that the host neither reads nor writes. `first` computes the values that
     it starts with, in the shape of `host_spec`; without it they are zeros.
 
-    One of int16 holds remainders of fp32 numbers, whose upper halves are its copy `<name>/compute` (see op update); the
+    One of int16 holds low bits of fp32 numbers, whose upper halves are its copy `<name>/compute` (see op update); the
     host reads and writes the numbers.
 
     `parts` are those that this rank owns, each a vector under a name of its own (core.spec.part_name), or all of it in
@@ -60,11 +60,11 @@ class StateTensor:
     @property
     def host_spec(self) -> TensorSpec:
         """The spec of the values, without padding."""
-        shape, spec = self.spec.shape, self.spec.with_dtype(DType.FP32) if self.remainders else self.spec
+        shape, spec = self.spec.shape, self.spec.with_dtype(DType.FP32) if self.low_bits else self.spec
         return spec.with_shape(shape[0] - self.padding, *shape[1:]) if self.padding else spec
 
     @property
-    def remainders(self) -> bool:
+    def low_bits(self) -> bool:
         return self.spec.dtype is DType.INT16
 
 
@@ -74,7 +74,7 @@ class State:
     Tensors of one (kind, dtype, run, slot) share an arena in list order at 64-element alignment, where the slot is what
     follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
     therefore get the same element offsets in every slot. Gaps stay zero. Where a device has arenas, all gradients share
-    one, which steps may use until backward writes them: the `loan`.
+    one, which steps may use until backward writes them: the `reuse`.
 
     Whole tensors are read and written by their names, also those of which other ranks hold parts: then all ranks have
     to call `read` for the same tensors in the same order.
@@ -85,8 +85,8 @@ class State:
         self._tensors: dict[str, StateTensor] = {}
         self._placed: dict[str, Placed] = {}
         self._declared: dict[str, tuple[TensorSpec, Kind]] = {}  # of whole tensors and parts, as graphs use them
-        self.loan: Loan | None = None
-        self.loan_arena: Arena = None
+        self.reuse: GradientReuse | None = None
+        self.reuse_arena: Arena = None
         self.add(tensors)
 
     def add(self, tensors: Sequence[StateTensor]) -> None:
@@ -103,7 +103,7 @@ class State:
             arenas.setdefault(key, {}).setdefault(run, []).extend(tensor.placed)
             self._declared |= {name: (spec, tensor.kind) for name, spec, _ in (*tensor.placed, *tensor.pieces)}
         for key, runs in arenas.items():
-            self._allocate(runs, self.device.side(key[-1] is True), lent=len(key) == 1)
+            self._allocate(runs, self.device.side(key[-1] is True), aliased=len(key) == 1)
         for tensor in tensors:
             if tensor.everywhere and tensor.parts:
                 self._place_parts(tensor)
@@ -115,7 +115,7 @@ class State:
         for name in names:
             del self._tensors[name], self._placed[name], self._declared[name]
 
-    def _allocate(self, runs: Mapping[_Run, Sequence[_Piece]], side: Device, lent: bool) -> None:
+    def _allocate(self, runs: Mapping[_Run, Sequence[_Piece]], side: Device, aliased: bool) -> None:
         """One arena for a run, or with room between them for all whose memory is lent."""
         places: dict[str, tuple[int, TensorSpec]] = {}
         total = 0
@@ -123,15 +123,15 @@ class State:
             offsets, end = run_offsets([spec.size for _, spec, _ in members])
             starts = (total + offset * dtype.itemsize for offset in offsets)
             places |= {name: (start, spec) for start, (name, spec, _) in zip(starts, members, strict=True)}
-            total += end * dtype.itemsize + (_BETWEEN if lent else 0)
+            total += end * dtype.itemsize + (_BETWEEN if aliased else 0)
         kind, _, run, slot = next(iter(runs))
-        purpose = "gradients" if lent else " ".join(filter(None, (kind.value, run, slot)))
+        purpose = "gradients" if aliased else " ".join(filter(None, (kind.value, run, slot)))
         arena = side.allocate_arena(total, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
         self._placed |= {name: (arena, start, side.place(arena, start, spec)) for name, (start, spec) in places.items()}
-        if lent:
+        if aliased:
             whole = {name: (start, spec.nbytes) for name, (start, spec) in places.items() if name in self._tensors}
             own = {name: place for name, place in whole.items() if not self._tensors[name].parts}
-            self.loan_arena, self.loan = arena, Loan(total, own)
+            self.reuse_arena, self.reuse = arena, GradientReuse(total, own)
 
     def _place_parts(self, tensor: StateTensor) -> None:
         """Place the parts of a tensor in the memory of the whole."""
@@ -194,7 +194,7 @@ class State:
         """Return values of a tensor, or of its part of that name: every so many from the first on, in a row."""
         side = self.device.side(self.on_host(tensor.name))
         values = side.sample(self._placed[name][2], first, stride)
-        if not tensor.remainders:
+        if not tensor.low_bits:
             return values
         arena, byte, _ = self._placed[f"{tensor.name}/compute{name.removeprefix(tensor.name)}"]
         bits = side.sample(side.place(arena, byte, self._declared[name][0]), first, stride).astype(np.int32)
@@ -221,7 +221,7 @@ class State:
         side, values, copy = self.device.side(self.on_host(name)), array.reshape(-1), f"{name}/compute"
         whole = [(copy, tensor.spec, (0, values.size))] if copy in self._placed else []
         for piece, spec, (start, stop) in (*tensor.placed, *whole):
-            if tensor.remainders:
+            if tensor.low_bits:
                 self._write_half(side, piece, values[start:stop], upper=piece == copy)
             else:
                 side.upload(self._placed[piece][2], values[start:stop].reshape(spec.shape))
@@ -241,7 +241,7 @@ class State:
             side.upload(side.place(arena, place, spec.with_shape(*array.shape)), array)
 
     def _write_half(self, side: Device, name: str, values: np.ndarray, upper: bool) -> None:
-        """The copy or the remainders of fp32 numbers, some at a time to save memory."""
+        """The copy or the low bits of fp32 numbers, some at a time to save memory."""
         arena, byte, _ = self._placed[name]
         for start in range(0, values.size, _AT_ONCE):
             some = np.array(values[start : start + _AT_ONCE], np.float32)

@@ -64,7 +64,7 @@ class StaticEngine(Engine):
         return prepare(trace, self.kernels, self.device, self.rematerialize)
 
     def plan(self, graph: Graph) -> Plan:
-        return build_plan(graph, self.kernels, self.device, self.state.loan)
+        return build_plan(graph, self.kernels, self.device, self.state.reuse)
 
     def make_step(self, name: str, plan: Plan) -> StaticStep:
         return StaticStep(self, name, plan)
@@ -196,7 +196,7 @@ class BoundPlan(Bound):
 
     def _place(self, block: Block, spec: TensorSpec) -> Placed:
         """Place a block at an offset of the arena, or below zero in what the state lends."""
-        arena, offset, loan = self._arenas[block.on_host], block.offset, self.state.loan
-        if offset < 0 and loan is not None:
-            arena, offset = self.state.loan_arena, loan.nbytes + offset
+        arena, offset, reuse = self._arenas[block.on_host], block.offset, self.state.reuse
+        if offset < 0 and reuse is not None:
+            arena, offset = self.state.reuse_arena, reuse.nbytes + offset
         return arena, offset, self.device.side(block.on_host).place(arena, offset, spec)

@@ -74,7 +74,7 @@ class Declared(Op, Generic[P, R]):
         self.shapes = Shapes(shapes, self._values)
         self._converted = {p.name: _CONVERTED[p.annotation] for p in declared if p.annotation in _CONVERTED}
         self.name, self.__doc__ = function.__name__.strip("_"), function.__doc__
-        self.family, self.wide = function.__module__.rpartition(".")[2], self.shapes.wide
+        self.family, self.accumulation = function.__module__.rpartition(".")[2], self.shapes.accumulation
         for fact, value in facts.items():
             setattr(self, fact, value)
 

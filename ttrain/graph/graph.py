@@ -181,7 +181,7 @@ class Op:
     cheap: bool = False
     view: bool = False
     mutates: Mapping[str, str] = {}
-    wide: tuple[str, ...] = ()
+    accumulation: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     differentiable: bool = True
     transfer: bool = False

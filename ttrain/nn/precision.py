@@ -12,7 +12,7 @@ from ttrain.core.spec import DType
 if TYPE_CHECKING:
     from ttrain.nn.module import Parameter
 
-_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_pure": DType.BF16, "bf8": DType.BF16}
+_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_true": DType.BF16, "bf8": DType.BF16}
 PRECISIONS = tuple(_COMPUTE)
 
 
@@ -22,7 +22,7 @@ class PrecisionConfig:
 
     name: str = option(
         "fp32",
-        "bf16 computes in bf16 with fp32 master weights; bf16_pure keeps everything in bf16, best with "
+        "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
         "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them",
         choices=PRECISIONS,
     )
@@ -35,7 +35,7 @@ class PrecisionConfig:
     @property
     def master(self) -> DType:
         """dtype of the weights that updates change, and of the optimizer state unless optimizer.state_dtype is set."""
-        return DType.BF16 if self.name == "bf16_pure" else DType.FP32
+        return DType.BF16 if self.name == "bf16_true" else DType.FP32
 
     def set_masters(self, parameters: Iterable[Parameter]) -> None:
         """Keep trained weights in the master dtype, and frozen ones only as layers read them."""

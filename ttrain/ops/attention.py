@@ -38,7 +38,7 @@ def _scores_in_torch(x: Any, scale: float, mask: AttentionMask) -> Any:
 @composite("dy [...], y [...]", outputs=("dx",), differentiable=False)
 def softmax_grad(dy: Value, y: Value, scale: float) -> Value:
     """dx = scale * y (dy - sum(dy y)): the backward of y = softmax(scale * x) from its output; fp32 at least inside."""
-    given, made = cast(dy, y.spec.dtype.wide), cast(y, y.spec.dtype.wide)
+    given, made = cast(dy, y.spec.dtype.accumulation), cast(y, y.spec.dtype.accumulation)
     total = reshape(reduce_sum(given * made, [y.spec.rank - 1]), (*y.shape[:-1], 1))
     return cast(made * (given - total) * scale, y.spec.dtype)
 
@@ -64,7 +64,7 @@ def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = EVERY_KEY) -> Te
 def log_sum_exp(x: Value, scale: float = 1.0, mask: AttentionMask = EVERY_KEY) -> TensorSpec:
     """y = log(sum(exp(scale * x + bias))) over the last axis, which disappears; bias as in softmax; fp32 at least."""
     _check_scores("log_sum_exp", x.spec, mask)
-    return TensorSpec(x.shape[:-1], x.spec.dtype.wide)
+    return TensorSpec(x.shape[:-1], x.spec.dtype.accumulation)
 
 
 for _shape, _scale, _mask in (

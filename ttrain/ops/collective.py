@@ -22,7 +22,7 @@ from ttrain.graph.graph import Case, Value, op
 Bounds = tuple[tuple[int, ...], ...]
 _OVER_STATE: dict[str, Any] = {  # the first `count` tensors are written, or all; those behind them only belong to them
     "outputs": ("written*",),
-    "wide": ("tensors",),
+    "accumulation": ("tensors",),
     "aliases": lambda node: {index: index for index in range(node.attributes.get("count", len(node.inputs)))},
     "reference": lambda *tensors, count=None, **attributes: list(tensors[:count]),
 }
@@ -87,7 +87,7 @@ def _norms_in_torch(*tensors: Any, places: Sequence[int], total: int, block: int
     return y
 
 
-@primitive(reference=_norms_in_torch, wide=("tensors",))
+@primitive(reference=_norms_in_torch, accumulation=("tensors",))
 def block_norms(tensors: Sequence[Value], places: tuple[int, ...], total: int, block: int) -> TensorSpec:
     """y [total] fp32: from places[i] on the L2 norms of every `block` elements of tensor i, and zeros elsewhere."""
     require(len(places) == len(tensors), "block_norms", f"{places=}", f"{len(tensors)} places")

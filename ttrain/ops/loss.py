@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
         return reduce_sum(self.hot, [1]) * weight
 
 
-_LOGITS = "logits [N, V], targets int64 [N], weight wide []"
+_LOGITS = "logits [N, V], targets int64 [N], weight accumulation []"
 
 
 @composite(_LOGITS, name="cross_entropy", outputs=("loss", "log_sum_exp"), constants=("weight",))
@@ -46,7 +46,7 @@ def _cross_entropy(logits: Value, targets: Value, weight: Value) -> tuple[Value,
 
     `log_sum_exp` [N] fp32 is kept for backward.
     """
-    rows = _Rows.of(cast(logits, logits.spec.dtype.wide), targets)
+    rows = _Rows.of(cast(logits, logits.spec.dtype.accumulation), targets)
     losses = rows.weights(weight) * (rows.log_sum_exp - rows.picked)
     return reduce_sum(losses, [0]), rows.log_sum_exp
 
@@ -57,10 +57,10 @@ def _(node: Node, dloss: Value, log_sum_exp: None) -> Sequence[Value | None]:
     return [cross_entropy_grad(node.input("logits"), node.input("targets"), node.outputs[1], weight), None, None]
 
 
-@composite(_LOGITS + ", log_sum_exp wide [N]", outputs=("dlogits",), elementwise=True, differentiable=False)
+@composite(_LOGITS + ", log_sum_exp accumulation [N]", outputs=("dlogits",), elementwise=True, differentiable=False)
 def cross_entropy_grad(logits: Value, targets: Value, log_sum_exp: Value, weight: Value) -> Value:
     """dlogits = weight (softmax(logits) - onehot(targets)), zero in rows without a target."""
-    hot = one_hot(targets, logits.shape[1], logits.spec.dtype.wide)
+    hot = one_hot(targets, logits.shape[1], logits.spec.dtype.accumulation)
     column = (logits.shape[0], 1)
     probabilities = exp(cast(logits, hot.spec.dtype) - reshape(log_sum_exp, column))
     return cast((probabilities - hot) * reshape(reduce_sum(hot, [1]) * weight, column), logits.spec.dtype)
@@ -70,7 +70,7 @@ _HEAD_OUTPUTS = ("loss", "cross_entropy?", "dhidden?", "dhead?", "dbias?")
 
 
 @composite(
-    "hidden [N, C], head [V, C], targets int64 [N], weight wide [] or [N], bias [V]",
+    "hidden [N, C], head [V, C], targets int64 [N], weight accumulation [] or [N], bias [V]",
     name="head_cross_entropy",
     outputs=_HEAD_OUTPUTS,
     outputs_of=lambda given: _HEAD_OUTPUTS if given["smoothing"] else (_HEAD_OUTPUTS[0], *_HEAD_OUTPUTS[2:]),
@@ -102,7 +102,7 @@ def _head_cross_entropy(
     require(0 <= smoothing < 1, "head_cross_entropy", f"{smoothing=}", "a share from 0 to below 1")
     alive = _first_rows(head, live)
     logits = linear(hidden, alive, None if bias is None else _first_rows(bias, live))
-    wide = cast(logits, hidden.spec.dtype.wide)
+    wide = cast(logits, hidden.spec.dtype.accumulation)
     rows = _Rows.of(wide, targets)
     weights = rows.weights(weight)
     plain = reduce_sum(weights * (rows.log_sum_exp - rows.picked), [0])
@@ -153,13 +153,13 @@ def _(node: Node, dloss: Value | None, *others: Value | None) -> Sequence[Value 
     return [dhidden, dhead, None, None, dbias]
 
 
-_PREDICTION = "prediction [...], target any [...], weight wide []"
+_PREDICTION = "prediction [...], target any [...], weight accumulation []"
 
 
 @composite(_PREDICTION, outputs=("loss",), constants=("target", "weight"))
 def squared_error(prediction: Value, target: Value, weight: Value) -> Value:
     """loss = weight * sum((prediction - target)^2), fp32 []; the loop's weight is 1 / elements of the step."""
-    difference = cast(prediction - target, prediction.spec.dtype.wide)
+    difference = cast(prediction - target, prediction.spec.dtype.accumulation)
     return reduce_sum(difference * difference, range(difference.spec.rank)) * weight
 
 

@@ -19,7 +19,7 @@ def _layer_norm(x: Value, weight: Value, bias: Value | None, eps: float) -> tupl
 
     mean and rstd = 1 / sqrt(var + eps) are [...], fp32 at least.
     """
-    wide = cast(x, x.spec.dtype.wide)
+    wide = cast(x, x.spec.dtype.accumulation)
     centre = mean(wide, -1)  # [..., 1]
     shifted = wide - centre
     rstd = 1.0 / sqrt(mean(shifted * shifted, -1) + eps)  # [..., 1]
@@ -35,7 +35,7 @@ def _(node: Node, dy: Value, *statistics: None) -> Sequence[Value | None]:
 
 
 @composite(
-    "x [..., C], dy [..., C], residual [..., C], weight any [C], mean wide [...], rstd wide [...]",
+    "x [..., C], dy [..., C], residual [..., C], weight any [C], mean accumulation [...], rstd accumulation [...]",
     outputs=("dx", "dweight", "dbias?"),
     differentiable=False,
 )
@@ -53,7 +53,7 @@ def _gradients(
     dy: Value, x: Value, centre: Value | None, rstd: Value, weight: Value, residual: Value | None, bias: bool
 ) -> tuple[Value, ...]:
     """Return the gradients of a norm that subtracts the mean, or of one that does not."""
-    wide, column, lead = x.spec.dtype.wide, (*x.shape[:-1], 1), range(x.spec.rank - 1)
+    wide, column, lead = x.spec.dtype.accumulation, (*x.shape[:-1], 1), range(x.spec.rank - 1)
     shifted = cast(x, wide) if centre is None else cast(x, wide) - reshape(centre, column)
     rstd = reshape(rstd, column)
     normal, given = shifted * rstd, cast(dy, wide)
@@ -89,7 +89,7 @@ def _rms_norm(x: Value, weight: Value, eps: float) -> tuple[Value, Value]:
 
     rstd = 1 / sqrt(mean(x^2) + eps) is [...], fp32 at least.
     """
-    wide = cast(x, x.spec.dtype.wide)
+    wide = cast(x, x.spec.dtype.accumulation)
     rstd = 1.0 / sqrt(mean(wide * wide, -1) + eps)  # [..., 1]
     return cast(wide * rstd * cast(weight, wide.spec.dtype), x.spec.dtype), reshape(rstd, x.shape[:-1])
 
@@ -100,7 +100,7 @@ def _(node: Node, dy: Value, rstd: None) -> Sequence[Value | None]:
 
 
 @composite(
-    "x [..., C], dy [..., C], residual [..., C], weight any [C], rstd wide [...]",
+    "x [..., C], dy [..., C], residual [..., C], weight any [C], rstd accumulation [...]",
     outputs=("dx", "dweight"),
     differentiable=False,
 )

@@ -11,7 +11,9 @@ from ttrain.ops.elementwise import cast
 from ttrain.ops.layout import index_put, index_select, merge_heads, reshape, split_heads
 
 
-@composite("x [B, T, F], cos wide [T, R] or [B, T, R], sin wide [T, R] or [B, T, R]", constants=("cos", "sin"))
+@composite(
+    "x [B, T, F], cos accumulation [T, R] or [B, T, R], sin accumulation [T, R] or [B, T, R]", constants=("cos", "sin")
+)
 def rotary(x: Value, cos: Value, sin: Value, heads: int, inverse: bool = False) -> Value:
     """x [B, T, heads*D] with the first 2R features of each head turned, or turned back where `inverse`.
 

@@ -28,7 +28,7 @@ _PROBED = 2  # elements that a rule is recorded on, to see what it is made of
 _INTO_STATE: Mapping[str, Any] = {
     "shapes": "state any [...], value any [...]",
     "outputs": ("new_state",),
-    "wide": ("state",),
+    "accumulation": ("state",),
     "mutates": {"new_state": "state"},
 }
 
@@ -49,7 +49,7 @@ cases(assign, Case())
 cases(accumulate, Case())
 
 
-@composite("norm wide []", outputs=("factor",), differentiable=False)
+@composite("norm accumulation []", outputs=("factor",), differentiable=False)
 def clip_factor(norm: Value, limit: float) -> Value:
     """factor = min(1, limit / (norm + 1e-6)) as of torch.nn.utils.clip_grad_norm_; norm and factor []."""
     return limit / at_least(norm + 1e-6, limit)
@@ -63,7 +63,7 @@ def update_rule(body: Callable[P, R]) -> Composite[P, R]:
     and slots; see Rule.
     """
     made: Composite[P, R] = Composite(body, family="rule", differentiable=False)
-    made.wide, slots = made.inputs, made.inputs[2:-2]
+    made.accumulation, slots = made.inputs, made.inputs[2:-2]
     made.outputs = ("parameter", *slots)
     return declare(made)
 
@@ -77,21 +77,21 @@ class Rule:
     into zeros. `slots` names the tensors that it keeps for a parameter, which start at zero; `settings` are the
     composite's attributes as (name, value) pairs.
 
-    With a `tail` it is no loop over elements but for whole tensors: any ops, on the gradient in the dtype that layers
-    compute in, and what it returns first is a direction. The tail, elementwise and without slots, takes that in place
+    With `apply` it is no loop over elements but for whole tensors: any ops, on the gradient in the dtype that layers
+    compute in, and what it returns first is a direction. That rule, elementwise and without slots, takes that in place
     of the gradient. `fp32_slots` stay fp32, each with the axis along which it has size 1 (None: no axis).
     """
 
     name: str
     slots: tuple[str, ...] = ()
     settings: tuple[tuple[str, float], ...] = ()
-    tail: Rule | None = None
+    apply: Rule | None = None
     fp32_slots: tuple[tuple[str, int | None], ...] = ()
 
     @property
     def whole(self) -> bool:
         """True if it needs whole tensors, so that a flat run of them can't be cut anywhere."""
-        return self.tail is not None
+        return self.apply is not None
 
     def slot_spec(self, slot: str, spec: TensorSpec) -> TensorSpec:
         """Return the spec of a slot; `spec` is that of a slot which follows the parameter."""
@@ -136,7 +136,7 @@ class Update(Op):
     copies in the compute dtype; then lr and step, fp32 []; factor fp32 [] that gradients are multiplied by; seed
     int64 []. All but gradients and scalars is overwritten.
 
-    Parameters of int16 are remainders, what fp32 weights have beyond their bf16 copies: a weight's bits are its copy's
+    Parameters of int16 are low bits, what fp32 weights have beyond their bf16 copies: a weight's bits are its copy's
     times 2^16 plus the remainder, which is the weight's lower half, read with a sign. So copies take no memory of their
     own. The copy is the nearest bf16 number, of two as near the one of greater magnitude. (The even one it can't be:
     then 65,537 weights would have the same copy, half a unit below it to half a unit above, and 16 bits tell fewer
@@ -157,7 +157,7 @@ class Update(Op):
     family = "update"
     inputs = ("parameters*", "gradients*", "slots*", "lr", "step", "factor?", "seed?")
     outputs = ("written*",)
-    wide = ("parameters", "slots", "lr", "step", "factor")
+    accumulation = ("parameters", "slots", "lr", "step", "factor")
     differentiable = False
 
     def infer(self, *specs: TensorSpec, rule: Rule, count: int, **attributes: Any) -> Sequence[TensorSpec]:
@@ -166,7 +166,7 @@ class Update(Op):
         complete = len(specs) == lists * count + 4
         require(complete, "update", f"{len(specs)} inputs", f"{lists} lists of {count} and 4 scalars")
         whole = attributes.get("copies", False) or specs[0].dtype is not DType.INT16
-        require(whole, "update", "remainders without copies", "copies=True")
+        require(whole, "update", "low bits without copies", "copies=True")
         for position in range(count):
             tensors = specs[position : lists * count : count]
             require(len({spec.shape for spec in tensors}) == 1, "update", f"{tensors}", "one shape per parameter")

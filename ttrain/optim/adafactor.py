@@ -103,10 +103,10 @@ class Adafactor:
             ("beta2_decay", config.beta2_decay), ("eps", config.eps), ("least_rms", config.least_rms),
             ("threshold", config.threshold), ("padding", parameter.padding),
         )  # fmt: skip
-        tail = Rule("subtract_change", (), (("weight_decay", config.weight_decay * decays),))
+        apply = Rule("subtract_change", (), (("weight_decay", config.weight_decay * decays),))
         if parameter.spec.rank < 2:
-            return Rule("adafactor_vector", ("variance",), settings, tail, (("variance", None),))
-        return Rule("adafactor", ("rows", "columns"), settings, tail, (("rows", -1), ("columns", -2)))
+            return Rule("adafactor_vector", ("variance",), settings, apply, (("variance", None),))
+        return Rule("adafactor", ("rows", "columns"), settings, apply, (("rows", -1), ("columns", -2)))
 
 
 rule_cases(Rule("subtract_change", (), (("weight_decay", 0.1),)))

@@ -20,7 +20,7 @@ from ttrain.ops.update import Rule
 from ttrain.optim.base import Optimizer
 from ttrain.optim.settings import OptimizerConfig
 
-LEARNING_RATE = "lr"  # step input of the parameters that no prefix of group_lr claims; others read lr/<prefix>
+LEARNING_RATE = "lr"  # step input of the parameters that no prefix of lr_multipliers claims; others read lr/<prefix>
 ADAMW_RATE = "lr/adamw"  # likewise, of what muon leaves to AdamW, where optimizer.adamw_lr is given
 
 
@@ -114,7 +114,7 @@ def lr_input(path: str, parameter: Parameter, config: OptimizerConfig) -> str:
 
     With muP `/width_<factor>` follows where the factor is not 1: rates are step inputs, which devices read on the host.
     """
-    prefix, apart = longest(path, config.group_lr), ADAMW_RATE in _peaks(config) and not orthogonalised(parameter)
+    prefix, apart = longest(path, config.lr_multipliers), ADAMW_RATE in _peaks(config) and not orthogonalised(parameter)
     name = ADAMW_RATE if apart else LEARNING_RATE
     return (name if prefix is None else f"{name}/{prefix}") + _label(width_factor(parameter, config))
 
@@ -139,7 +139,7 @@ def learning_rates(
     check_prefixes(parameters, config)
     changing = trained(parameters, config)
     names = {lr_input(path, parameter, config) for path, parameter in changing.items()}
-    factors = {"": 1.0, **{f"/{key}": value for key, value in config.group_lr.items()}}
+    factors = {"": 1.0, **{f"/{key}": value for key, value in config.lr_multipliers.items()}}
     widths = sorted({1.0, *(width_factor(parameter, config) for parameter in changing.values())}, key=lambda w: w != 1)
     every = {
         name + key + _label(width): (peak, factor * width)
@@ -161,7 +161,7 @@ def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -
 def check_prefixes(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
     """Raise ConfigError with every prefix that leads to no parameter, and where nothing is left to train or clip."""
     prefixes: dict[str, Iterable[str]] = {
-        "group_lr": config.group_lr, "clip_scope": config.clip_scope, "freeze": config.freeze,
+        "lr_multipliers": config.lr_multipliers, "clip_scope": config.clip_scope, "freeze": config.freeze,
         "unfreeze": config.unfreeze,
     }  # fmt: skip
     problems = [problem for key, given in prefixes.items() for problem in _unknown(parameters, key, given)]
@@ -198,7 +198,7 @@ def _idle(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> list[
     if any(not parameter.trainable for parameter in parameters.values()):
         example = next((path for path in changing if path.endswith(".b.weight")), next(iter(changing)))
         fix = f"With lora.rank the adapters alone are trained, such as {example}. Name some, or leave it out."
-    rated = {longest(path, config.group_lr) for path in changing}
+    rated = {longest(path, config.lr_multipliers) for path in changing}
     given: dict[str, list[str]] = {"clip_scope": config.clip_scope, "unfreeze": config.unfreeze}
     found = [
         f"optimizer.{key}.{prefix}: nothing of it is trained. {fix}"
@@ -207,9 +207,9 @@ def _idle(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> list[
         if not any(leads_to(prefix, path) for path in changing)
     ]
     found += [
-        f"optimizer.group_lr.{prefix}: changes no rate, since nothing of it is trained, or longer prefixes name all "
-        f"that is. {fix}"
-        for prefix in config.group_lr
+        f"optimizer.lr_multipliers.{prefix}: changes no rate, since nothing of it is trained, or longer prefixes "
+        f"name all that is. {fix}"
+        for prefix in config.lr_multipliers
         if prefix not in rated
     ]
     own = getattr(config, "adamw_lr", None)

@@ -122,11 +122,11 @@ class Muon:
             ("beta", config.momentum), ("nesterov", config.nesterov), ("iterations", config.iterations),
             ("scale", scale), ("parts", parameter.parts),
         )  # fmt: skip
-        tail = Rule("descend", (), (("weight_decay", config.weight_decay * decays),))
-        return self._rule(settings, tail)
+        apply = Rule("descend", (), (("weight_decay", config.weight_decay * decays),))
+        return self._rule(settings, apply)
 
-    def _rule(self, settings: tuple[tuple[str, float], ...], tail: Rule) -> Rule:
-        return Rule("muon", ("momentum",), settings, tail)
+    def _rule(self, settings: tuple[tuple[str, float], ...], apply: Rule) -> Rule:
+        return Rule("muon", ("momentum",), settings, apply)
 
 
 class NorMuon(Muon):
@@ -134,9 +134,9 @@ class NorMuon(Muon):
 
     config: NorMuonConfig
 
-    def _rule(self, settings: tuple[tuple[str, float], ...], tail: Rule) -> Rule:
+    def _rule(self, settings: tuple[tuple[str, float], ...], apply: Rule) -> Rule:
         given = {**dict(settings), "scale": RMS, "beta2": self.config.beta2}
-        return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), tail, (("second_moment", -1),))
+        return Rule("normuon", ("momentum", "second_moment"), tuple(given.items()), apply, (("second_moment", -1),))
 
 
 rule_cases(Muon(MuonConfig()).rule(EXAMPLE, True))

@@ -10,7 +10,7 @@ step after the warm-up and 1 at step S:
     wsd       1 up to step S - decay S, or decay_from, then linear to final at step S  (warm-up, stable, decay; Hu et
               al., 2024)
 
-Step S and those after it have the factor `final`; where it is the only step after the warm-up, it has the peak.
+Step S and those after it have the factor `min_lr_ratio`; where it is the only step after the warm-up, it has the peak.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ def constant(config: ScheduleConfig, steps: int) -> Schedule:
 
 
 def linear(config: ScheduleConfig, steps: int) -> Schedule:
-    """A straight line from the peak to `final`."""
-    return _shaped(config, steps, lambda index, end: _line(_progress(index, config.warmup, end), config.final))
+    """A straight line from the peak to `min_lr_ratio`."""
+    return _shaped(config, steps, lambda index, end: _line(_progress(index, config.warmup, end), config.min_lr_ratio))
 
 
 def cosine(config: ScheduleConfig, steps: int) -> Schedule:
-    """Half a period of the cosine from the peak to `final`."""
+    """Half a period of the cosine from the peak to `min_lr_ratio`."""
 
     def shape(index: int, end: int) -> float:
         half = 0.5 * (1 + math.cos(math.pi * _progress(index, config.warmup, end)))
-        return config.final + (1 - config.final) * half
+        return config.min_lr_ratio + (1 - config.min_lr_ratio) * half
 
     return _shaped(config, steps, shape)
 
 
 def wsd(config: ScheduleConfig, steps: int) -> Schedule:
-    """The peak, then a straight line to `final` over the last `decay` share of the steps, or from `decay_from` on."""
+    """Peak, then a straight line to `min_lr_ratio` over the last `decay` share of the steps, or from `decay_from`."""
 
     def shape(index: int, end: int) -> float:
         stable = config.decay_from or end - config.decay * end
         start = max(config.warmup, stable - 1)
-        return _line(_progress(index, start, end), config.final)
+        return _line(_progress(index, start, end), config.min_lr_ratio)
 
     return _shaped(config, steps, shape)
 
@@ -71,5 +71,5 @@ def _progress(index: int, start: float, end: int) -> float:
     return 0.0 if index <= start else (index - start) / (end - 1 - start)
 
 
-def _line(progress: float, final: float) -> float:
-    return (1 - progress) + progress * final
+def _line(progress: float, min_lr_ratio: float) -> float:
+    return (1 - progress) + progress * min_lr_ratio

@@ -13,8 +13,8 @@ FP32_NORMAL = 1.2e-38  # smaller numbers lose digits in fp32, and become 0
 
 def needs_fp32(key: str, precision: str) -> Iterator[str]:
     """Yield the problem of an average of the weights that `key` asks for, where those are not fp32."""
-    if precision == "bf16_pure":
-        yield f"{key}: an average needs weights in fp32, and precision=bf16_pure has none. Give precision=bf16."
+    if precision == "bf16_true":
+        yield f"{key}: an average needs weights in fp32, and precision=bf16_true has none. Give precision=bf16."
 
 
 @dataclass
@@ -29,7 +29,7 @@ class OptimizerConfig:
     )
     clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
     clip_scope: list[str] = option([], "parameter-name prefixes that clip_norm applies to, such as [blocks]; [] is all")
-    group_lr: dict[str, float] = option(
+    lr_multipliers: dict[str, float] = option(
         {},
         "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins",
         minimum=0,
@@ -45,7 +45,7 @@ class OptimizerConfig:
         choices=("fp32", "bf16"),
     )
     stochastic_rounding: bool = option(
-        False, "bf16_pure: round weights and optimizer state up or down at random, right on average"
+        False, "bf16_true: round weights and optimizer state up or down at random, right on average"
     )
 
     @property
@@ -65,10 +65,10 @@ class OptimizerConfig:
     @rule
     def _rounding(self, others: Any) -> Iterator[str]:
         precision = others.precision.name
-        if self.stochastic_rounding and precision != "bf16_pure":
+        if self.stochastic_rounding and precision != "bf16_true":
             yield (
                 f"optimizer.stochastic_rounding=true: precision={precision} keeps fp32 weights, so there is nothing to "
-                "round. Give precision=bf16_pure, or optimizer.state_dtype=bf16 for moments alone."
+                "round. Give precision=bf16_true, or optimizer.state_dtype=bf16 for moments alone."
             )
 
     @rule
@@ -222,7 +222,9 @@ class ScheduleConfig:
     name: str = option("cosine", "registered name of the shape: constant, linear, cosine or wsd")
     warmup: int = option(0, "steps of linear warm-up", minimum=0)
     steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
-    final: float = option(0.1, "factor of the peak at the end; unused by constant", minimum=0, maximum=1)
+    min_lr_ratio: float = option(
+        0.1, "end of the schedule, as a share of the peak; unused by constant", minimum=0, maximum=1
+    )
     decay: float = option(0.2, "wsd: share of the steps at the end that decays", minimum=0, maximum=1)
     decay_from: int | None = option(
         None,

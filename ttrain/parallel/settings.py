@@ -11,7 +11,7 @@ from ttrain.parallel.place import place
 from ttrain.parallel.ranks import BUCKET_MB
 
 TASKS = ("train", "plan")  # that are of several ranks
-STEPPING = (*TASKS, "lr", "profile")  # that divide a batch into slices
+STEPPING = (*TASKS, "lr_finder", "profile")  # that divide a batch into slices
 
 
 @dataclass
@@ -88,7 +88,7 @@ class ParallelConfig:
                 f"parallel.slices={slices}: must be at least the number of ranks, {ranks}. Start {slices} ranks, or "
                 f"give parallel.slices={ranks}; a run that is continued with other slices does not keep its bits."
             )
-        parts = slices * train.accumulation
+        parts = slices * train.gradient_accumulation
         if slices > 1 and train.batch_size % parts:
             enough = -(-train.batch_size // parts) * parts
             yield (

@@ -18,8 +18,8 @@ UNPLACED = -1  # no block begins there, since offsets are aligned
 class Block:
     """A buffer to place: its bytes, the launches between which it is live (inclusive), and where it came to lie.
 
-    `what` it is for: the value that owns it, the node whose scratch it is, or a name. Offsets below zero lie in a Loan,
-    which ends at zero.
+    `what` it is for: the value that owns it, the node whose scratch it is, or a name. Offsets below zero lie in reused
+    gradients, which end at zero.
     `layout` is for devices without arenas: only blocks of equal layout may lie at the same offset. `on_host` tells that
     the block lies in the host's arena beside that of the device.
     """
@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Loan:
+class GradientReuse:
     """Memory of state that a step may use before it overwrites what lies there, as that of gradients.
 
     `nbytes` in all; for each tensor that may be overwritten its first byte and its bytes.
@@ -56,11 +56,11 @@ class Loan:
 
 
 def pack(blocks: Sequence[Block], fixed: Sequence[Block] = ()) -> int:
-    """Give every block an offset beside what is `fixed` in a loan; returns the bytes of the arena.
+    """Give every block an offset beside what is `fixed` in reused gradients; returns the bytes of the arena.
 
     Greedy by size: the largest block first, each at the lowest offset where it overlaps nothing that is live with it
-    (the greedy-by-size strategy of Pisarchyk and Lee, 2020, arXiv:2001.03288). In a loan, whose parts are free up to
-    some launch, it may be better to begin with those that live longest.
+    (the greedy-by-size strategy of Pisarchyk and Lee, 2020, arXiv:2001.03288). In reused gradients, whose parts are
+    free up to some launch, it may be better to begin with those that live longest.
     """
     by_size = sorted(blocks, key=lambda block: (-block.nbytes, block.start))
     orders = [by_size, *([sorted(by_size, key=lambda block: block.start - block.end)] if fixed else [])]

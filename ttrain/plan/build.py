@@ -9,14 +9,14 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
-from ttrain.plan.arena import UNPLACED, Block, Loan, pack, take_turns
+from ttrain.plan.arena import UNPLACED, Block, GradientReuse, pack, take_turns
 from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, first_writes, place
 from ttrain.plan.plan import Plan
 
 
 def build_plan(
-    graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None, loan: Loan | None = None
+    graph: Graph, kernels: Mapping[str, Kernel], device: Device | None = None, reuse: GradientReuse | None = None
 ) -> Plan:
     """Place every value of a final graph, and prove the result (see check.py).
 
@@ -35,9 +35,9 @@ def build_plan(
     if whole is not None:
         for block in plan.blocks:
             _lay_out(block, own, whole)
-    if loan is not None:
-        plan.lent = loan.fixed(first_writes(graph, placement), len(graph.nodes))
-    plan.arena_bytes = pack(plan.blocks, [*plan.lent.values()]) if whole is None else take_turns(plan.blocks)
+    if reuse is not None:
+        plan.aliased = reuse.fixed(first_writes(graph, placement), len(graph.nodes))
+    plan.arena_bytes = pack(plan.blocks, [*plan.aliased.values()]) if whole is None else take_turns(plan.blocks)
     plan.host_arena_bytes = pack(plan.host_blocks)
     check(plan, kernels)
     return plan

@@ -19,7 +19,7 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     their lifetimes; following the contents of every buffer through the step, each launch finds the values that it
     reads; and every kernel can deliver as the plan expects.
     """
-    check_overlap([*plan.blocks, *plan.lent.values()])
+    check_overlap([*plan.blocks, *plan.aliased.values()])
     check_overlap(plan.host_blocks)
     check_contents(plan)
     check_lifetimes(plan)
@@ -29,7 +29,7 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
 def check_contents(plan: Plan) -> None:
     """Follow what every buffer holds, launch by launch; what state holds that is lent is lost."""
     graph, placement = plan.graph, plan.placement
-    kept = [value for value in graph.state.values() if value.name not in plan.lent]
+    kept = [value for value in graph.state.values() if value.name not in plan.aliased]
     follow(graph, placement.owner_of, (*graph.inputs.values(), *kept), PlanError, read_values, placement.elided)
 
 

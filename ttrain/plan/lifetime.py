@@ -119,7 +119,7 @@ def first_writes(graph: Graph, placement: Placement) -> dict[str, int]:
 
 def overwritable(node: Node, kernel: Kernel) -> list[Value]:
     """Inputs whose buffer the node's first output may take over, if nothing reads them afterwards."""
-    if kernel.delivery is not Delivery.INTO:
+    if kernel.delivery is not Delivery.OUT:
         return []
     if node.op.elementwise:
         return node.values

@@ -15,8 +15,8 @@ class Plan:
 
     `owned` and `scratch` are the buffers of values, by the one that owns it, and of a node while it runs.
     `outside_bytes` is the most that libraries allocate by themselves during a launch, as far as kernels tell. What
-    nodes on the host make lies in an arena of its own there. `lent` is what keeps its place in a loan, by the name of
-    the state.
+    nodes on the host make lies in an arena of its own there. `aliased` is what keeps its place in reused gradients,
+    by the name of the state.
     """
 
     graph: Graph
@@ -26,7 +26,7 @@ class Plan:
     outside_bytes: int = 0
     arena_bytes: int = 0
     host_arena_bytes: int = 0
-    lent: dict[str, Block] = field(default_factory=dict)
+    aliased: dict[str, Block] = field(default_factory=dict)
 
     @property
     def blocks(self) -> list[Block]:
@@ -45,7 +45,7 @@ class Plan:
     def block_of(self, value: Value) -> Block | None:
         """Return the block of a value, in an arena or in lent gradients; None for state that lends nothing."""
         owner = self.placement.owner_of(value)
-        return self.lent.get(owner.name) if owner.kind.is_state else self.owned[owner]
+        return self.aliased.get(owner.name) if owner.kind.is_state else self.owned[owner]
 
     @property
     def launched(self) -> list[Node]:

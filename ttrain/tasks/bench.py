@@ -21,7 +21,7 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import Interrupted, UserError
 from ttrain.core.files import replace_file, to_json
-from ttrain.device.family import MOCK, family_of
+from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.train.runs.record import environment_record
@@ -76,19 +76,19 @@ def _with_overrides(config: Config, variant: str) -> tuple[DeviceConfig, EngineC
 
 
 def _here(device: DeviceConfig) -> bool:
-    return not modelled(device) and family_of(device).mode(device) != MOCK
+    return not modelled(device) and info_of(device).mode(device) != MOCK
 
 
 def _check_here(measure: list[str], device: DeviceConfig) -> None:
     """Raise UserError where something can't be measured because the device is not here, or has no model of times."""
-    family = family_of(device)
+    info = info_of(device)
     if not _here(device) and measure != ["steps"]:
         raise UserError(
             f"bench.measure=[{','.join(measure)}]: start and memory are measured on the device, and there is no "
-            f"{family.title} card here. Give bench.measure=[steps], or device=cpu."
+            f"{info.title} card here. Give bench.measure=[steps], or device=cpu."
         )
     if modelled(device):
-        family.time_model(device)
+        info.time_model(device)
 
 
 def _environment(config: Config) -> dict[str, Any]:

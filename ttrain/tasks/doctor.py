@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
-from ttrain.config.registry import families
+from ttrain.config.registry import infos
 from ttrain.config.schema import Config
 from ttrain.core.cores import core_limits
 from ttrain.core.errors import UserError
 from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
 from ttrain.core.units import counted, format_bytes
-from ttrain.device.family import Finding
+from ttrain.device.info import Finding
 
 
 def run(config: Config) -> None:
@@ -31,8 +31,8 @@ def examine(opening: bool = True) -> Iterator[Finding]:
     yield _package("torch", "pip install torch")
     yield _gpu()
     yield _cpp_compiler(opening)
-    for family in families():
-        yield from family.findings(opening)
+    for info in infos():
+        yield from info.findings(opening)
 
 
 def _machine() -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from ttrain.config.schema import Config
 from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import Waiting
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.nn.module import ADAPTER
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
 def _calibrate(config: Config) -> None:
     """Opens the device and measures. Raises UserError where it has no cost model."""
     with Waiting("Measuring the device"):
-        measured = family_of(config.device).calibrate(config.device, _recorded)
+        measured = info_of(config.device).calibrate(config.device, _recorded)
     print(measured + "\n")
 
 
@@ -95,7 +95,7 @@ def _dataset(config: Config) -> Dataset | None:
 def _title(config: Config, model: Model, device: str, unread: bool) -> str:
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device}, engine {config.engine.name}, {config.precision.name}"]
-    rows, count = config.train.batch_size, config.train.accumulation
+    rows, count = config.train.batch_size, config.train.gradient_accumulation
     examples = "example" if rows == 1 else "examples"
     ranks = build.planned_ranks(config.parallel)
     divided = [f"{ranks.slices} slices"] * (ranks.slices > 1) + [f"{count} micro-batches"] * (count > 1)
@@ -186,7 +186,7 @@ class _Extra:
         given, device = self.config.plan.memory_gb, self.config.device
         if given is not None:
             return int(given * 2**30), "plan.memory_gb"
-        return family_of(device).memory(device) or device_memory(self.device.name)
+        return info_of(device).memory(device) or device_memory(self.device.name)
 
     def _fits(self, model: Any) -> str:
         """A line that tells whether the plan fits; empty where that can't be told."""
@@ -202,7 +202,7 @@ class _Extra:
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
         parts = (config.train, model, config.precision.name, config.engine.name, config.optimizer)
         keys = shrinking_keys(*parts, chips=self.device.chips)
-        keys[-1:-1] = family_of(config.device).smaller_keys(config.device, self.vocabulary is not None)
+        keys[-1:-1] = info_of(config.device).smaller_keys(config.device, self.vocabulary is not None)
         self.smaller = [key.partition(" ")[0] for key in keys if "=" in key]
         return "\n" + fit_text(needed, *known, keys)
 
@@ -343,6 +343,6 @@ def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
 
     path = Path(str(config.plan.json))
     names = {"model": config.model.name, "device": device, "engine": config.engine.name}
-    sizes = {"batch_size": config.train.batch_size, "accumulation": config.train.accumulation}
+    sizes = {"batch_size": config.train.batch_size, "gradient_accumulation": config.train.gradient_accumulation}
     head = {**names, "precision": config.precision.name, **sizes}
     write_chosen("plan.json", path, to_json({**head, **values}))

@@ -20,7 +20,7 @@ def run(config: Config) -> None:
     print(f"{config.prepare.dir}: {counts} tokens of {header['vocabulary']} ids")
     keys: dict[str, object] = {"data": "tokens", "data.path": config.prepare.dir}
     if isinstance(config.data, DocumentsConfig):
-        keys["data.order"] = "read"
+        keys["data.order"] = "sequential"
     fewest, context = min(part["tokens"] for part in header["splits"].values()), getattr(config.model, "context", None)
     if context is not None and fewest <= context:
         keys["model.context"] = max(1, fewest - 1)

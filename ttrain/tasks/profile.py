@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttrain.config import build
-from ttrain.config.registry import family_that
+from ttrain.config.registry import info_that
 from ttrain.config.schema import Config
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
-from ttrain.device.family import Profile, Profiler, family_of
+from ttrain.device.info import Profile, Profiler, info_of
 from ttrain.train.settings import without_phases
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def run(config: Config) -> None:
     chosen = config.profile
     if chosen.csv is not None:
         profile: Profile = _given(config)
-    elif family_of(config.device).profiles:
+    elif info_of(config.device).profiles:
         profile = _by_device(config)
     else:
         profile = nodes = _by_node(config)
@@ -49,15 +49,15 @@ def run(config: Config) -> None:
 
 def _given(config: Config) -> Profile:
     """A report that exists already."""
-    family = family_of(config.device)
-    family = family if family.profiles else family_that(lambda each: each.profiles)
-    return family.read_profile(Path(str(config.profile.csv)), config.profile.steps)
+    info = info_of(config.device)
+    info = info if info.profiles else info_that(lambda each: each.profiles)
+    return info.read_profile(Path(str(config.profile.csv)), config.profile.steps)
 
 
 def _by_device(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
     with tempfile.TemporaryDirectory() as folder:
-        profiler: Profiler | None = family_of(config.device).profiler(config.device, Path(folder))
+        profiler: Profiler | None = info_of(config.device).profiler(config.device, Path(folder))
         assert profiler is not None  # its family profiles
         steps, config = config.profile.steps, dataclasses.replace(config, device=profiler.config)
         with _warmed(config, steps) as (device, drive, _):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.tasks.training.recover import shrunk_config
 from ttrain.tasks.training.start import start_run
 from ttrain.train.loop.interrupt import StopRequests
@@ -20,7 +20,7 @@ def run(config: Config) -> float | None:
 
     Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
     """
-    if family_of(config.device).replicas(config.device) > 1:
+    if info_of(config.device).replicas(config.device) > 1:
         from ttrain.tasks.training.replicas import run as run_replicas
 
         return run_replicas(config)

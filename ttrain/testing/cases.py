@@ -165,8 +165,8 @@ def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None
         elif name in case.integers or name in case.values or name in ("targets", "ids", "seed"):
             specs[name] = TensorSpec(shape, DType.INT64)
         else:
-            wide = name.partition(".")[0] in op.wide and name not in case.narrow
-            specs[name] = TensorSpec(shape, dtype.wide if wide else dtype)
+            wide = name.partition(".")[0] in op.accumulation and name not in case.narrow
+            specs[name] = TensorSpec(shape, dtype.accumulation if wide else dtype)
     return specs
 
 
@@ -246,7 +246,7 @@ def weighted_loss(outputs: Sequence[Value], feeds: dict[str, Any], name: str, pr
         key = f"{prefix}weight of output {number}"
         feeds[key] = weight
         product = multiply(output, output.graph.input(key, output.spec))
-        terms.append(reduce_sum(cast(product, product.spec.dtype.wide), range(product.spec.rank)))
+        terms.append(reduce_sum(cast(product, product.spec.dtype.accumulation), range(product.spec.rank)))
     return functools.reduce(add, terms)
 
 

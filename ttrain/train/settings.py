@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain.core.names import nearest_divisor
 from ttrain.core.options import option, rule
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb")
@@ -22,7 +22,7 @@ class TrainConfig:
 
     steps: int = option(1000, "optimizer steps of the whole run, from its first start", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
-    accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
+    gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     batch_schedule: list[int] = option(
         [],
         "growing sequences per step, each for phase_steps, the last for the rest, in micro-batches of batch_size / "
@@ -89,19 +89,20 @@ class TrainConfig:
 
     @rule
     def _micro_batches(self, others: Any) -> Iterator[str]:
-        size, parts = self.batch_size, self.accumulation
+        size, parts = self.batch_size, self.gradient_accumulation
         if size % parts:
-            yield f"train.accumulation={parts}: must divide train.batch_size={size}. {nearest_divisor(size, parts)}"
+            nearest = nearest_divisor(size, parts)
+            yield f"train.gradient_accumulation={parts}: must divide train.batch_size={size}. {nearest}"
         if self.noise_scale and parts < 2:
-            yield "train.noise_scale=true: compares a micro-batch with the batch. Give train.accumulation of 2 or more."
+            yield "train.noise_scale=true: compares micro-batches with the batch. Give train.gradient_accumulation>1."
 
     @rule
     def _batches_grow(self, others: Any) -> Iterator[str]:
         sizes, size = self.batch_schedule, self.batch_size
         key = f"train.batch_schedule={sizes}"
-        if not sizes or size % self.accumulation:
+        if not sizes or size % self.gradient_accumulation:
             return
-        micro_batch, common = size // self.accumulation, math.gcd(*sizes)
+        micro_batch, common = size // self.gradient_accumulation, math.gcd(*sizes)
         if any(later < earlier for earlier, later in pairwise(sizes)):
             yield f"{key}: no size may be smaller than the one before it."
         elif sizes[-1] != size:
@@ -110,8 +111,9 @@ class TrainConfig:
             )
         elif common % micro_batch:
             yield (
-                f"{key}: a batch grows by micro-batches, of train.batch_size / train.accumulation = {micro_batch} rows "
-                f"here, and every size must be a multiple of it. Give train.accumulation={size // common}."
+                f"{key}: a batch grows by micro-batches of {micro_batch} rows (train.batch_size / "
+                "train.gradient_accumulation), and every size must be a multiple of it. "
+                f"Give train.gradient_accumulation={size // common}."
             )
 
     @rule
@@ -134,14 +136,14 @@ class TrainConfig:
 
     @rule
     def _device_takes_it(self, others: Any) -> Iterator[str]:
-        family, device = family_of(others.device), others.device
-        count = family.replicas(device)
+        info, device = info_of(others.device), others.device
+        count = info.replicas(device)
         if self.length_schedule and count > 1:
             yield (
                 f"train.length_schedule={self.length_schedule}: a phase captures steps anew, which would spoil what "
                 f"the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
             )
-        yield from family.problems(device, self.batch_size // self.accumulation)
+        yield from info.problems(device, self.batch_size // self.gradient_accumulation)
 
     @rule
     def _average(self, others: Any) -> Iterator[str]:
@@ -195,8 +197,8 @@ class ReplicasConfig:
 
     @rule
     def _one_value_each(self, others: Any) -> Iterator[str]:
-        run, task, count = others.run, others.task.name, family_of(others.device).replicas(others.device)
-        title = others.family_that(lambda each: each.divides).title
+        run, task, count = others.run, others.task.name, info_of(others.device).replicas(others.device)
+        title = others.info_that(lambda each: each.divides).title
         for key in ("seed", "lr"):
             given = getattr(self, key)
             if given is not None and count == 1:
@@ -214,7 +216,7 @@ class ReplicasConfig:
 
     @rule
     def _share_a_device(self, others: Any) -> Iterator[str]:
-        count = family_of(others.device).replicas(others.device)
+        count = info_of(others.device).replicas(others.device)
         if count == 1:
             return
         wanted = others.supervise.wanted(others.source.explicit)
@@ -312,6 +314,6 @@ class RecoverConfig:
 
     oom: str = option(
         "stop",
-        "when out of memory: stop, or halve the micro-batch and double train.accumulation",
+        "when out of memory: stop, or halve the micro-batch and double train.gradient_accumulation",
         choices=("stop", "shrink"),
     )

@@ -136,7 +136,7 @@ def test_first_values_and_rates_follow_the_published_table(family: str) -> None:
     assert seen == set(TABLE)
     inputs = {run.lr for run in parameter_runs(wide.parameters(), AdamW(AdamWConfig()), wide.compute)}
     assert inputs == {"lr", "lr/width_0.25"} and rates(wide, AdamWConfig(), 0.1) == {"lr": 0.1, "lr/width_0.25": 0.025}
-    grouped = rates(wide, AdamWConfig(group_lr={"blocks": 2.0}), 0.1)
+    grouped = rates(wide, AdamWConfig(lr_multipliers={"blocks": 2.0}), 0.1)
     assert grouped == {"lr": 0.1, "lr/blocks": 0.2, "lr/blocks/width_0.25": 0.05}
 
 

@@ -110,12 +110,12 @@ def test_log_every(make_training: MakeTraining) -> None:
     assert [line["step"] for line in lines(training) if "train/loss" in line] == [4, 8, 11]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-def test_accumulation_weighs_by_valid_targets(make_training: MakeTraining, accumulation: int) -> None:
+@pytest.mark.parametrize("gradient_accumulation", [1, 2, 4])
+def test_accumulation_weighs_by_valid_targets(make_training: MakeTraining, gradient_accumulation: int) -> None:
     """Without dropout, the split into micro-batches changes neither losses nor parameters beyond rounding."""
     results = []
-    for count in (1, accumulation):
-        training = make_training(f"run{count}_{len(results)}", accumulation=count)
+    for count in (1, gradient_accumulation):
+        training = make_training(f"run{count}_{len(results)}", gradient_accumulation=count)
         original = training.model._loss
         training.model._loss = lambda inputs, masked, loss=original: loss(inputs, masked=False)
         training.loop.run()
@@ -235,13 +235,13 @@ def test_early_stop(make_training: MakeTraining) -> None:
     assert again.loop.run().step == 8
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation", [1, 2])
 @pytest.mark.parametrize("attempts", [(7, 14), (3, 6, 14), (1, 13, 14)])
 def test_resumed_run_is_the_uninterrupted_one(
-    make_training: MakeTraining, attempts: tuple[int, ...], accumulation: int
+    make_training: MakeTraining, attempts: tuple[int, ...], gradient_accumulation: int
 ) -> None:
     """Batches, dropout seeds, losses, parameters and loop state, over two and three attempts, between evaluations."""
-    settings = {"steps": 14, "accumulation": accumulation, "save_every": 5}
+    settings = {"steps": 14, "gradient_accumulation": gradient_accumulation, "save_every": 5}
     whole = make_training("whole", **settings)
     whole.loop.run()
     for number, attempt in enumerate(attempts):

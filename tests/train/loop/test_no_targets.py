@@ -59,7 +59,7 @@ def targets_of(rows: int, split: str = "train") -> np.ndarray:
     ("rows", "more"),
     [
         (1, []),
-        (2, ["train.accumulation=2"]),
+        (2, ["train.gradient_accumulation=2"]),
         (2, ["parallel.slices=2"]),
         (1, ["guard.nonfinite=skip", "guard.spike=warn", "guard.spike_window=2"]),
     ],
@@ -96,7 +96,7 @@ def test_a_loss_over_some_rows_is_the_mean_over_their_targets() -> None:
     steps = []
     for batch in (given, {name: array[:1] for name, array in given.items()}):
         rows = len(batch["tokens"])
-        session = Session(agillm(), AdamW(AdamWConfig()), 1, accumulation=rows)
+        session = Session(agillm(), AdamW(AdamWConfig()), 1, gradient_accumulation=rows)
         step = TrainStep(session.steps, 1, 0, session.graph.model.prepare)
         steps.append((step(batch, {"lr": 1e-2}, 1), session.gradients()))
     (one, gradients), (other, alone) = steps
@@ -125,7 +125,7 @@ def test_each_term_of_a_loss_has_targets_of_its_own(kept: int, expected: str) ->
     [
         (["train.steps=4"], "none of the 4 training sequences that are read has a target"),
         (["train.steps=400", "train.eval_sequences=2"], "none of the 2 held-out sequences that are read has a target"),
-        (["task=lr", "ramp.steps=10"], "none of the 10 training sequences that are read has a target"),
+        (["task=lr_finder", "lr_finder.steps=10"], "none of the 10 training sequences that are read has a target"),
     ],
 )
 def test_a_run_without_any_target_is_refused(overrides: list[str], message: str, capsys: Any) -> None:
@@ -155,9 +155,15 @@ def load_config_field() -> Any:
 
 
 def test_the_ramp_leaves_out_steps_without_a_loss(capsys: Any) -> None:
-    command = ["task=lr", "ramp.steps=40", "ramp.high=1e-2", "ramp.out=ramp", "train.batch_size=1"]
+    command = [
+        "task=lr_finder",
+        "lr_finder.steps=40",
+        "lr_finder.high=1e-2",
+        "lr_finder.out=found",
+        "train.batch_size=1",
+    ]
     assert main([*DATA, *QUIET, *command]) == 0
-    found = json.loads(Path("ramp/results.json").read_text())
+    found = json.loads(Path("found/results.json").read_text())
     empty = (targets_of(STEPS) == 0).sum()
     assert len(found["losses"]) == len(found["rates"]) == STEPS - empty and min(found["losses"]) > 1
     assert "have no target" in capsys.readouterr().err
@@ -166,7 +172,7 @@ def test_the_ramp_leaves_out_steps_without_a_loss(capsys: Any) -> None:
 def test_the_noise_is_not_that_of_a_micro_batch_without_targets() -> None:
     given = token_batch(7, 2, 8, index=1)
     given["targets"][0] = -1
-    session = Session(agillm(), AdamW(AdamWConfig()), 1, accumulation=2)
+    session = Session(agillm(), AdamW(AdamWConfig()), 1, gradient_accumulation=2)
     session.graph.noise = True
     steps = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
     noise = NoiseScale(1)

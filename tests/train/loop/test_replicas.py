@@ -68,10 +68,10 @@ def weights(run: Path) -> bytes:
     [
         ([], ["run.seed=1338"]),
         (["replicas.seed=[4,5]", "replicas.lr=[1e-2,2e-2]"], ["run.seed=5", "optimizer.lr=2e-2"]),
-        (["train.accumulation=2", "run.seed=7"], ["run.seed=8", "train.accumulation=2"]),
+        (["train.gradient_accumulation=2", "run.seed=7"], ["run.seed=8", "train.gradient_accumulation=2"]),
         (["guard.nonfinite=skip"], ["run.seed=1338", "guard.nonfinite=skip"]),
     ],
-    ids=["next seed", "own seed and rate", "accumulation", "guarded"],
+    ids=["next seed", "own seed and rate", "gradient_accumulation", "guarded"],
 )
 def test_a_replica_is_the_run_that_it_would_be_alone(
     chip: None, tmp_path: Path, overrides: list[str], alone: list[str]

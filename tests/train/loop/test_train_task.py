@@ -108,7 +108,7 @@ def test_three_legs_equal_one_run_bit_for_bit(train: Any, tmp_path: Path, engine
     """With dropout, accumulation, warm-up, a moving learning rate and shuffled epochs."""
     overrides = [
         f"engine={engine}",
-        "train.accumulation=2",
+        "train.gradient_accumulation=2",
         "data.order=epoch",
         "schedule.warmup=3",
         "schedule.steps=20",

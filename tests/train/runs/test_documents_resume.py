@@ -138,7 +138,7 @@ def test_a_run_of_documents_can_be_sampled_and_planned(capsys: pytest.CaptureFix
     assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
     assert main(["task=sample", "run.dir=run", "sample.tokens=3", "sample.prompt=a1 "]) == 0
     grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false", "train.batch_schedule=[1,2]"]
-    grows += ["train.batch_size=2", "train.accumulation=2"]
+    grows += ["train.batch_size=2", "train.gradient_accumulation=2"]
     assert main(["task=plan", *DATA, *QUIET, *TINY, *grows]) == 0
     printed = capsys.readouterr().out
     assert "phases of 5 steps with sequences x tokens of 1 x 8, 2 x 16; this is the plan of the largest" in printed

@@ -30,7 +30,7 @@ def test_known_noise_is_found(parts: int) -> None:
 
 def test_the_first_micro_batch_tells_its_norm() -> None:
     model, optimizer = GPT(GPTConfig(layers=1, heads=2, width=16, context=8, vocabulary=11)), AdamW(AdamWConfig())
-    session = Session(model, optimizer, 2, accumulation=2)
+    session = Session(model, optimizer, 2, gradient_accumulation=2)
     graph = StepGraph(model, optimizer, 2, 2, noise=True)
     fields, weights = session.prepared(token_batch(11, 2, 8, 1))
     step = session.engine.build("noise", lambda g: graph.trace_accumulate(g, first=True))

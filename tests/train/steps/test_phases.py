@@ -91,7 +91,7 @@ def test_phases_and_what_came_before_them() -> None:
     for done, step in ((0, 1), (0, 9), (4, 7), (8, 20), (14, 15)):  # counted step by step
         read = [schedule.at(each) for each in range(done + 1, step)]
         samples, tokens = sum(phase.rows for phase in read), sum(phase.rows * phase.length for phase in read)
-        data = TokenDataset(*[np.zeros(99, np.uint16)] * 2, 32, 9, TextConfig(order="read"))
+        data = TokenDataset(*[np.zeros(99, np.uint16)] * 2, 32, 9, TextConfig(order="sequential"))
         assert Reader(data, 0, schedule, done, Position(5, 7)).before(step) == (5 + samples, 7 + tokens)
     assert PhaseSchedule.of(TrainConfig(), 32).phases == (Phase(32, 16),)
 
@@ -101,7 +101,7 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
     """Within a phase, at the last step of one and at the first of another."""
     phases = [(7, 32)] if engine == "traced" else [(7, 16), (13, 32)]  # compiling is slow
     lengths = ",".join(str(length) for _, length in phases)
-    overrides = [f"engine={engine}", "train.accumulation=2", f"train.length_schedule=[8,{lengths}]"]
+    overrides = [f"engine={engine}", "train.gradient_accumulation=2", f"train.length_schedule=[8,{lengths}]"]
     overrides.append("train.batch_schedule=[2,4]")
     assert train(*overrides, "run.dir=whole", "train.steps=14") == 0
     for stop in (4, 6, 7) if engine == "static" else (6,):
@@ -140,7 +140,7 @@ def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: p
         return start(self, batch, *given)
 
     monkeypatch.setattr(TrainStep, "__call__", recorded)
-    grows = ["train.accumulation=4", "train.batch_schedule=[1,3,4]"]
+    grows = ["train.gradient_accumulation=4", "train.batch_schedule=[1,3,4]"]
     assert train(*grows, "run.dir=first", "train.steps=9") == 0
     assert train(*grows, "run.dir=first", "resume=auto", "train.steps=15") == 0
     assert [tokens.shape for tokens in seen] == [(1, 8)] * 6 + [(3, 16)] * 6 + [(4, 32)] * 3
@@ -165,7 +165,12 @@ def test_a_growing_batch_trains_as_pytorch_in_fp64_does(tmp_path: Path, parallel
         *parallel,
     ]
     plain += ["optimizer.clip_norm=null", "optimizer.weight_decay=0", "schedule=constant", "guard.check_learning=null"]
-    plain += ["train.batch_size=12", "train.accumulation=6", "train.batch_schedule=[4,6,12]", "train.phase_steps=3"]
+    plain += [
+        "train.batch_size=12",
+        "train.gradient_accumulation=6",
+        "train.batch_schedule=[4,6,12]",
+        "train.phase_steps=3",
+    ]
     plain += [*QUIET[:3], "train.save_every=1", "train.eval_every=null", "train.log_every=1", "train.noise_scale=true"]
     assert main([*plain, f"run.dir={run}0", "optimizer.lr=0", "train.steps=1"]) == 0
     assert main([*plain, f"run.dir={run}", "optimizer.lr=0.1", f"train.steps={steps}", "train.keep_last=1"]) == 0
@@ -259,7 +264,7 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
 def test_token_files_take_a_schedule_too(train: Any) -> None:
     assert train("task=prepare", "prepare.dir=tokens") == 0
     overrides = [*MODEL, *PHASES, *TRAIN, *QUIET, "data=tokens", "data.path=tokens", "train.steps=14"]
-    for order in ("read", "epoch"):
+    for order in ("sequential", "epoch"):
         assert main([*overrides, f"data.order={order}", f"run.dir={order}"]) == 0
         assert [event["length"] for event in events(order, "phase")] == [16, 32]
 
@@ -276,7 +281,7 @@ def test_token_files_take_a_schedule_too(train: Any) -> None:
         (["train.phase_steps=0"], "must be at least 1"),
         (["train.batch_schedule=[4,2,4]"], "no size may be smaller than the one before it"),
         (["train.batch_schedule=[2,8]"], "must end with train.batch_size=4. Give train.batch_size=8, or end with 4."),
-        (["train.batch_schedule=[1,2,4]"], "must be a multiple of it. Give train.accumulation=4."),
+        (["train.batch_schedule=[1,2,4]"], "must be a multiple of it. Give train.gradient_accumulation=4."),
         (["train.batch_schedule=[0,4]"], "must be at least 1"),
         (["train.batch_schedule=4"], "must be a list of integers"),
         (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),

@@ -33,7 +33,9 @@ def losses(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if "loss" in key or key == "grad_norm"} for line in lines]
 
 
-@pytest.mark.parametrize("more", [["engine=dynamic"], ["train.accumulation=2"], ["precision=bf16", "data.order=epoch"]])
+@pytest.mark.parametrize(
+    "more", [["engine=dynamic"], ["train.gradient_accumulation=2"], ["precision=bf16", "data.order=epoch"]]
+)
 def test_a_run_is_the_same_to_the_bit(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed = losses(tmp_path / "host", *more, "data.resident=host")
     written: list[Any] = []

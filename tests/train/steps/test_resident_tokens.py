@@ -25,11 +25,16 @@ from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.steps import resident
 from ttrain.train.steps.resident import INDICES, Resident, choose_resident
 
-CONTEXT, TOKENS = 16, 90  # so few that a second step of order=read begins anew
+CONTEXT, TOKENS = 16, 90  # so few that a second step of order=sequential begins anew
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", f"model.context={CONTEXT}", "model.dropout=0.1"]
 TRAIN = ["train.batch_size=4", "train.log_every=1", "train.eval_every=3", "train.eval_sequences=4", "schedule.steps=20"]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1"]
-GROWS = ["train.length_schedule=[4,8,16]", "train.batch_schedule=[2,4]", "train.accumulation=2", "train.phase_steps=2"]
+GROWS = [
+    "train.length_schedule=[4,8,16]",
+    "train.batch_schedule=[2,4]",
+    "train.gradient_accumulation=2",
+    "train.phase_steps=2",
+]
 UNREAD = ["device=cuda", "model.vocabulary=256"]
 KEYS = ("train/loss", "val/loss", "grad_norm")
 
@@ -57,13 +62,13 @@ def losses(run: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "more",
     [
-        ["engine=dynamic", "data.order=read"],
-        ["data.order=read", "train.accumulation=2"],
+        ["engine=dynamic", "data.order=sequential"],
+        ["data.order=sequential", "train.gradient_accumulation=2"],
         ["data.order=epoch", "data.limit=3", "guard.nonfinite=skip"],
         ["data.order=random", "parallel.slices=2"],
         ["engine=traced", "precision=bf16", "data.order=epoch"],
         ["model=llama", "model.hidden=32", "data.order=random", *GROWS],
-        ["data.order=read", *GROWS],
+        ["data.order=sequential", *GROWS],
         ["model=agillm", "model.objective=ar_only", "data.order=epoch"],
     ],
     ids=" ".join,
@@ -74,7 +79,7 @@ def test_a_run_is_the_same_to_the_bit(more: list[str], train: Any) -> None:
     assert [line["step"] for line in handed if "train/loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("more", [["data.order=read"], ["data.order=epoch", *GROWS]], ids=["read", "growing"])
+@pytest.mark.parametrize("more", [["data.order=sequential"], ["data.order=epoch", *GROWS]], ids=["read", "growing"])
 def test_it_goes_on_from_either_place_at_the_same_token(more: list[str], train: Any) -> None:
     whole = train("whole", "train.steps=7", *more, "data.resident=host")
     train("stopped", "train.steps=3", *more, "data.resident=device")
@@ -89,7 +94,7 @@ def test_a_step_is_handed_indices_alone(train: Any, monkeypatch: pytest.MonkeyPa
     given: list[dict[str, Any]] = []
     upload = TorchDevice.upload_inputs
     monkeypatch.setattr(TorchDevice, "upload_inputs", lambda *args: (given.append(dict(args[2])), upload(*args)))
-    train("run", "train.steps=1", "train.eval_every=null", "data.resident=device", "data.order=read")
+    train("run", "train.steps=1", "train.eval_every=null", "data.resident=device", "data.order=sequential")
     assert given[0].keys() == {INDICES, "loss_weight", "lr", "step", "seed"}
     assert given[0][INDICES].dtype == np.int64 and given[0][INDICES].tolist() == [0, 16, 32, 48]
 
@@ -127,7 +132,7 @@ def test_where_a_stream_lies() -> None:
 @pytest.mark.parametrize("at_once", [2**22, 7, TOKENS + CONTEXT])
 def test_it_is_written_in_pieces_and_goes_on_behind_its_end(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "TOKENS_AT_ONCE", at_once)
-    data = token_data(DataConfig(order="read"), TOKENS)
+    data = token_data(DataConfig(order="sequential"), TOKENS)
     found = place("cpu", data, resident="device")
     assert found is not None
     state = State(

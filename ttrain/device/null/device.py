@@ -52,7 +52,7 @@ class _Table(Table):
 
         if not self._accepts_all:
             return replace(self._rows[name], bind=bind)
-        return Kernel(bind, device.deliveries.get(name, Delivery.INTO), host_scalars=device.host_scalars.get(name, ()))
+        return Kernel(bind, device.deliveries.get(name, Delivery.OUT), host_scalars=device.host_scalars.get(name, ()))
 
     def __contains__(self, name: object) -> bool:
         return name not in self._without and (self._accepts_all or name in self._rows)

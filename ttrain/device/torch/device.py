@@ -28,16 +28,16 @@ from ttrain.device.base import (
     flat_launches,
 )
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.kernels import kernel_table, product_libraries
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
-from ttrain.device.torch.neighbours import Neighbours
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
 
 def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """device=cpu."""
-    return TorchDevice("cpu", config.threads, group=group, products=config.products, make_room=config.make_room)
+    return TorchDevice("cpu", config.threads, group=group, matmul=config.matmul, yield_cores=config.yield_cores)
 
 
 def cuda(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
@@ -64,12 +64,12 @@ class TorchDevice(Device):
         threads: int | None = None,
         index: int = 0,
         group: Group | None = None,
-        products: str = "auto",
-        make_room: bool = True,
+        matmul: str = "auto",
+        yield_cores: bool = True,
     ) -> None:
         super().__init__()
         self.group = group
-        self.products = products
+        self.matmul = matmul
         self.kind, self.name = kind, kind
         self.supports_capture, self.compiles = kind == "cuda", kind == "cpu"
         self.threads = threads or default_threads()
@@ -80,8 +80,8 @@ class TorchDevice(Device):
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
-        self.context = replace(Context.of(self.device, self.threads, group), products=products)
-        self._neighbours = Neighbours(self.threads) if kind == "cpu" and make_room else None
+        self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
+        self._contention = Contention(self.threads) if kind == "cpu" and yield_cores else None
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
@@ -135,13 +135,13 @@ class TorchDevice(Device):
         destination.copy_(source)
 
     def launching(self, what: str) -> AbstractContextManager[None]:
-        if self._neighbours is not None:
-            self._neighbours.look()
+        if self._contention is not None:
+            self._contention.look()
         return NOTHING_AROUND
 
     def release_threads(self) -> None:
-        if self._neighbours is not None:
-            self._neighbours.forget()
+        if self._contention is not None:
+            self._contention.forget()
 
     def synchronize(self) -> None:
         if self.kind == "cuda":
@@ -191,7 +191,7 @@ class TorchDevice(Device):
 
         # Ranks would each choose for themselves.
         libraries = product_libraries(self.context) if self.group is None else None
-        return NativeKernels(self.kernels, self.threads, products=self.products, libraries=libraries, measures=True)
+        return NativeKernels(self.kernels, self.threads, matmul=self.matmul, libraries=libraries, measures=True)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

@@ -18,12 +18,12 @@ class PlannedDevice(NullDevice):
         kind: str,
         rows: Mapping[str, Kernel],
         threads: int,
-        products: str = "auto",
+        matmul: str = "auto",
         libraries: Mapping[str, Mapping[str, Kernel]] | None = None,
     ) -> None:
         """`libraries` are as of product_libraries; without them nothing is compared."""
         super().__init__(rows=rows)
-        self.name, self.threads, self.products, self._libraries = kind, threads, products, libraries
+        self.name, self.threads, self.matmul, self._libraries = kind, threads, matmul, libraries
         self._rows = rows
         self.compiles = kind == "cpu"
 
@@ -33,7 +33,7 @@ class PlannedDevice(NullDevice):
         from ttrain.device.torch.native import NativeKernels
 
         # Over rows that compute, since a forecast times what is not compiled as well.
-        return NativeKernels(self._rows, self.threads, products=self.products, libraries=self._libraries)
+        return NativeKernels(self._rows, self.threads, matmul=self.matmul, libraries=self._libraries)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:
@@ -49,6 +49,6 @@ def planned(config: DeviceConfig) -> PlannedDevice:
         # torch counts GPUs through the driver's management library, which does not initialise CUDA.
         kind = "cuda" if torch.cuda.device_count() else "cpu"
     threads = config.threads or default_threads()
-    context = replace(Context.of(torch.device(kind), threads), products=config.products)
+    context = replace(Context.of(torch.device(kind), threads), matmul=config.matmul)
     libraries = product_libraries(context) if kind == "cpu" else None
-    return PlannedDevice(kind, kernel_table(context), threads, config.products, libraries)
+    return PlannedDevice(kind, kernel_table(context), threads, config.matmul, libraries)

@@ -80,7 +80,7 @@ def _to_device(host: Device, store: Store) -> Kernel:
         (x,), (y,) = ins, outs
         return lambda: store.write(y.t, y.layout, np.asarray(host.download(x), np.float32))
 
-    return Kernel(bind, Delivery.INTO, layouts=_apart)
+    return Kernel(bind, Delivery.OUT, layouts=_apart)
 
 
 def _host_input(host: Device) -> Kernel:

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from ttrain.device.family import Failed, OutOfResources
+from ttrain.device.info import Failed, OutOfResources
 from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.runtime.identity import board
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -84,7 +84,7 @@ def _lacking(said: str) -> int:
 def _smaller_state(run: Run) -> list[str]:
     keys = []
     if run.failed.precision in ("fp32", "bf16", "bf8"):
-        keys.append("precision=bf16_pure (weights and moments in bf16)")
+        keys.append("precision=bf16_true (weights and moments in bf16)")
     if not run.device.host_resident and run.failed.vocabulary:
         keys.append(f"{HOST_TABLES} (tables and their state in host memory)")
     return keys

@@ -14,7 +14,7 @@ FIDELITIES = ("LoFi", "HiFi2", "HiFi3", "HiFi4")
 class TenstorrentConfig(DeviceConfig):
     """A Tenstorrent card through ttnn, a simulator of one, or a mocked board."""
 
-    family = "ttrain.device.ttnn.family:Tenstorrent"
+    info = "ttrain.device.ttnn.info:Tenstorrent"
 
     name: str = option("tt", "tt takes the installed card; the others name a board")
     mode: str = option(

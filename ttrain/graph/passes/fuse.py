@@ -124,7 +124,7 @@ def _residual_norm_grad(node: Node, source: Node, rest: Inputs) -> Joined | None
 
 def _lookup_grad(node: Node, source: Node, rest: Inputs) -> Joined | None:
     """add(base, embedding_grad(dy, ids)) -> add_embedding_grad: the rows that do not occur are left alone."""
-    fits = node.outputs[0].spec.dtype.wide is DType.FP32  # or bf16, as its kernels are
+    fits = node.outputs[0].spec.dtype.accumulation is DType.FP32  # or bf16, as its kernels are
     return Joined("add_embedding_grad", (*rest, *source.inputs), {}, node.outputs) if fits else None
 
 

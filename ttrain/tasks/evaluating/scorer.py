@@ -159,7 +159,7 @@ def opened(config: Config) -> Iterator[Scorer]:
     if not hasattr(model, "logits"):
         raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
     config = given.config
-    config.train = without_phases(config.train, batch_size=rows, accumulation=1)
+    config.train = without_phases(config.train, batch_size=rows, gradient_accumulation=1)
     with ExitStack() as stack:
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         if not device.computes or device.chips > 1:

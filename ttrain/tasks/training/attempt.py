@@ -240,7 +240,7 @@ def _evaluation(run: Run, steps: Mapping[str, Step], say: Callable[[str], None])
     from ttrain.train.steps.session import averaged
 
     dataset, world, train = run.dataset, run.world, run.config.train
-    rows = train.batch_size // world.ranks.slices // train.accumulation
+    rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
     end = dataset.description.get("end_token") or {}
     count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
     step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ttrain.core.errors import TtrainError
-from ttrain.device.family import Failed, OutOfResources, family_of
+from ttrain.device.info import Failed, OutOfResources, info_of
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.settings import without_phases
@@ -117,13 +117,13 @@ def _failure(run: Run, device: Device, steps: Mapping[str, Step], error: Excepti
     failed = Failed(
         config.precision.name,
         config.engine.name,
-        rows=config.train.batch_size // config.train.accumulation,
+        rows=config.train.batch_size // config.train.gradient_accumulation,
         smaller=run.shrinking_keys(),
         vocabulary=hasattr(run.model.config, "vocabulary"),
         state=max((sum(state_bytes(plan).values()) for plan in plans), default=0),
         memory=device.memory().get("total", 0),
     )
-    found = family_of(config.device).diagnose(config.device, error, failed)
+    found = info_of(config.device).diagnose(config.device, error, failed)
     if found is None:
         return error
     needs = plan_needs(steps) if found.cause == "DRAM" else ""

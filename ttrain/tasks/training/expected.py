@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.config.validate import rule_problems
-from ttrain.device.family import SILICON, family_of
+from ttrain.device.info import SILICON, info_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import parameter_runs
@@ -46,7 +46,7 @@ def session_to_plan(config: Config, model: Model, device: Device, dataset: Datas
     if ranks.sharding:
         runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([ShardedRun(run, ranks) for run in runs], ranks))
-    rows = config.train.batch_size // config.train.accumulation
+    rows = config.train.batch_size // config.train.gradient_accumulation
     resident = choose_resident(config.data, rows, model, device, dataset)
     return build.build_session(
         model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident
@@ -55,7 +55,7 @@ def session_to_plan(config: Config, model: Model, device: Device, dataset: Datas
 
 def micro_batches(config: Config) -> int:
     """Into how many equal parts a batch is divided."""
-    return config.train.accumulation * build.planned_ranks(config.parallel).slices
+    return config.train.gradient_accumulation * build.planned_ranks(config.parallel).slices
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def expected_time(
     context = build.data_sizes(config.model).context
     tokens, unit = config.train.batch_size * (context or 1), "tokens" if context else "examples"
     flops = chips * sum(report.flops.values())
-    found = family_of(config.device).estimate(config.device, plans.own, config.engine.name, tokens, unit, flops)
+    found = info_of(config.device).estimate(config.device, plans.own, config.engine.name, tokens, unit, flops)
     if found is not None:
         return (None, found) if isinstance(found, str) else (found, "")
     if device.name not in ("cpu", "cuda"):
@@ -194,7 +194,7 @@ def pace_of(
     if hours is None or step >= count:
         return Pace(plain, float("inf"), say, list)
     alternatives, found, device = _Alternatives(config, dataset, plain, continues), plain, session.engine.device.name
-    if family_of(config.device).mode(config.device) == SILICON:
+    if info_of(config.device).mode(config.device) == SILICON:
         built = all(each.plan is not None for each in steps.values())
         found = alternatives.forecast(config, session, steps) if built else alternatives.planned(config)
     return Pace(found, 3600 * hours, say, lambda: alternatives.others(found, device))
@@ -237,7 +237,7 @@ class _Alternatives:
 
     def _batches(self, config: Config) -> int:
         """Return the number of batches of an evaluation; a whole split has more sequences where they are shorter."""
-        rows = config.train.batch_size // config.train.accumulation
+        rows = config.train.batch_size // config.train.gradient_accumulation
         own, other = (build.data_sizes(each.model).context or 1 for each in (self._config, config))
         available = self._dataset.val_samples * own / other
         return math.ceil(min(config.train.eval_sequences or available, available) / rows)
@@ -291,9 +291,9 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
         yield {"device": "cuda"}
     if config.precision.name == "fp32":
         yield {"precision": "bf16"}
-    size, parts = config.train.batch_size, config.train.accumulation
+    size, parts = config.train.batch_size, config.train.gradient_accumulation
     if parts >= 4:
-        yield {"train.batch_size": size // parts * (parts // 4), "train.accumulation": parts // 4}
+        yield {"train.batch_size": size // parts * (parts // 4), "train.gradient_accumulation": parts // 4}
     elif size // parts >= 4:
         yield {"train.batch_size": size // parts // 4 * parts}
     context = build.data_sizes(config.model).context

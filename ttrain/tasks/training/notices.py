@@ -82,7 +82,7 @@ def _idle(
 ) -> Iterator[tuple[str, bool, str]]:
     """Keys, when they are idle, and why they are then."""
     none = optimizer.decay_rule == "none"
-    yield "schedule.final", schedule.name == "constant", "schedule=constant does not fall"
+    yield "schedule.min_lr_ratio", schedule.name == "constant", "schedule=constant does not fall"
     yield "schedule.decay", schedule.name != "wsd", "it is for schedule=wsd"
     yield "schedule.decay", schedule.decay_from is not None, "schedule.decay_from takes its place"
     yield "optimizer.weight_decay", none, "with optimizer.decay_rule=none nothing decays"

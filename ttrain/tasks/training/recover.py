@@ -19,16 +19,17 @@ def shrunk_config(config: Config, error: OutOfMemory) -> Config | None:
     train = shrunk(error.train)
     if train is None:
         return None
+    parts = train.gradient_accumulation
     note = (
-        f"{error} Going on with train.accumulation={train.accumulation} instead of {error.train.accumulation}: "
-        f"micro-batches of {train.batch_size // train.accumulation}, the same batch of {train.batch_size}."
+        f"{error} Going on with train.gradient_accumulation={parts} instead of {error.train.gradient_accumulation}: "
+        f"micro-batches of {train.batch_size // parts}, the same batch of {train.batch_size}."
     )
-    Events(error.run).add("shrunk", note, accumulation=train.accumulation)
+    Events(error.run).add("shrunk", note, gradient_accumulation=parts)
     build.build_console(config.logger).say(f"WARNING: {note}")
-    explicit = config.source.explicit | {"train.accumulation"}
+    explicit = config.source.explicit | {"train.gradient_accumulation"}
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, accumulation=train.accumulation),
+        train=dataclasses.replace(config.train, gradient_accumulation=train.gradient_accumulation),
         run=dataclasses.replace(config.run, dir=str(error.run)),
         resume="auto",
         source=dataclasses.replace(config.source, explicit=explicit),

@@ -15,7 +15,7 @@ from pathlib import Path
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import Interrupted
-from ttrain.device.family import family_of
+from ttrain.device.info import info_of
 from ttrain.tasks.training.attempt import train
 from ttrain.tasks.training.dry_run import dry_run
 from ttrain.tasks.training.start import start_run
@@ -52,8 +52,8 @@ def run(config: Config) -> float | None:
 
 def replica_configs(config: Config) -> list[Config]:
     """Return the config that each replica would be given as a plain run."""
-    family, given = family_of(config.device), config.replicas
-    count = family.replicas(config.device)
+    info, given = info_of(config.device), config.replicas
+    count = info.replicas(config.device)
     seeds = given.seed or [config.run.seed + number for number in range(count)]
     rates = given.lr or [config.optimizer.lr] * count
     explicit = {"run.seed"} if given.seed else set()
@@ -62,7 +62,7 @@ def replica_configs(config: Config) -> list[Config]:
     return [
         dataclasses.replace(
             config,
-            device=family.replica(config.device),
+            device=info.replica(config.device),
             optimizer=dataclasses.replace(config.optimizer, lr=rates[number]),
             run=dataclasses.replace(config.run, seed=seeds[number], dir=_folder(config.run.dir, number)),
             resume=_resumed(config.resume, number),

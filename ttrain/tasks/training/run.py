@@ -80,7 +80,7 @@ class Run:
 
         config, ranks = self.config, self.world.ranks
         chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
-        rows = config.train.batch_size // config.train.accumulation
+        rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
@@ -183,7 +183,7 @@ class Run:
         listed = ", ".join(f"{count} {change}" for change, count in sorted(changes.items()))
         return listed and (
             f"products are made another way than before ({listed}), so that results differ in their last bits; what "
-            "was measured on this machine is gone or another (see device.products, which pins who multiplies)."
+            "was measured on this machine is gone or another (see device.matmul, which pins who multiplies)."
         )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:

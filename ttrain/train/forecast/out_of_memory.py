@@ -58,15 +58,15 @@ def shrinking_keys(
     keys = []
     smaller = shrunk(train, chips)
     if smaller is not None:
-        rows = smaller.batch_size // smaller.accumulation
-        keys.append(f"train.accumulation={smaller.accumulation} (a micro-batch of {rows})")
+        rows = smaller.batch_size // smaller.gradient_accumulation
+        keys.append(f"train.gradient_accumulation={smaller.gradient_accumulation} (a micro-batch of {rows})")
     if engine == "dynamic":
         keys.append("engine=static")
     if getattr(model, "recompute", None) == "none":
         keys.append("model.recompute=block")
     if precision == "fp32":
         keys.append("precision=bf16")
-    if optimizer is not None and _keeps_fp32(optimizer) and precision != "bf16_pure":
+    if optimizer is not None and _keeps_fp32(optimizer) and precision != "bf16_true":
         keys.append("optimizer.state_dtype=bf16")
     if getattr(model, "context", None):
         keys.append("a smaller model.context")
@@ -81,7 +81,7 @@ def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:
     """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved, or
     shared by the chips then.
     """
-    accumulation = 2 * train.accumulation
-    if train.batch_size % (accumulation * chips):
+    gradient_accumulation = 2 * train.gradient_accumulation
+    if train.batch_size % (gradient_accumulation * chips):
         return None
-    return replace(train, accumulation=accumulation)
+    return replace(train, gradient_accumulation=gradient_accumulation)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrain.core.options import option, rule
-from ttrain.device.family import MOCK, family_of
+from ttrain.device.info import MOCK, info_of
 
 
 @dataclass
@@ -47,13 +47,13 @@ class ProfileConfig:
     def _something_takes_time(self, others: Any) -> Iterator[str]:
         if others.task.name != "profile":
             return
-        device, profiled = others.device, others.family_that(lambda each: each.profiles)
-        family = family_of(device)
-        if self.csv is None and (device.name == "null" or family.mode(device) == MOCK):
+        device, profiled = others.device, others.info_that(lambda each: each.profiles)
+        info = info_of(device)
+        if self.csv is None and (device.name == "null" or info.mode(device) == MOCK):
             yield (
-                f"task=profile: {family.named(device)} computes nothing that takes time. Give device=cpu, device=cuda, "
+                f"task=profile: {info.named(device)} computes nothing that takes time. Give device=cpu, device=cuda, "
                 f"a {profiled.title} card or simulator, or profile.csv=<its report>; task=plan plan.show=ops tells "
                 "what ops cost on any device."
             )
-        if self.trace is not None and (self.csv is not None or family.profiles):
+        if self.trace is not None and (self.csv is not None or info.profiles):
             yield "profile.trace: a device's own profiler gives no timeline. Give device=cpu or device=cuda, or null."

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ttrain.parallel.ranks import Ranks
 
 
-def joins(ranks: Ranks, accumulation: int, guarded: bool) -> bool:
+def joins(ranks: Ranks, gradient_accumulation: int, guarded: bool) -> bool:
     """Return whether `train` computes the last micro-batch and the rest: then ranks exchange gradients in backward."""
-    return ranks.count > 1 or (accumulation == 1 and ranks.single and not guarded)
+    return ranks.count > 1 or (gradient_accumulation == 1 and ranks.single and not guarded)
 
 
 def repeats(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> dict[str, int]:

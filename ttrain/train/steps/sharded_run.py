@@ -105,13 +105,13 @@ class ShardedRun:
             written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
         ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.bounds)
 
-    def weight_spec(self, parameter: Parameter, remainders: bool) -> TensorSpec:
+    def weight_spec(self, parameter: Parameter, low_bits: bool) -> TensorSpec:
         """Return the spec of a parameter's master values.
 
-        With `remainders` it is what the values have beyond a copy that layers read, unless the rule works on whole
+        With `low_bits` it is what the values have beyond a copy that layers read, unless the rule works on whole
         tensors.
         """
-        kept = remainders and parameter.has_copy(self.run.dtype) and not self.run.rule.whole
+        kept = low_bits and parameter.has_copy(self.run.dtype) and not self.run.rule.whole
         return parameter.spec.with_dtype(DType.INT16) if kept else parameter.spec
 
     def _owned(self) -> Iterator[OwnedPart]:

@@ -61,7 +61,7 @@ class StepGraph:
     model: Model
     optimizer: Optimizer
     rows: int  # of one micro-batch
-    accumulation: int = 1  # micro-batches that a step of this rank's slices has at most
+    gradient_accumulation: int = 1  # micro-batches that a step of this rank's slices has at most
     eval_rows: int | None = None  # None takes rows
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
@@ -73,18 +73,18 @@ class StepGraph:
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     writer: Model | None = None  # records the scores of a sample in its place, on shorter texts
     ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
-    remainders: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
+    low_bits: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
     runs: list[ParameterRun] = field(init=False)
     sharded: list[ShardedRun] = field(init=False)  # the runs, as ranks divide them
     updates: list[tuple[int, ShardedRun]] = field(init=False)  # what one op updates, with the number of its run
 
     def __post_init__(self) -> None:
-        self.remainders &= self.ema is None  # averages are of fp32 weights
+        self.low_bits &= self.ema is None  # averages are of fp32 weights
         self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
         self.sharded = [ShardedRun(run, self.ranks) for run in self.runs]
         parts = [run.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for run in self.sharded]
-        waits = self.optimizer.config.clip_norm is not None or self.guarded or self.accumulation > 1
+        waits = self.optimizer.config.clip_norm is not None or self.guarded or self.gradient_accumulation > 1
         self.frees &= not waits and self.ranks.single and sum(map(len, parts)) > len(parts)
         parts = parts if self.frees else [[run] for run in self.sharded]
         self.updates = [(number, part) for number, of_run in enumerate(parts) for part in of_run]
@@ -112,7 +112,10 @@ class StepGraph:
         for level in range(self.ranks.levels):
             steps[f"keep{level}"] = partial(self.trace_keep, level=level)
             steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        return {name: steps[name] for name in self._repeats(self._parts if self.rebuilt_to_grow else self.accumulation)}
+        return {
+            name: steps[name]
+            for name in self._repeats(self._parts if self.rebuilt_to_grow else self.gradient_accumulation)
+        }
 
     @property
     def rebuilt_to_grow(self) -> bool:
@@ -127,10 +130,10 @@ class StepGraph:
     @property
     def _parts(self) -> int:
         """Micro-batches of a slice now."""
-        return self.micro_batches or self.accumulation
+        return self.micro_batches or self.gradient_accumulation
 
     def _repeats(self, micro_batches: int) -> dict[str, int]:
-        joined = joins(self.ranks, self.accumulation, self.guarded)
+        joined = joins(self.ranks, self.gradient_accumulation, self.guarded)
         return repeats(self.ranks, micro_batches, joined, self.guarded)
 
     def further_steps(self) -> dict[str, Trace]:
@@ -231,7 +234,7 @@ class StepGraph:
             return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
 
         tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
-        specs = {p: run.weight_spec(p, self.remainders) for run in self.sharded for p in run.run.parameters}
+        specs = {p: run.weight_spec(p, self.low_bits) for run in self.sharded for p in run.run.parameters}
         tensors += [tensor(p.path, specs.get(p, p.spec), p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
         copied = [(run, p) for run, p in placed if p.has_copy(compute)]
         tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
@@ -316,7 +319,7 @@ class StepGraph:
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
         """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
-        summed = self.accumulation > 1 or not self.ranks.single
+        summed = self.gradient_accumulation > 1 or not self.ranks.single
         return parameter.spec if summed else parameter.read_spec(self.model.compute)
 
     def _slot_spec(self, parameter: Parameter, rule: Rule, slot: str) -> TensorSpec:
@@ -365,7 +368,7 @@ class StepGraph:
             lists = [directions(run, [self._weights(graph, sharded), *lists], lr, step, factor, self.frees)]
             factor = None
         written = self._apply(
-            graph, sharded, rule.tail or rule, lists, lr, step, factor, seed, stochastic=stochastic,
+            graph, sharded, rule.apply or rule, lists, lr, step, factor, seed, stochastic=stochastic,
             stream=STREAMS * number if stochastic else 0,
             numbers=tuple(x.number for x in sharded.owned) if stochastic and parted else (),
         )  # fmt: skip
@@ -388,7 +391,7 @@ class StepGraph:
         return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
 
     def _weights(self, graph: Graph, sharded: ShardedRun) -> list[Value]:
-        return sharded.values(graph, "", lambda p: sharded.weight_spec(p, self.remainders), Kind.PARAMETER)
+        return sharded.values(graph, "", lambda p: sharded.weight_spec(p, self.low_bits), Kind.PARAMETER)
 
     def _slot(self, graph: Graph, sharded: ShardedRun, slot: str) -> list[Value]:
         return sharded.values(graph, f"/{slot}", lambda p: self._slot_spec(p, sharded.run.rule, slot), Kind.OPTIMIZER)

@@ -44,4 +44,4 @@ def kernel_table(context: Context) -> dict[str, Kernel]:
 
 def product_libraries(context: Context) -> dict[str, dict[str, Kernel]]:
     """Return the rows that multiply by each library that torch brings for products, by the library's name."""
-    return {name: kernel_table(replace(context, products=name)) for name in LIBRARIES}
+    return {name: kernel_table(replace(context, matmul=name)) for name in LIBRARIES}

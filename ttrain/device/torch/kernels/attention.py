@@ -55,7 +55,7 @@ def _softmax_workspace(context: Context, ins: Given, outs: Specs, attributes: At
 
 def _bias_workspace(x: TensorSpec, attributes: Attributes) -> list[TensorSpec]:
     mask = attributes["mask"]
-    return ScoreBias.workspace(mask, _ROWS, x.shape[-1], x.dtype.wide) if mask.biased else []
+    return ScoreBias.workspace(mask, _ROWS, x.shape[-1], x.dtype.accumulation) if mask.biased else []
 
 
 @row("softmax", _softmax_workspace, overwrites=(0,))
@@ -69,7 +69,7 @@ def _softmax(context: Context, ins: Tensors, outs: Tensors, attributes: Attribut
 
 
 def _log_sum_exp_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    return [*_bias_workspace(ins[0], attributes), ins[0].with_dtype(ins[0].dtype.wide)]
+    return [*_bias_workspace(ins[0], attributes), ins[0].with_dtype(ins[0].dtype.accumulation)]
 
 
 @row("log_sum_exp", _log_sum_exp_workspace)
@@ -104,7 +104,7 @@ def _document_bias(context: Context, ins: Tensors, outs: Tensors, attributes: At
 
 
 def _wide_copy(x: TensorSpec) -> list[TensorSpec]:
-    return [] if x.dtype.wide is x.dtype else [x.with_dtype(x.dtype.wide)]
+    return [] if x.dtype.accumulation is x.dtype else [x.with_dtype(x.dtype.accumulation)]
 
 
 @row("softmax_grad", overwrites=(0, 1))

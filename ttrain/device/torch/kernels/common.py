@@ -43,7 +43,7 @@ class Context:
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
     logits: of how many logits the cross-entropy of a head forms at a time.
-    products: who multiplies matrices on the CPU, see DeviceConfig.
+    matmul: who multiplies matrices on the CPU, see DeviceConfig.
     group: the ranks that this device belongs to; None where it is alone.
     """
 
@@ -54,7 +54,7 @@ class Context:
     explicit_up_to: int | None = None
     query_rows: int = 0
     logits: int = CHUNK_LOGITS
-    products: str = "auto"
+    matmul: str = "auto"
     group: Group | None = None
 
     @staticmethod
@@ -74,7 +74,7 @@ ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, fille
 
 
 def row(
-    op: str, workspace: Callable[..., list[TensorSpec]] | None = None, delivery: Delivery = Delivery.INTO, **facts: Any
+    op: str, workspace: Callable[..., list[TensorSpec]] | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
 ) -> Callable[[RowBind], RowBind]:
     """Decorator: a function of a context and what a launch is bound to becomes the row of an op.
 

@@ -66,8 +66,8 @@ def _gelu_workspace(
     x = outs[0]
     if not context.on_cpu or attributes["approximate"] != "tanh" or not x.size:
         return []
-    count = temporaries + (x.dtype.wide is not x.dtype)
-    return [TensorSpec((min(x.size, context.block),), x.dtype.wide)] * count
+    count = temporaries + (x.dtype.accumulation is not x.dtype)
+    return [TensorSpec((min(x.size, context.block),), x.dtype.accumulation)] * count
 
 
 @row("gelu", _gelu_workspace)

@@ -58,11 +58,11 @@ def _aten_grad(ids: Tensor, dy: Tensor, dweight: Tensor) -> Launch:
 def _embedding_grad_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     dweight, count = outs[0], ins[1].size
     vocabulary, width = dweight.shape
-    if not context.on_cpu or dweight.dtype.wide is dweight.dtype:
+    if not context.on_cpu or dweight.dtype.accumulation is dweight.dtype:
         return []
-    rows, ids = TensorSpec((count, width), dweight.dtype.wide), TensorSpec((count,), DType.INT64)
+    rows, ids = TensorSpec((count, width), dweight.dtype.accumulation), TensorSpec((count,), DType.INT64)
     if vocabulary <= 2 * count:
-        return [TensorSpec((vocabulary, width), dweight.dtype.wide), rows]
+        return [TensorSpec((vocabulary, width), dweight.dtype.accumulation), rows]
     return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dweight.dtype)]
 
 

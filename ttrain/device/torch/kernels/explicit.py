@@ -300,7 +300,7 @@ def explicit_forward(context: Context) -> Kernel:
         queries, keys, values = specs_by_heads(ins[:3], attributes)
         results = queries.with_shape(*queries.shape[:3], values.shape[3])
         scores, first = _Explicit.workspace(context, queries, ins[5], attributes)
-        diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.wide)
+        diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.accumulation)
         return [*first, queries, keys, values, results, scores, diagonal]
 
     return Kernel(bind, workspace=workspace)

@@ -106,7 +106,7 @@ def row_blocks(rows: int, step: int) -> list[slice]:
 
 def _cross_entropy_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     count, vocabulary = ins[0].shape
-    dtype = ins[0].dtype.wide
+    dtype = ins[0].dtype.accumulation
     block = block_rows(context, count, vocabulary)
     return [*TargetRows.specs(count, dtype), TensorSpec((block, vocabulary), dtype), TensorSpec((block,), dtype)]
 
@@ -133,7 +133,7 @@ def _cross_entropy_grad_workspace(
 ) -> list[TensorSpec]:
     logits = ins[0]
     count, vocabulary = logits.shape
-    dtype = logits.dtype.wide
+    dtype = logits.dtype.accumulation
     specs = TargetRows.specs(count, dtype)
     if dtype is not logits.dtype:
         specs.append(TensorSpec((block_rows(context, count, vocabulary), vocabulary), dtype))
@@ -208,7 +208,7 @@ def _head_cross_entropy_workspace(
     context: Context, ins: Specs, outs: Specs, attributes: Attributes
 ) -> list[TensorSpec]:
     hidden, live, smoothing = ins[0], attributes["live"], attributes["smoothing"]
-    count, dtype = hidden.shape[0], hidden.dtype.wide
+    count, dtype = hidden.shape[0], hidden.dtype.accumulation
     per_row, made = TargetRows.specs(count, dtype), outs[2 if smoothing else 1 :]
     summed = 2 * dtype.itemsize * hidden.shape[1] if made[1:] and dtype is not hidden.dtype else 0
     chunk = chunk_rows(count, live, context.logits, summed)
@@ -264,11 +264,11 @@ class _HeadGradients:
 
     @staticmethod
     def specs(hidden: TensorSpec, parameters: Specs, chunk: int, several: bool) -> list[TensorSpec]:
-        narrow = hidden.dtype.wide is not hidden.dtype
+        narrow = hidden.dtype.accumulation is not hidden.dtype
         specs = [hidden.with_shape(chunk, hidden.shape[1])]
         if narrow:
             specs.append(TensorSpec((hidden.shape[0], 1), hidden.dtype))
-        sums = [spec.with_dtype(hidden.dtype.wide) for spec in parameters for _ in range(2)]
+        sums = [spec.with_dtype(hidden.dtype.accumulation) for spec in parameters for _ in range(2)]
         return [*specs, *sums] if narrow and several else specs
 
     def __init__(self, outputs: Sequence[Tensor], head: Tensor, live: int, work: Sequence[Tensor]) -> None:
@@ -317,7 +317,7 @@ class _HeadGradients:
 
 
 def _squared_error_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    spec = TensorSpec(ins[0].shape, ins[0].dtype.wide)
+    spec = TensorSpec(ins[0].shape, ins[0].dtype.accumulation)
     return [spec, spec] if ins[1].dtype is not spec.dtype else [spec]
 
 

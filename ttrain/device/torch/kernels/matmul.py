@@ -49,11 +49,11 @@ def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) 
 
     def outside(*given: Any) -> int:
         found = sizes(*given)
-        return 0 if found is None else fresh_bytes(*found, context.products)
+        return 0 if found is None else fresh_bytes(*found, context.matmul)
 
     def way(*given: Any) -> str:
         found = sizes(*given)
-        return "onednn" if found is not None and uses_onednn(*found, context.products) else "aten"
+        return "onednn" if found is not None and uses_onednn(*found, context.matmul) else "aten"
 
     return replace(row, outside=outside, way=way)
 
@@ -64,7 +64,7 @@ def _linear(context: Context) -> Kernel:
     def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
         x, weight, bias = ins
         rows, y = rows_of(x), rows_of(outs[0])
-        linear = product(rows, weight.t(), y, bias, context.products)
+        linear = product(rows, weight.t(), y, bias, context.matmul)
         if attributes.get("activation") is None:
             return linear
         name, settings = _activation(attributes["activation"])
@@ -86,7 +86,7 @@ def _activation(name: str) -> tuple[str, Attributes]:
 
 
 def _product_row(context: Context) -> Kernel:
-    return _on_cpu(Kernel(partial(_matmul, context.products)), context, _matmul_sizes)
+    return _on_cpu(Kernel(partial(_matmul, context.matmul)), context, _matmul_sizes)
 
 
 ROWS.update(matmul=_product_row, linear=_linear)

@@ -48,7 +48,7 @@ def _widening(context: Context, ins: Given, outs: Specs, attributes: Attributes,
     """Workspace for x, where it is widened too, and for weight and bias, the inputs from number `position` on."""
     given = [spec for spec in ins[position : position + 2] if spec is not None]
     rows = [] if context.on_cpu else [ins[0]]
-    return [s.with_dtype(s.dtype.wide) for s in (*rows, *given) if s.dtype.wide is not s.dtype]
+    return [s.with_dtype(s.dtype.accumulation) for s in (*rows, *given) if s.dtype.accumulation is not s.dtype]
 
 
 def _by_aten(
@@ -86,10 +86,10 @@ def _add_layer_norm(context: Context, ins: Given, outs: Tensors, attributes: Att
 
 def _grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     x, weight = outs[0], ins[4]
-    narrow = [spec for spec in (weight, x, x) if spec.dtype.wide is not spec.dtype]
+    narrow = [spec for spec in (weight, x, x) if spec.dtype.accumulation is not spec.dtype]
     block = _block(context, x)
     summing = [block, *[block.with_shape(block.shape[1])] * len(outs)] if context.on_cpu else []
-    return [*summing, *(spec.with_dtype(spec.dtype.wide) for spec in narrow)]
+    return [*summing, *(spec.with_dtype(spec.dtype.accumulation) for spec in narrow)]
 
 
 @row("layer_norm_grad", _grad_workspace, overwrites=(0, 1, 5))
@@ -155,7 +155,7 @@ def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Cal
 def _block(context: Context, x: TensorSpec) -> TensorSpec:
     """Rows of x that are worked on at a time, wide: as many whatever the threads, as sums over them show."""
     width, block = max(x.shape[-1], 1), _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
-    return TensorSpec((max(1, min(x.size // width, block // width)), x.shape[-1]), x.dtype.wide)
+    return TensorSpec((max(1, min(x.size // width, block // width)), x.shape[-1]), x.dtype.accumulation)
 
 
 def _blocks(tensors: Sequence[Tensor | None], step: int) -> Iterator[list[Any]]:
@@ -207,7 +207,7 @@ def _add_rms_norm(context: Context, ins: Given, outs: Tensors, attributes: Attri
 def _rms_norm_grad_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
     block, weight = _block(context, ins[1]), ins[3]
     row = block.with_shape(block.shape[1])
-    wide = [row] if weight.dtype.wide is not weight.dtype else []
+    wide = [row] if weight.dtype.accumulation is not weight.dtype else []
     return [*[block] * 3, block.with_shape(block.shape[0], 1), row, row, *wide]
 
 

@@ -16,7 +16,7 @@ from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import Tensor
 from ttrain.device.torch.kernels.costs import TIE, fastest
 
-LIBRARIES = ("aten", "onednn")  # by their names in device.products
+LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
@@ -24,7 +24,7 @@ _LARGEST = 1024  # rows, columns and inner size of a measured product at most: l
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, pinned: str = "auto") -> Launch:
-    """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views; `pinned` is device.products."""
+    """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views; `pinned` is device.matmul."""
     (rows, inner), columns = a.shape, b.shape[1]
     sizes = rows, inner, columns, a.is_contiguous(), b.is_contiguous()
     if a.device.type == "cpu" and a.dtype is torch.float32 and uses_onednn(*sizes, pinned):

@@ -132,8 +132,8 @@ class _Call:
         return _Call(lists, copies, *ins[-4:])
 
     @property
-    def remainders(self) -> bool:
-        """Return whether the parameters are the remainders of fp32 weights beyond their copies."""
+    def low_bits(self) -> bool:
+        """Return whether the parameters are the low bits of fp32 weights beyond their copies."""
         return self.lists[0][0].dtype in (torch.int16, DType.INT16)
 
     def widths(self) -> list[list[int]]:
@@ -194,7 +194,7 @@ def _update(context: Context, ins: Given, outs: Tensors, attributes: Attributes,
         launch = _updating(call.lists, call.factor, work, update)
     else:
         launch = _Blocks(context, call, attributes, work).launch()
-    copied = call.copies and not call.remainders
+    copied = call.copies and not call.low_bits
     pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if copied else ()
     return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
 
@@ -217,13 +217,13 @@ def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> l
     return [*scalars, keys, *[block] * (2 + narrow + program.registers)]
 
 
-def _joining(x: Tensor, copy: Tensor, remainder: Tensor) -> list[Launch]:
-    """bf16 copies and remainders to fp32 numbers."""
+def _joining(x: Tensor, copy: Tensor, low_bits: Tensor) -> list[Launch]:
+    """bf16 copies and low bits to fp32 numbers."""
     bits = x.view(torch.int32)
     return [
         copying(bits, copy.view(torch.int16)),
         partial(torch.bitwise_left_shift, bits, 16, out=bits),
-        partial(torch.add, bits, remainder, out=bits),
+        partial(torch.add, bits, low_bits, out=bits),
     ]
 
 
@@ -257,7 +257,7 @@ class _Blocks:
 
     def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
         """One vector per list with the number of its first element; whole lists where they lie side by side."""
-        lists = [*self.call.lists, *([self.call.copies] if self.call.remainders else [])]
+        lists = [*self.call.lists, *([self.call.copies] if self.call.low_bits else [])]
         flat = None if self.numbers else flatten(*lists)
         if flat is not None:
             yield flat, 0
@@ -268,7 +268,7 @@ class _Blocks:
 
     def _block(self, parts: list[Tensor], first: int) -> list[Launch]:
         parameter, gradient, *slots = parts
-        copy = slots.pop() if self.call.remainders else parameter
+        copy = slots.pop() if self.call.low_bits else parameter
         size, wides = parameter.numel(), iter(self.wides)
         g = self.g[:size]
         launches: list[Launch] = [copying(g, gradient)]
@@ -278,7 +278,7 @@ class _Blocks:
         for state in (parameter, *slots):
             if state.dtype.itemsize < 4:
                 read.append(next(wides)[:size])
-                split = self.call.remainders and state is parameter
+                split = self.call.low_bits and state is parameter
                 launches += _joining(read[-1], copy, state) if split else [copying(read[-1], state)]
             else:
                 read.append(state)
@@ -287,12 +287,12 @@ class _Blocks:
         for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
             if number in self.stochastic and state.dtype is torch.bfloat16:
                 launches += self._rounding(result, number, first)
-            split = self.call.remainders and state is parameter
+            split = self.call.low_bits and state is parameter
             launches += self._splitting(result, copy, state) if split else [copying(state, result)]
         return launches
 
-    def _splitting(self, x: Tensor, copy: Tensor, remainder: Tensor) -> list[Launch]:
-        """fp32 numbers to their bf16 copies and remainders."""
+    def _splitting(self, x: Tensor, copy: Tensor, low_bits: Tensor) -> list[Launch]:
+        """fp32 numbers to their bf16 copies and low bits."""
         bits, upper = x.view(torch.int32), self.t[: x.numel()].view(torch.int32)
         return [
             partial(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x),
@@ -301,7 +301,7 @@ class _Blocks:
             copying(copy.view(torch.int16), upper),
             partial(torch.bitwise_left_shift, upper, 16, out=upper),
             partial(torch.sub, bits, upper, out=upper),
-            copying(remainder, upper),
+            copying(low_bits, upper),
         ]
 
     def _rounding(self, x: Tensor, number: int, first: int) -> list[Launch]:

@@ -44,7 +44,7 @@ class NativeKernels:
         base: Mapping[str, Kernel],
         sizing: Sizing | int,
         toolchain: Toolchain | None = None,
-        products: str = "auto",
+        matmul: str = "auto",
         libraries: Libraries | None = None,
         measures: bool = False,
     ) -> None:
@@ -52,12 +52,12 @@ class NativeKernels:
         if not isinstance(sizing, Sizing):
             # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
             usual = _BOTH[:1] if "amx_bf16" in vector_extensions() else _BOTH
-            sizing = Sizing(sizing, products={"auto": usual, "own": _BOTH}.get(products, ()))
+            sizing = Sizing(sizing, products={"auto": usual, "own": _BOTH}.get(matmul, ()))
         self.sizing = sizing
         self.ways: Ways = {}  # of products that were compared; others go the way of their dtype
         self.mixed = False  # whether a plan has products that a library computes
         self._base = base
-        self._choice = Choice(self, libraries, measures) if libraries and products == "auto" else None
+        self._choice = Choice(self, libraries, measures) if libraries and matmul == "auto" else None
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count
         self.built = self.cached = 0  # kernels that were compiled, and that came from the cache
         self.kernels: Mapping[str, Kernel] = {**base, **{name: self._row(name) for name in RULES}}
@@ -170,7 +170,7 @@ class NativeKernels:
                 return OWN
             return self.ways.get(request, "library") if tell is None else str(tell(*given))
 
-        delivery = Delivery.INPLACE if name in _INPLACE else Delivery.INTO
+        delivery = Delivery.INPLACE if name in _INPLACE else Delivery.OUT
         # Only over its base: a gradient of equal spec is read row by row all the while.
         overwrites = (0,) if name == "add_embedding_grad" else ()
         supports = None if base is None else base.supports
@@ -190,7 +190,7 @@ def _base_launch(
         given = ", ".join("-" if tensor is None else str(_spec_of(tensor)) for tensor in ins)
         raise PlanError(f"{name} of {given} has no native kernel, and the device has no other.")
     launch = base.bind(ins, outs, attributes, work)
-    if base.delivery is not Delivery.FRESH:
+    if base.delivery is not Delivery.RETURNS:
         return launch
 
     def run() -> None:

@@ -126,8 +126,8 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         return None
     scalars, steps, results = arithmetic
     types = [c_type(slot[0]) for slot in slots]
-    remainders = dtypes[0] is DType.INT16
-    if remainders:
+    low_bits = dtypes[0] is DType.INT16
+    if low_bits:
         types[vectors] = types[0]
         results[0] = f"quieted({results[0]})"
     team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * _size(slots[0]))
@@ -149,7 +149,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         f"const u32 start = {f'u32(reinterpret_cast<u64>(block.address[{lists}]))' if numbered else '0'};",
         "over_elements(block.count, [&](const auto& load, const auto& store, i64 j) {",
         "const u32 element = start + u32(j);",
-        f"const vf v0 = {f'weight(load(p{vectors}), load(p0))' if remainders else 'load(p0)'};",
+        f"const vf v0 = {f'weight(load(p{vectors}), load(p0))' if low_bits else 'load(p0)'};",
         *(f"const vf v{position} = load(p{position});" for position in range(2, vectors)),
         f"const vf v1 = {'product(load(p1), clip)' if factor is not None else 'load(p1)'};",
         *steps,
@@ -158,7 +158,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
             for position, result in zip(written, results, strict=True)
         ),
         *(f"store(p{position}, new{position});" for position in written),
-        *([f"store(p{vectors}, {'upper(new0)' if remainders else 'new0'});"] if copies else []),
+        *([f"store(p{vectors}, {'upper(new0)' if low_bits else 'new0'});"] if copies else []),
         "});",
         "});",
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, Launch
-from ttrain.device.family import NodeOf
+from ttrain.device.info import NodeOf
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.lowering import Lowering
 from ttrain.device.ttnn.cost.programs import Product, Program, Scatter

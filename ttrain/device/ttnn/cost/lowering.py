@@ -214,7 +214,7 @@ class Lowering:
         launch = kernel.bind(ins, outs, node.attributes, work)
         ran.clear()
         results = launch()
-        if kernel.delivery is Delivery.FRESH:
+        if kernel.delivery is Delivery.RETURNS:
             deliver(results, outs)
         return list(ran)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.folders import cache_folder
-from ttrain.device.family import NodeOf
+from ttrain.device.info import NodeOf
 from ttrain.device.ttnn.cost.calibrate import Calibration
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.step_time import FITTED, chip_setting

@@ -80,12 +80,12 @@ ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, fille
 
 
 def row(
-    op: str, delivery: Delivery = Delivery.INTO, layouts: Callable[..., list[Layout | None]] | None = None, **facts: Any
+    op: str, delivery: Delivery = Delivery.OUT, layouts: Callable[..., list[Layout | None]] | None = None, **facts: Any
 ) -> Callable[[Build], Build]:
     """Decorator: a function of what rows are made for and of what a launch is bound to becomes the row of an op.
 
-    A FRESH row's launch returns tensors of its own, one an output; None for an output that it does not form. `layouts`
-    takes the context before what it takes in a Kernel.
+    A RETURNS row's launch returns tensors of its own, one an output; None for an output that it does not form.
+    `layouts` takes the context before what it takes in a Kernel.
     """
 
     def declare(build: Build) -> Build:

@@ -27,7 +27,7 @@ def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int 
     return lambda: c.tt.eq(c.tt.slice(column(), [start, 0], [stop, 1]), numbers.t, dtype=kind)
 
 
-@row("embedding", Delivery.FRESH)
+@row("embedding", Delivery.RETURNS)
 def _embedding(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """ttnn looks up in bf16 only; an fp32 weight goes in three bf16 parts, which together hold its 24 bits.
 
@@ -63,7 +63,7 @@ def _embedding(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attrib
     return narrow if is_bf16(weight) else wide
 
 
-@row("embedding_grad", Delivery.FRESH)
+@row("embedding_grad", Delivery.RETURNS)
 def _embedding_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (dy, ids), vocabulary, tt = ins, attributes["vocabulary"], c.tt
     count, width = ids.spec.size, dy.spec.shape[-1]
@@ -87,7 +87,7 @@ def _embedding_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: A
     return product
 
 
-@row("one_hot", Delivery.FRESH)
+@row("one_hot", Delivery.RETURNS)
 def _one_hot(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (ids,), shape = ins, device_shape(outs[0].spec.shape)
     hot = one_hot(c, ids, attributes["count"], attributes["dtype"])

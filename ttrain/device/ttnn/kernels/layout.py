@@ -10,7 +10,7 @@ from ttrain.device.ttnn.tensors.device_tensor import Tensors
 from ttrain.device.ttnn.tensors.layout import TILE, device_shape
 
 
-@row("copy_reshape", Delivery.FRESH)
+@row("copy_reshape", Delivery.RETURNS)
 def _copy_reshape(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (x,), (y,) = ins, outs
     shape = device_shape(y.spec.shape)
@@ -28,7 +28,7 @@ def _expand(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, wor
     return run
 
 
-@row("transpose", Delivery.FRESH)
+@row("transpose", Delivery.RETURNS)
 def _transpose(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (x,) = ins
     rank = x.spec.rank
@@ -41,7 +41,7 @@ def moves_whole(c: Context, time: int, head_width: int) -> bool:
     return c.core_subset or (time % TILE == 0 and head_width % TILE == 0)
 
 
-@row("split_heads", Delivery.FRESH)
+@row("split_heads", Delivery.RETURNS)
 def _split_heads(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """[B, T, parts*H*D] -> parts x [B, H, T, D]."""
     (x,), parts, heads = ins, attributes["parts"], attributes["heads"]
@@ -62,7 +62,7 @@ def _split_heads(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes
     return lambda: [one(part) for part in range(parts)]
 
 
-@row("merge_heads", Delivery.FRESH)
+@row("merge_heads", Delivery.RETURNS)
 def _merge_heads(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Several [B, H, T, D] -> [B, T, parts*H*D]."""
     batch, heads, time, width = ins[0].spec.shape

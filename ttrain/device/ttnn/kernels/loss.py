@@ -80,7 +80,7 @@ def _gradient(c: Context, probabilities: Any, hot: Any, weights: Any, dtype: DTy
     return c.tt.multiply(c.tt.subtract(probabilities, hot), weights, dtype=kind)
 
 
-@row("cross_entropy", Delivery.FRESH)
+@row("cross_entropy", Delivery.RETURNS)
 def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     logits, targets, weight = ins
     given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
@@ -95,7 +95,7 @@ def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: At
     return run
 
 
-@row("cross_entropy_grad", Delivery.FRESH)
+@row("cross_entropy_grad", Delivery.RETURNS)
 def _cross_entropy_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     logits, targets, _, weight = ins
     given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
@@ -224,7 +224,7 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool, frozen: bool) -
     return run
 
 
-@row("head_cross_entropy", Delivery.FRESH)
+@row("head_cross_entropy", Delivery.RETURNS)
 def _head_cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Forms the logits once; with `gradients` also what backward needs."""
     _, head, _, weight, bias = ins
@@ -234,7 +234,7 @@ def _head_cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attribute
     return _HeadLoss(c, ins, attributes).launch(attributes["gradients"])
 
 
-@row("squared_error", Delivery.FRESH)
+@row("squared_error", Delivery.RETURNS)
 def _squared_error(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """Columns are summed on the matrix unit, and the weight enters with the sum over what is left."""
     (prediction, target, weight), tt = ins, c.tt

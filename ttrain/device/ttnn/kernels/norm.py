@@ -36,7 +36,7 @@ def _hold(c: Context, x: DeviceTensor, mean: DeviceTensor, rstd: DeviceTensor) -
         tensor.hold_as(layout)
 
 
-@row("layer_norm", Delivery.FRESH, layouts=lambda c, ins, outs, _: [None, *_statistics(c, ins[0])])
+@row("layer_norm", Delivery.RETURNS, layouts=lambda c, ins, outs, _: [None, *_statistics(c, ins[0])])
 def _layer_norm(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     tt = c.tt
     (x, weight, bias), (_, mean, rstd), eps = ins, outs, attributes["eps"]
@@ -127,7 +127,7 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> No
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)
 
 
-@row("rms_norm", Delivery.FRESH, layouts=lambda c, ins, outs, _: [None, _column(ins[0].shape, "float32")])
+@row("rms_norm", Delivery.RETURNS, layouts=lambda c, ins, outs, _: [None, _column(ins[0].shape, "float32")])
 def _rms_norm(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     tt, (x, weight), eps, root = c.tt, ins, attributes["eps"], [c.tt.UnaryOpType.RSQRT]
     outs[1].hold_as(_column(x.spec.shape, "float32"))

@@ -14,7 +14,7 @@ from ttrain.device.ttnn.tensors.stack import wholes
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch
 
 
-@row("reduce_sum", Delivery.FRESH)
+@row("reduce_sum", Delivery.RETURNS)
 def _reduce_sum(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (x,), (y,), axes = ins, outs, list(attributes["axes"])
     shape, rank = device_shape(y.spec.shape), x.spec.rank
@@ -26,7 +26,7 @@ def _reduce_sum(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes,
     return lambda: [c.tt.reshape(c.tt.sum(x.t, dim=shifted, keepdim=True, **c.exact), shape)]
 
 
-@row("reduce_max", Delivery.FRESH)
+@row("reduce_max", Delivery.RETURNS)
 def _reduce_max(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     (x,), (y,), tt = ins, outs, c.tt
     lead = len(device_shape(x.spec.shape)) - x.spec.rank

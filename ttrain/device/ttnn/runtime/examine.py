@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ttrain.device.family import Finding
+from ttrain.device.info import Finding
 from ttrain.device.ttnn.mock.stub_compiler import installed_ttnn, missing_ttnn
 from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
 from ttrain.device.ttnn.runtime.holders import holders

@@ -70,10 +70,10 @@ OPTIMIZERS = {
 }
 
 
-def updated(optimizer: str, engine: str, remainders: bool, lr: float) -> State:
+def updated(optimizer: str, engine: str, low_bits: bool, lr: float) -> State:
     """The state after three updates."""
     config = replace(OPTIMIZERS[optimizer], clip_norm=None)
-    graph = StepGraph(Vector(), build_optimizer(config), rows=1, accumulation=2, remainders=remainders)
+    graph = StepGraph(Vector(), build_optimizer(config), rows=1, gradient_accumulation=2, low_bits=low_bits)
     state = State(TorchDevice("cpu", 1), graph.state_tensors())
     state.write("weight", numbers(1000))
     step = ENGINES[engine](state.device, state).build("update", graph.trace_update)
@@ -86,8 +86,8 @@ def updated(optimizer: str, engine: str, remainders: bool, lr: float) -> State:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_compiled_update_keeps_every_bit_of_weights_and_moments(optimizer: str) -> None:
     require_compiler()
-    whole, split = (updated(optimizer, "traced", remainders, 0.01) for remainders in (False, True))
-    assert split.tensor("weight").remainders and not np.array_equal(whole.read("weight"), numbers(1000))
+    whole, split = (updated(optimizer, "traced", low_bits, 0.01) for low_bits in (False, True))
+    assert split.tensor("weight").low_bits and not np.array_equal(whole.read("weight"), numbers(1000))
     for name in whole.names(Kind.PARAMETER, Kind.OPTIMIZER):
         np.testing.assert_array_equal(split.read(name), whole.read(name), err_msg=name)
     np.testing.assert_array_equal(split.read("weight/compute"), nearest(whole.read("weight")))

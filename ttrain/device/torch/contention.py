@@ -29,7 +29,7 @@ _FORK = ctypes.CFUNCTYPE(None, _BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_u
 _NUMBER = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
-class Neighbours:
+class Contention:
     """Looks, every now and then between steps, whether others leave a thread of this process without a core."""
 
     def __init__(self, threads: int) -> None:
@@ -48,7 +48,7 @@ class Neighbours:
         else:
             cores, others = len(os.sched_getaffinity(0)), self._work.cores()
             if self._threads + others - cores > (MOVE_SHORTAGE if self._sleepers is None else STAY_SHORTAGE):
-                self._make_room(max(1, cores - max(1, round(others))))
+                self._yield_cores(max(1, cores - max(1, round(others))))
             else:
                 self._undo()
         self._next = time.monotonic() + max(INTERVAL, INTERVAL_IN_LOOKS * (time.thread_time() - begun))
@@ -64,7 +64,7 @@ class Neighbours:
             self._sleepers.end()
             self._sleepers = None
 
-    def _make_room(self, left: int) -> None:
+    def _yield_cores(self, left: int) -> None:
         everywhere = os.sched_getaffinity(0)
         self._sleepers = self._sleepers or _Sleepers(max(2, len(everywhere) - self._threads + 2))
         if self._sleepers.work:  # again each time: the runtime replaces threads now and then

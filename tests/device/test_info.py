@@ -11,7 +11,7 @@ import pytest
 from tests.test_import_rank import PACKAGE, imported_modules, modules, name_of
 from ttrain.config import components, registry
 from ttrain.core.errors import ConfigError, UserError
-from ttrain.device.family import Failed, Family, family_of
+from ttrain.device.info import DeviceInfo, Failed, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import NAMES, TenstorrentConfig
 
@@ -47,41 +47,41 @@ def test_every_name_is_seen(text: str) -> None:
 
 
 def test_registered_devices_have_a_family_and_each_family_is_told_once() -> None:
-    found = registry.families()
-    assert len(found) == len({type(family) for family in found}) == 2
+    found = registry.infos()
+    assert len(found) == len({type(info) for info in found}) == 2
     assert [registry.component("device", name).config for name in NAMES] == [TenstorrentConfig] * len(NAMES)
-    assert {family.title for family in found if family.profiles} == {"Tenstorrent"}
-    assert registry.family_that(lambda family: "bf8" in family.precisions).example in NAMES
-    assert type(registry.family_that(lambda family: family.row_multiple > 1000)) is Family
+    assert {info.title for info in found if info.profiles} == {"Tenstorrent"}
+    assert registry.info_that(lambda info: "bf8" in info.precisions).example in NAMES
+    assert type(registry.info_that(lambda info: info.row_multiple > 1000)) is DeviceInfo
 
 
 def test_a_device_that_says_nothing_of_its_own_is_taken_as_it_is() -> None:
     config = DeviceConfig(name="cpu")
-    family = family_of(config)
-    assert type(family) is Family and family is family_of(DeviceConfig(name="another"))
-    assert not list(family.problems(config, 3)) and not family.parameter_problems(config, ["head.weight"], False)
-    assert family.present(config) and family.replicas(config) == 1 and family.replica(config) is config
-    assert family.held(config, "bf8") is config and not family.exclusive(config)
-    assert family.memory(config) is None and not family.smaller_keys(config, True)
-    assert family.diagnose(config, RuntimeError("DRAM buffer"), Failed("bf16", "static", 8, ["a", "b"], True)) is None
-    for ask in (family.time_model, lambda given: family.calibrate(given, lambda *_: None)):
+    info = info_of(config)
+    assert type(info) is DeviceInfo and info is info_of(DeviceConfig(name="another"))
+    assert not list(info.problems(config, 3)) and not info.parameter_problems(config, ["head.weight"], False)
+    assert info.present(config) and info.replicas(config) == 1 and info.replica(config) is config
+    assert info.held(config, "bf8") is config and not info.exclusive(config)
+    assert info.memory(config) is None and not info.smaller_keys(config, True)
+    assert info.diagnose(config, RuntimeError("DRAM buffer"), Failed("bf16", "static", 8, ["a", "b"], True)) is None
+    for ask in (info.time_model, lambda given: info.calibrate(given, lambda *_: None)):
         with pytest.raises((UserError, ConfigError), match="device=cpu"):
             ask(config)
 
 
 def test_a_family_answers_by_the_config_that_it_is_given() -> None:
     card = TenstorrentConfig(name="n150", mesh=[1, 2], core_grid=[9, 9], command_queues=2, subdevices=2)
-    family = family_of(card)
-    said = list(family.problems(card, rows=3))
+    info = info_of(card)
+    said = list(info.problems(card, rows=3))
     assert [text.partition(":")[0] for text in said] == [
         "device.core_grid=[9, 9]", "device.mesh=[1, 2]", "device.mesh=[1, 2]", "device.subdevices=2",
         "device.subdevices=2",
     ]  # fmt: skip
-    assert (family.mode(card), family.replicas(card), family.row_multiple) == ("silicon", 2, 32)
-    replica = family.replica(card)
-    assert family.replicas(replica) == 1 and not list(family.problems(TenstorrentConfig(name="n300", mesh=[1, 2]), 4))
+    assert (info.mode(card), info.replicas(card), info.row_multiple) == ("silicon", 2, 32)
+    replica = info.replica(card)
+    assert info.replicas(replica) == 1 and not list(info.problems(TenstorrentConfig(name="n300", mesh=[1, 2]), 4))
     mocked = replace(card, mode="mock")
-    assert family.mode(mocked) == "mock" and not family.present(mocked)
-    assert family.exclusive(card) and not family.exclusive(mocked)
-    assert family.named(mocked) == "device=n150 device.mode=mock"
-    assert family.memory(TenstorrentConfig(name="p150")) == (8 * 4277141376, "the board's DRAM")
+    assert info.mode(mocked) == "mock" and not info.present(mocked)
+    assert info.exclusive(card) and not info.exclusive(mocked)
+    assert info.named(mocked) == "device=n150 device.mode=mock"
+    assert info.memory(TenstorrentConfig(name="p150")) == (8 * 4277141376, "the board's DRAM")

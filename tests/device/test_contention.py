@@ -13,10 +13,10 @@ import torch
 
 from ttrain.core.cores import OtherWork
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch import neighbours
+from ttrain.device.torch import contention
+from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.device import cpu
 from ttrain.device.torch.native.openmp import entry_points
-from ttrain.device.torch.neighbours import Neighbours
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 pytestmark = [
@@ -28,7 +28,7 @@ pytestmark = [
 def places(threads: int) -> dict[int, set[int]]:
     """Where each thread of the team may run."""
     found: dict[int, set[int]] = {}
-    neighbours._on_threads(threads, lambda number: found.update({number: os.sched_getaffinity(0)}))
+    contention._on_threads(threads, lambda number: found.update({number: os.sched_getaffinity(0)}))
     return found
 
 
@@ -36,10 +36,10 @@ def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch
     threads, used = len(CORES), [0.0]
     monkeypatch.setattr(OtherWork, "cores", lambda self: used[0])
     clock = SimpleNamespace(monotonic=count(1, 60).__next__, thread_time=lambda: 0.0)  # steps may take minutes
-    monkeypatch.setattr(neighbours, "time", clock)
+    monkeypatch.setattr(contention, "time", clock)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    near, alone = Neighbours(threads), threading.active_count()
+    near, alone = Contention(threads), threading.active_count()
     near._move(CORES)  # a device of an earlier test may have made room beside other tests
     try:
         moved, x = [], torch.randn(700, 257)
@@ -74,8 +74,8 @@ def test_one_thread_never_looks_nor_does_who_is_told_not_to(monkeypatch: pytest.
     before = torch.get_num_threads()
     try:
         for room, expected in ((False, 0), (True, 1)):
-            with closing(cpu(DeviceConfig(threads=2, make_room=room))) as device, device.launching("a step"):
-                Neighbours(1).look()
+            with closing(cpu(DeviceConfig(threads=2, yield_cores=room))) as device, device.launching("a step"):
+                Contention(1).look()
             assert len(looks) == expected
     finally:
         torch.set_num_threads(before)

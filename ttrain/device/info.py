@@ -1,7 +1,7 @@
 """The answers of a family of devices by their config: before a run, in place of one, and after one has failed.
 
-`Family` is what is taken of a device that says nothing of its own. The config of a device names its family; only
-`family_of` looks that name up, so nothing else in ttrain has to know which families there are.
+`DeviceInfo` is what is taken of a device that says nothing of its own. The config of a device names its family; only
+`info_of` looks that name up, so nothing else in ttrain has to know which families there are.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Profiler(Protocol):
         """Return the profile of the steps run since `warm`."""
 
 
-class Family:
+class DeviceInfo:
     """Devices of which nothing more is known than `Device` tells once they are open."""
 
     title = ""  # what people call them
@@ -185,12 +185,12 @@ class Family:
         return iter(())
 
 
-def family_of(config: DeviceConfig | type[DeviceConfig]) -> Family:
+def info_of(config: DeviceConfig | type[DeviceConfig]) -> DeviceInfo:
     """The family that the config of a device, or its class, names."""
-    return _loaded(config.family)
+    return _loaded(config.info)
 
 
 @cache
-def _loaded(name: str) -> Family:
+def _loaded(name: str) -> DeviceInfo:
     module, _, attribute = name.partition(":")
     return getattr(import_module(module), attribute)()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ttrain.core.errors import UserError
-from ttrain.device.family import MOCK, SILICON, Failed, Family, Finding, NodeOf, OutOfResources, TimeModel
+from ttrain.device.info import MOCK, SILICON, DeviceInfo, Failed, Finding, NodeOf, OutOfResources, TimeModel
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -23,7 +23,7 @@ def _ours(config: DeviceConfig) -> TenstorrentConfig:
     return cast(TenstorrentConfig, config)  # which names this family
 
 
-class Tenstorrent(Family):
+class Tenstorrent(DeviceInfo):
     """Cards, simulators of them and mocked boards."""
 
     title = "Tenstorrent"

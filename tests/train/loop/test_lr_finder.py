@@ -1,4 +1,4 @@
-"""task=lr: what a ramp finds in losses with known answers, and the task on whole configs."""
+"""task=lr_finder: what a range test finds in losses with known answers, and the task on whole configs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 import ttrain
 from ttrain.cli import main
-from ttrain.config.schema import RampConfig
-from ttrain.tasks.training.lr import find, has_diverged, rate_of
+from ttrain.config.schema import LrFinderConfig
+from ttrain.tasks.training.lr_finder import find, has_diverged, rate_of
 
-MLP = ["task=lr", "model=mlp", "data=regression", "device=cpu", "device.threads=1", "ramp.out=out"]
+MLP = ["task=lr_finder", "model=mlp", "data=regression", "device=cpu", "device.threads=1", "lr_finder.out=out"]
 
 
 def losses_of(rates: Any, steep: float, end: float, noise: float) -> Any:
@@ -29,13 +29,13 @@ def losses_of(rates: Any, steep: float, end: float, noise: float) -> Any:
 @pytest.mark.parametrize(("steep", "end"), [(1e-4, 1e-2), (1e-2, 1.0)])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_rates_of_a_curve_with_known_answers(steep: float, end: float, noise: float) -> None:
-    ramp = RampConfig(low=1e-6, high=10.0, steps=200)
-    rates = [rate_of(ramp, step) for step in range(1, 201)]
+    settings = LrFinderConfig(low=1e-6, high=10.0, steps=200)
+    rates = [rate_of(settings, step) for step in range(1, 201)]
     assert (rates[0], rates[-1]) == pytest.approx((1e-6, 10.0))
     losses = losses_of(rates, steep, end, noise)
-    stopped = next(n for n in range(1, 201) if has_diverged(losses[:n].tolist(), ramp))
+    stopped = next(n for n in range(1, 201) if has_diverged(losses[:n].tolist(), settings))
     assert end < rates[stopped - 1] < 6 * end
-    found = find(rates[:stopped], losses[:stopped].tolist(), ramp.rise)
+    found = find(rates[:stopped], losses[:stopped].tolist(), settings.rise)
     assert found.steepest is not None and found.lowest is not None and found.last is not None
     assert found.steepest == pytest.approx(steep, rel=1.0 if noise else 0.1)
     assert steep < found.lowest <= found.last and end / 1.5 < found.last < 3 * end
@@ -43,20 +43,24 @@ def test_rates_of_a_curve_with_known_answers(steep: float, end: float, noise: fl
 
 
 def test_noise_alone_is_no_fall_and_no_divergence() -> None:
-    ramp = RampConfig(steps=200)
-    rates = [rate_of(ramp, step) for step in range(1, 201)]
+    settings = LrFinderConfig(steps=200)
+    rates = [rate_of(settings, step) for step in range(1, 201)]
     for seed in range(20):
         losses = (1 + 0.2 * np.random.default_rng(seed).standard_normal(200)).tolist()
-        assert not any(has_diverged(losses[:n], ramp) for n in range(1, 201))
+        assert not any(has_diverged(losses[:n], settings) for n in range(1, 201))
         assert find(rates, losses, 0.5).steepest is None
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["engine=traced", "optimizer=sgd", "train.accumulation=2", "parallel.slices=4"], ["engine=dynamic"]]
+    "more",
+    [[], ["engine=traced", "optimizer=sgd", "train.gradient_accumulation=2", "parallel.slices=4"], ["engine=dynamic"]],
 )
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*MLP, "ramp.steps=120", "ramp.low=1e-5", "ramp.high=1e4", "train.batch_size=64", *more]) == 0
+    assert (
+        main([*MLP, "lr_finder.steps=120", "lr_finder.low=1e-5", "lr_finder.high=1e4", "train.batch_size=64", *more])
+        == 0
+    )
     results = json.loads(Path("out/results.json").read_text())
     assert results["diverged"] and 5 < len(results["rates"]) == len(results["losses"]) < 120
     assert 1e-5 < results["steepest"] <= results["suggested"] <= results["lowest"] <= results["last"] < 1e4
@@ -67,7 +71,7 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, 
     assert [path.name for path in Path().iterdir()] == ["out"], "nothing else is written"
     first = np.array(results["losses"][:10])
     trained = ttrain.load_config(*given.split(), "optimizer.lr=1e-5", "schedule=constant")
-    with ttrain.Training(trained) as training:  # the same steps by hand, with the ramp's rates
+    with ttrain.Training(trained) as training:  # the same steps by hand, with the test's rates
         from ttrain.config import build
 
         data = build.build_dataset(trained.data, trained.model, [])
@@ -82,11 +86,11 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(tmp_path)
     for overrides, said in (
         (["device=null"], "device=null: computes no values."),
-        (["ramp.low=1", "ramp.high=0.1"], "ramp.low=1: must be less than ramp.high=0.1."),
-        (["optimizer.lr=0"], "optimizer.lr=0: task=lr tries rates in proportion to it."),
+        (["lr_finder.low=1", "lr_finder.high=0.1"], "lr_finder.low=1: must be less than lr_finder.high=0.1."),
+        (["optimizer.lr=0"], "optimizer.lr=0: task=lr_finder tries rates in proportion to it."),
     ):
         assert main([*MLP, *overrides]) == 2
         assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "results.json").touch()
-    assert main(MLP) == 2 and "ramp.out=out: holds results already" in capsys.readouterr().err
+    assert main(MLP) == 2 and "lr_finder.out=out: holds results already" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""task=lr: the loss while the learning rate rises from step to step, and the rates that this suggests (Smith, 2017)."""
+"""task=lr_finder: the loss while the learning rate rises from step to step, and rates that follow (Smith, 2017)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ttrain.config import build
-from ttrain.config.schema import Config, RampConfig
+from ttrain.config.schema import Config, LrFinderConfig
 from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from ttrain.train.logging.loggers import Console
     from ttrain.train.steps.step import Rates
 
-ROOT = Path("outputs/lr")
+ROOT = Path("outputs/lr_finder")
 _NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings of a ramp. Rates are None where the loss has not fallen by more than its noise."""
+    """Findings of a range test. Rates are None where the loss has not fallen by more than its noise."""
 
     smoothed: list[float]  # losses, each averaged with its neighbours on both sides
     suggested: float | None = None  # half-way from steepest to lowest, by factors
@@ -44,26 +44,26 @@ class Findings:
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Prints what the ramp suggests, writes results.json and plot.png into ramp.out, and returns the results.
+    """Print what the range test suggests, write results.json and plot.png into lr_finder.out, and return the results.
 
     Nothing is trained that stays: no checkpoint is written. Raises UserError for a device that computes nothing.
     """
     from ttrain.tasks.training.start import start_run
 
-    ramp = config.ramp
+    settings = config.lr_finder
     constant = replace(config.schedule, name="constant", warmup=0, steps=None)
-    train = without_phases(config.train, steps=ramp.steps)
+    train = without_phases(config.train, steps=settings.steps)
     with ExitStack() as stack:
         run = start_run(replace(config, train=train, schedule=constant), stack)
         device = stack.enter_context(closing(build.build_device(run.config.device, run.config.precision)))
         if not device.computes:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-        folder = claim("ramp.out", ramp.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
+        folder = claim("lr_finder.out", settings.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
         console, stop = build.build_console(run.config.logger), stack.enter_context(StopRequests())
         for warning in run.warnings:
             console.say(f"WARNING: {warning}")
-        rates, losses, diverged = _losses(run, device, ramp, console, stop)
-    findings = find(rates, losses, ramp.rise)
+        rates, losses, diverged = _losses(run, device, settings, console, stop)
+    findings = find(rates, losses, settings.rise)
     results = _results(config, run, rates, losses, diverged, findings)
     replace_file(folder / RESULTS, to_json(results))
     _draw(results, folder / "plot.png")
@@ -75,9 +75,9 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _losses(
-    run: Run, device: Device, ramp: RampConfig, console: Console, stop: StopRequests
+    run: Run, device: Device, settings: LrFinderConfig, console: Console, stop: StopRequests
 ) -> tuple[list[float], list[float], bool]:
-    """Rates and losses of the steps until the loss diverged or the ramp ended; whether it diverged."""
+    """Rates and losses of the steps until the loss diverged or the test ended; whether it diverged."""
     from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 
     built: dict[str, Any] = {}
@@ -89,10 +89,10 @@ def _losses(
                 run.origin.set_values(session, run.config.run.seed)
                 for name, trace in session.graph.train_steps().items():
                     built[name] = session.engine.build(name, trace)
-            run_step = run.stepper(session, built, ramp.steps, _rising(run, ramp))
-            console.start(0, ramp.steps)
-            for number in range(1, ramp.steps + 1):
-                result, rate = run_step(number), rate_of(ramp, number)
+            run_step = run.stepper(session, built, settings.steps, _rising(run, settings))
+            console.start(0, settings.steps)
+            for number in range(1, settings.steps + 1):
+                result, rate = run_step(number), rate_of(settings, number)
                 if not result.finite:
                     return rates, losses, True
                 if result.loss is not None:
@@ -100,7 +100,7 @@ def _losses(
                     losses.append(result.loss)
                 console.log({"train/loss": result.loss, "lr": rate})
                 console.advance()
-                if has_diverged(losses, ramp):
+                if has_diverged(losses, settings):
                     return rates, losses, True
                 if stop.requested is not None:
                     break
@@ -113,30 +113,30 @@ def _losses(
     return rates, losses, False
 
 
-def rate_of(ramp: RampConfig, step: int) -> float:
-    """The learning rate of a step, counted from 1: equal factors from ramp.low to ramp.high."""
-    return float(ramp.low * (ramp.high / ramp.low) ** ((step - 1) / max(ramp.steps - 1, 1)))
+def rate_of(settings: LrFinderConfig, step: int) -> float:
+    """The learning rate of a step, counted from 1: equal factors from lr_finder.low to lr_finder.high."""
+    return float(settings.low * (settings.high / settings.low) ** ((step - 1) / max(settings.steps - 1, 1)))
 
 
-def _rising(run: Run, ramp: RampConfig) -> Callable[[int], Rates]:
-    """Every learning rate of the constant schedule, in proportion to the ramp's."""
+def _rising(run: Run, settings: LrFinderConfig) -> Callable[[int], Rates]:
+    """Every learning rate of the constant schedule, in proportion to the test's."""
     peak, constant = run.config.optimizer.lr, run.rates
-    return lambda step: {name: rate * rate_of(ramp, step) / peak for name, rate in constant(step).items()}
+    return lambda step: {name: rate * rate_of(settings, step) / peak for name, rate in constant(step).items()}
 
 
-def has_diverged(losses: Sequence[float], ramp: RampConfig) -> bool:
+def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     """Return whether the newest losses have risen above the lowest.
 
-    Their mean has to be above the lowest such mean by more than noise, and by more than ramp.rise of what it had
+    Their mean has to be above the lowest such mean by more than noise, and by more than lr_finder.rise of what it had
     fallen.
     """
-    size = window(ramp.steps)
+    size = window(settings.steps)
     if len(losses) < 3 * size:
         return False
     sums = np.cumsum([0.0, *losses])
     means = (sums[size:] - sums[:-size]) / size
     noise = _NOISE * float(np.median(np.abs(np.asarray(losses[size:]) - means[:-1])))
-    return bool(means[-1] > means.min() + max(noise, ramp.rise * (means[0] - means.min())))
+    return bool(means[-1] > means.min() + max(noise, settings.rise * (means[0] - means.min())))
 
 
 def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findings:
@@ -164,7 +164,7 @@ def _results(
 ) -> dict[str, Any]:
     rate = findings.suggested
     source, changes = config.source, {"optimizer.lr": f"{rate:.1e}"} if rate is not None else {}
-    command = source.command(changes, without=["ramp"], task="train") if changes else None
+    command = source.command(changes, without=["lr_finder"], task="train") if changes else None
     return {
         "model": run.model_name,
         "optimizer": config.optimizer.name,
@@ -186,13 +186,13 @@ def _lines(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
     """Label and value of every line for people."""
     rates = results["rates"]
     steps = f"{len(rates)} steps" + (f", learning rate {rates[0]:.1e} to {rates[-1]:.1e}" if rates else "")
-    lines = [("ramp", f"{results['model']}, optimizer {results['optimizer']}: {steps}")]
+    lines = [("range test", f"{results['model']}, optimizer {results['optimizer']}: {steps}")]
     if results["steepest"] is None:
-        lines.append(("no rate", "the loss did not fall by more than its noise; give another ramp.low, ramp.high or "
-                      "more ramp.steps"))  # fmt: skip
+        lines.append(("no rate", "the loss did not fall by more than its noise; give another lr_finder.low, "
+                      "lr_finder.high or more lr_finder.steps"))  # fmt: skip
     else:
         until = "before the loss diverged" if results["last"] < rates[-1] or results["diverged"] else (
-            "of the ramp, the loss did not diverge; a larger ramp.high shows where it does"
+            "of the test, the loss did not diverge; a larger lr_finder.high shows where it does"
         )  # fmt: skip
         lines += [
             ("steepest", f"{results['steepest']:.1e}, where the loss falls fastest"),
