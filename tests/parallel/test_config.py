@@ -28,8 +28,8 @@ RANKS = {
             "run that is continued with other slices does not keep its bits.",
         ),
         (
-            "parallel=ddp parallel.slices=4 train.batch_size=20 train.accumulation=2",
-            "train.batch_size=20: must be a multiple of parallel.slices=4 times train.accumulation=2. Give "
+            "parallel=ddp parallel.slices=4 train.batch_size=20 train.gradient_accumulation=2",
+            "train.batch_size=20: must be a multiple of parallel.slices=4 times train.gradient_accumulation=2. Give "
             "train.batch_size=24.",
         ),
         (

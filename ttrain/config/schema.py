@@ -94,8 +94,8 @@ class SweepConfig:
 
 
 @dataclass
-class RampConfig:
-    """Options of task=lr, which raises the learning rate by a fixed factor every step."""
+class LrFinderConfig:
+    """Options of task=lr_finder, which raises the learning rate by a fixed factor every step."""
 
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)

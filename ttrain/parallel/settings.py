@@ -93,7 +93,7 @@ class ParallelConfig:
             enough = -(-train.batch_size // parts) * parts
             yield (
                 f"train.batch_size={train.batch_size}: must be a multiple of {of_slices}={slices} times "
-                f"train.accumulation={train.accumulation}. Give train.batch_size={enough}."
+                f"train.gradient_accumulation={train.gradient_accumulation}. Give train.batch_size={enough}."
             )
 
     @rule
