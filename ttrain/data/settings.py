@@ -67,7 +67,8 @@ class TokensConfig(DataConfig):
     vocabulary: int | None = option(None, "raw files: number of ids", minimum=1)
     tokenizer: str | None = option(None, "raw files: path of the ids' tokenizer.json, for sampling", path=True)
     verify: bool = option(
-        False, "check all ids and checksums at the start; false does so up to 256 MiB, and else checks each batch"
+        False,
+        "check all ids and checksums at the start; false does so up to 256 MiB, and checks batches of larger files",
     )
 
     @rule

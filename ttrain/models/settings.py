@@ -175,7 +175,7 @@ class DecoderConfig(TransformerConfig):
         "at base_width holds for model.width (Yang et al., 2022)",
         choices=("standard", "mup"),
     )
-    base_width: int | None = option(None, "mup: width at which it changes nothing", minimum=1)
+    base_width: int | None = option(None, "mup: width at which mup changes nothing", minimum=1)
     base_head_width: int | None = option(
         None, "mup: head width at base_width; null takes base_width / heads", minimum=1
     )
@@ -253,7 +253,7 @@ class LlamaConfig(DecoderConfig):
     )
     max_context: int | None = option(
         None,
-        "longest sequence that an export states, if more than model.context; null takes the folder's of model.from",
+        "longest sequence that an export states, if more than model.context; null takes that of the folder model.from",
         minimum=1,
         changes="nothing",
     )
@@ -287,7 +287,9 @@ class LlamaConfig(DecoderConfig):
     norm_eps: float | None = option(
         None, "added to the mean square in every norm; null takes the preset's, else 1e-5", minimum=0
     )
-    window: int | None = option(None, "tokens that a token sees, itself included; null is all before it", minimum=1)
+    window: int | None = option(
+        None, "tokens that a token sees, itself included; null is all earlier tokens", minimum=1
+    )
     rotary_base: float | None = option(
         None, "base of the rotary wavelengths; null takes the preset's, else 10000", above=0
     )

@@ -195,7 +195,10 @@ class ScheduleFreeConfig(OptimizerConfig):
     name: str = option("schedule_free", "registered name of the optimizer")
     lr: float = option(2.5e-3, "learning rate, which does not fall", minimum=0)
     betas: list[float] = option(
-        [0.9, 0.999], "share of the average in the point of the gradients; decay of the second moment", above=0, below=1
+        [0.9, 0.999],
+        "beta1: share of the average in the point where gradients are taken; beta2: decay of the second moment",
+        above=0,
+        below=1,
     )
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)

@@ -38,7 +38,7 @@ class ParallelConfig:
         "MiB of fp32 gradients sent at a time, as soon as backward has made them",
         minimum=0.01,
     )
-    timeout: float = option(600.0, "seconds after which ranks take a silent rank for lost", above=0)
+    timeout: float = option(600.0, "seconds before a silent rank counts as lost", above=0)
 
     def rank_count(self, local: bool = False) -> int:
         """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""

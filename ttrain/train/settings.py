@@ -25,8 +25,8 @@ class TrainConfig:
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     batch_schedule: list[int] = option(
         [],
-        "growing sequences per step, each for phase_steps, the last for the rest, in micro-batches of batch_size / "
-        "accumulation; empty is always batch_size",
+        "growing batch sizes in sequences, each for phase_steps and the last for the rest; micro-batches keep their "
+        "size; empty is always batch_size",
         minimum=1,
     )
     ema: float | None = option(
@@ -41,8 +41,8 @@ class TrainConfig:
     )
     length_schedule: list[int] = option(
         [],
-        "growing lengths of training sequences in tokens, each for phase_steps, the last for the rest; empty is always "
-        "model.context",
+        "growing lengths of training sequences in tokens, each for phase_steps and the last for the rest; empty is "
+        "always model.context",
         minimum=1,
     )
     phase_steps: int = option(
@@ -172,7 +172,7 @@ class RunConfig:
     dir: str | None = option(
         None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
     )
-    seed: int = option(1337, "start of every random number: weights, batches, dropout", minimum=0, maximum=2**31 - 1)
+    seed: int = option(1337, "seed of weights, batches and dropout", minimum=0, maximum=2**31 - 1)
 
     @rule
     def _resume(self, others: Any) -> Iterator[str]:

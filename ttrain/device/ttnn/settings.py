@@ -48,7 +48,7 @@ class TenstorrentConfig(DeviceConfig):
         "seconds without progress of a step after which the process ends with exit code 75; null waits forever",
         minimum=1,
     )
-    weights: str = option("bf16", "how matrices are held for products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
+    weights: str = option("bf16", "dtype of matrices in products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     profile: str | None = option(
         None, "folder for the report of ttnn's device profiler; needs a card or simulator; null is off",
         path=True,
