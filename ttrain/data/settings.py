@@ -20,7 +20,7 @@ class DataConfig:
     held_out: float = option(0.1, "share at the end that is kept for evaluation", above=0, below=1)
     order: str = option(
         "random",
-        "random draws sequences independently; epoch takes each once per pass, shuffled anew; read takes them in "
+        "random draws sequences independently; epoch takes each once per pass, shuffled anew; sequential takes them in "
         "order, repeatedly",
         choices=("random", "epoch", "sequential"),
     )
@@ -96,8 +96,8 @@ class DocumentsConfig(DataConfig):
     )
     order: str = option(
         "shuffled",
-        "read takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours anew for "
-        "every pass",
+        "sequential takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours "
+        "anew for every pass",
         choices=("sequential", "shuffled"),
     )
     shuffle_buffer: int | None = option(

@@ -37,7 +37,7 @@ class TrainConfig:
     )
     noise_scale: bool = option(
         False,
-        "record the batch size whose gradient is as much signal as noise; needs accumulation of 2 or more",
+        "record the batch size whose gradient is as much signal as noise; needs gradient_accumulation of 2 or more",
     )
     length_schedule: list[int] = option(
         [],
