@@ -15,7 +15,7 @@ from ttrain.config.registry import register
 from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
-from ttrain.parallel.place import leader_speaks
+from ttrain.parallel.place import rank_zero_only
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.train.steps.step import StepResult
@@ -53,7 +53,7 @@ def run(*overrides: str, config_dir: str | Path | None = None) -> Any:
     Returns what the task returns: of task=train the lowest loss on held-out data, or None where there is none. Raises
     TtrainError where the command would end with a message.
     """
-    with leader_speaks():
+    with rank_zero_only():
         return run_task(load_config(*overrides, config_dir=config_dir))
 
 

@@ -31,7 +31,7 @@ from ttrain.core.errors import (
 )
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
-from ttrain.parallel.place import leader_speaks, place, rank_here
+from ttrain.parallel.place import place, rank_here, rank_zero_only
 
 _ABSENT = object()
 DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Both `python -m ttrain` and the script `ttrain` come here."""
     _prepare_streams()
     try:
-        with leader_speaks():
+        with rank_zero_only():
             code = _run(list(sys.argv[1:] if arguments is None else arguments))
             sys.stdout.flush()
             return code

@@ -50,7 +50,7 @@ class EngineContender(Contender):
         self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
-        from ttrain.train.steps.step import Stepper
+        from ttrain.train.steps.step import Stepper, reads_ahead
 
         case, work = self._case, self._case.training
         self._world = build.build_world(ParallelConfig(name=self._mode), self._device_config)
@@ -64,10 +64,9 @@ class EngineContender(Contender):
         if session.graph.resident is not None:
             session.graph.resident.write(self.state, lambda *_: case.batches[0])
         batches, lr = case.batches, work.optimizer.lr
-        train_step = session.train_step(steps, case.seed, self._world)
-        self._run = Stepper(
-            train_step, lambda number: batches[number % len(batches)], lambda _: {"lr": lr}, sys.maxsize
-        )
+        inputs = (lambda number: batches[number % len(batches)]), (lambda _: {"lr": lr})
+        ahead = reads_ahead(*inputs, last=sys.maxsize)
+        self._run = Stepper(session.train_step(steps, case.seed, self._world, ahead), *inputs)
 
     def step(self, number: int) -> Any:
         loss = self._run(number).loss

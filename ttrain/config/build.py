@@ -245,8 +245,6 @@ def build_session(
     if train.noise_scale and device.chips > 1:
         raise UserError("train.noise_scale=true: the chips of a mesh share every micro-batch. Leave it out.")
     rows = train.batch_size // ranks.slices // train.gradient_accumulation // device.chips
-    if device.uniform_compute:
-        model.follow_compute()
     graph = StepGraph(
         model,
         build_optimizer(optimizer),
@@ -261,6 +259,7 @@ def build_session(
         resident=resident,
         low_bits=keeps_low_bits(device, engine.name),
         frees=device.arenas and device.host is None and device.chips == 1,
+        uniform_compute=device.uniform_compute,
     )
     state = State(device, [*graph.state_tensors(training), *further])
     return Session(graph, state, build_engine(engine, device, state))

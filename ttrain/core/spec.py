@@ -73,15 +73,15 @@ class TensorSpec:
         return f"{self.dtype.label}[{', '.join(map(str, self.shape))}]"
 
 
-RUN_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line
+FLAT_ALIGNMENT = 64  # elements; gives equal element offsets in every dtype, each a multiple of a cache line
 
 
-def run_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+def flat_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Element offsets of tensors laid side by side, and the elements they take with gaps."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
-        end += -(-size // RUN_ALIGNMENT) * RUN_ALIGNMENT
+        end += -(-size // FLAT_ALIGNMENT) * FLAT_ALIGNMENT
     return offsets, end
 
 

@@ -10,22 +10,22 @@ import numpy as np
 
 from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
-from ttrain.core.spec import RUN_ALIGNMENT, DType, Part, TensorSpec, part_name, part_spec, run_offsets
+from ttrain.core.spec import FLAT_ALIGNMENT, DType, Part, TensorSpec, flat_offsets, part_name, part_spec
 from ttrain.device.base import Arena, Buffer, Device
 from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
 from ttrain.plan.arena import GradientReuse
 
-_BETWEEN = RUN_ALIGNMENT * DType.FP64.itemsize  # bytes between runs in one arena, lest they are taken for one
+_BETWEEN = FLAT_ALIGNMENT * DType.FP64.itemsize  # bytes between flat tensors in one arena, lest they are taken for one
 _AT_ONCE = 2**20  # elements
 Placed = tuple[Arena, int, Buffer]  # the byte in the arena, and the tensor that lies there
-_Run = tuple[Kind, DType, str, str]  # kind, dtype, run and slot of tensors that lie side by side
+_Flat = tuple[Kind, DType, str, str]  # kind, dtype, flat parameter and slot of tensors that lie side by side
 _Piece = tuple[str, TensorSpec, Part]  # name, spec and elements of a tensor, or of a part of one
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One persistent tensor. Tensors of one `run` lie side by side, so an update op may treat them as one.
+    """One persistent tensor. Those of one flat parameter, `flat`, lie side by side: an update may treat them as one.
 
     The last `padding` rows of `spec` are zeros that the host neither reads nor writes. `first` computes the values that
     it starts with, in the shape of `host_spec`; without it they are zeros.
@@ -41,7 +41,7 @@ class StateTensor:
     name: str
     spec: TensorSpec
     kind: Kind
-    run: str = ""
+    flat: str = ""
     padding: int = 0
     first: Callable[[], np.ndarray] | None = field(default=None, compare=False)
     parts: tuple[Part, ...] = ()
@@ -71,8 +71,8 @@ class StateTensor:
 class State:
     """Places persistent tensors and moves their values to and from the host.
 
-    Tensors of one (kind, dtype, run, slot) share an arena in list order at 64-element alignment, where the slot is what
-    follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
+    Tensors of one (kind, dtype, flat, slot) share an arena in list order at 64-element alignment, where the slot is
+    what follows the last "/" of the name (such as first_moment). Lists that name the same parameters in the same order
     therefore get the same element offsets in every slot. Gaps stay zero. Where a device has arenas, all gradients share
     one, which steps may use until backward writes them: the `reuse`.
 
@@ -95,15 +95,15 @@ class State:
         self._tensors |= {tensor.name: tensor for tensor in tensors}
         if len(self._tensors) != before + len(tensors):
             raise GraphError("two persistent tensors have the same name")
-        arenas: dict[tuple[Any, ...], dict[_Run, list[_Piece]]] = {}
+        arenas: dict[tuple[Any, ...], dict[_Flat, list[_Piece]]] = {}
         for tensor in tensors:
             slot = tensor.name.rpartition("/")[2] if "/" in tensor.name else ""
-            run = (tensor.kind, tensor.spec.dtype, tensor.run, slot)
-            key = (tensor.kind,) if lending and tensor.kind is Kind.GRADIENT else (*run, self.on_host(tensor.name))
-            arenas.setdefault(key, {}).setdefault(run, []).extend(tensor.placed)
+            flat = (tensor.kind, tensor.spec.dtype, tensor.flat, slot)
+            key = (tensor.kind,) if lending and tensor.kind is Kind.GRADIENT else (*flat, self.on_host(tensor.name))
+            arenas.setdefault(key, {}).setdefault(flat, []).extend(tensor.placed)
             self._declared |= {name: (spec, tensor.kind) for name, spec, _ in (*tensor.placed, *tensor.pieces)}
-        for key, runs in arenas.items():
-            self._allocate(runs, self.device.side(key[-1] is True), aliased=len(key) == 1)
+        for key, flats in arenas.items():
+            self._allocate(flats, self.device.side(key[-1] is True), aliased=len(key) == 1)
         for tensor in tensors:
             if tensor.everywhere and tensor.parts:
                 self._place_parts(tensor)
@@ -115,17 +115,17 @@ class State:
         for name in names:
             del self._tensors[name], self._placed[name], self._declared[name]
 
-    def _allocate(self, runs: Mapping[_Run, Sequence[_Piece]], side: Device, aliased: bool) -> None:
-        """One arena for a run, or with room between them for all whose memory is lent."""
+    def _allocate(self, flats: Mapping[_Flat, Sequence[_Piece]], side: Device, aliased: bool) -> None:
+        """One arena for tensors side by side, or with room between them for all whose memory is lent."""
         places: dict[str, tuple[int, TensorSpec]] = {}
         total = 0
-        for (_, dtype, _, _), members in runs.items():
-            offsets, end = run_offsets([spec.size for _, spec, _ in members])
+        for (_, dtype, _, _), members in flats.items():
+            offsets, end = flat_offsets([spec.size for _, spec, _ in members])
             starts = (total + offset * dtype.itemsize for offset in offsets)
             places |= {name: (start, spec) for start, (name, spec, _) in zip(starts, members, strict=True)}
             total += end * dtype.itemsize + (_BETWEEN if aliased else 0)
-        kind, _, run, slot = next(iter(runs))
-        purpose = "gradients" if aliased else " ".join(filter(None, (kind.value, run, slot)))
+        kind, _, flat, slot = next(iter(flats))
+        purpose = "gradients" if aliased else " ".join(filter(None, (kind.value, flat, slot)))
         arena = side.allocate_arena(total, purpose, copies=kind in (Kind.COPY, Kind.FROZEN))
         self._placed |= {name: (arena, start, side.place(arena, start, spec)) for name, (start, spec) in places.items()}
         if aliased:

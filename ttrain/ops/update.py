@@ -90,7 +90,7 @@ class Rule:
 
     @property
     def whole(self) -> bool:
-        """True if it needs whole tensors, so that a flat run of them can't be cut anywhere."""
+        """True if it needs whole tensors, so that a flat parameter can't be cut anywhere."""
         return self.apply is not None
 
     def slot_spec(self, slot: str, spec: TensorSpec) -> TensorSpec:
@@ -149,7 +149,7 @@ class Update(Op):
     that is cut off: its mean is the exact number (Gupta et al., "Deep Learning with Limited Numerical Precision",
     2015). The random bits are a hash of (seed, stream, element), as a dropout mask's are: 16 of them are added to the
     16 that bf16 has no room for, so they are the same on every engine and after a resume. An element's number counts
-    the tensors of a list side by side, as core.spec.run_offsets lays them, or from `numbers[i]` on for tensor i; a
+    the tensors of a list side by side, as core.spec.flat_offsets lays them, or from `numbers[i]` on for tensor i; a
     list's stream is `stream` plus its number.
     """
 

@@ -25,7 +25,7 @@ ADAMW_RATE = "lr/adamw"  # likewise, of what muon leaves to AdamW, where optimiz
 
 
 @dataclass(frozen=True)
-class ParameterRun:
+class FlatParameter:
     """Parameters that one update op takes together; an engine lays their state side by side."""
 
     lr: str  # name of the step input
@@ -37,13 +37,13 @@ class ParameterRun:
 
     @property
     def name(self) -> str:
-        """Label of the run within a state."""
+        """Label within a state."""
         label = f"{self.lr}/{self.rule.name}/{'decay' if self.decays else 'no_decay'}/{self.dtype}"
         return label + "/unclipped" * (not self.clipped)
 
 
-def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, compute: DType) -> list[ParameterRun]:
-    """All trained parameters, each in one run; within a run they keep the model's order.
+def flat_parameters(parameters: Mapping[str, Parameter], optimizer: Optimizer, compute: DType) -> list[FlatParameter]:
+    """Return all trained parameters, each in one flat parameter, in the model's order within it.
 
     Raises ConfigError as check_prefixes does.
     """
@@ -55,7 +55,7 @@ def parameter_runs(parameters: Mapping[str, Parameter], optimizer: Optimizer, co
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
         key = (lr_input(path, parameter, config), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
         found.setdefault(key, []).append(parameter)
-    return [ParameterRun(*key, tuple(members)) for key, members in found.items()]
+    return [FlatParameter(*key, tuple(members)) for key, members in found.items()]
 
 
 def width_factor(parameter: Parameter, config: OptimizerConfig) -> float:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from socket import socket
@@ -21,8 +20,8 @@ from ttrain.core import errors
 from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.core.options import differences
 from ttrain.device.base import Launch
-from ttrain.parallel.board import Board
 from ttrain.parallel.communication import CommunicationStream, CommunicationThread
+from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
@@ -42,18 +41,19 @@ class DistributedWorld(World):
             Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
         )
         wait = timedelta(seconds=config.timeout)
-        meeting = _Meeting.of(place, wait)
-        self._lasting, self._board = meeting.lasting, meeting.board
-        self._board.meet()
-        with self._board.waiting():
-            group = dist.PrefixStore(f"{meeting.name}/group", _store(place, wait))
+        self._turns = 0  # of `leader_first` and `once`
+        name, store, self._failures = _failure_store(place, wait)
+        self._lasting = dist.PrefixStore("ttrain", store)  # also over restarts by torchrun
+        self._failures.rendezvous()
+        with self._failures.waiting():
+            group = dist.PrefixStore(f"{name}/group", _store(place, wait))
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=group, rank=place.rank, world_size=place.count, timeout=wait,
                 device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
             )  # fmt: skip
             # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
             self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
-        self.group = DistributedGroup(place.rank, place.count, self._host, self._board, on_gpu)
+        self.group = DistributedGroup(place.rank, place.count, self._host, self._failures, on_gpu)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class DistributedWorld(World):
             yield
             self.close()
         except BaseException as error:
-            ending = self._board.ended(error)
+            ending = self._failures.ended(error)
             if self._host is None:  # NCCL would wait for the others
                 self.close()
             if ending is error:
@@ -69,7 +69,7 @@ class DistributedWorld(World):
             raise ending from None
 
     def close(self) -> None:
-        self._board.leave()
+        self._failures.leave()
         self.group.close()
         self._host = self.group.host = None
         if dist.is_initialized():
@@ -91,19 +91,19 @@ class DistributedWorld(World):
         return self._lasting.get(key).decode() if self._lasting.check([key]) else None
 
     def send(self, key: str, text: str) -> None:
-        self._board.post(f"{key}/{self.ranks.rank}", text)
+        self._failures.post(f"{key}/{self.ranks.rank}", text)
 
     def receive(self, key: str, rank: int) -> str:
-        return self._board.wait(f"{key}/{rank}", rank)
+        return self._failures.wait(f"{key}/{rank}", rank)
 
     def joining(self, thread: Thread) -> AbstractContextManager[None]:
-        return self._board.joining(thread)
+        return self._failures.joining(thread)
 
     def gather(self, records: Sequence[Numbers]) -> list[dict[str, float]]:
         names = list(records[0])
         own = torch.tensor([[record[name] for name in names] for record in records], dtype=torch.float64)
         every = [torch.empty_like(own) for _ in range(self.ranks.count)]
-        with self._board.waiting():
+        with self._failures.waiting():
             dist.all_gather(every, own, group=self._host)
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
@@ -113,7 +113,7 @@ class DistributedWorld(World):
     def _broadcast_text(self, text: str, rank: int = 0) -> str:
         """The text of one rank, which is not empty."""
         size = torch.tensor([len(text.encode())], dtype=torch.int64)
-        with self._board.waiting():
+        with self._failures.waiting():
             dist.broadcast(size, rank, group=self._host)
             content = torch.zeros(int(size), dtype=torch.uint8)
             if self.ranks.rank == rank:
@@ -122,25 +122,19 @@ class DistributedWorld(World):
         return bytes(content.tolist()).decode()
 
     def once(self, work: Callable[[], str]) -> str:
-        failure: TtrainError | None = None
-        outcome = {"value": "", "error": "", "message": ""}
-        if self.leads:
-            try:
-                outcome["value"] = work()
-            except TtrainError as error:
-                failure, outcome = error, {**outcome, "error": type(error).__name__, "message": str(error)}
-        outcome = json.loads(self._broadcast_text(json.dumps(outcome)))
-        if failure is not None:
-            raise failure
-        if outcome["error"]:
-            raise getattr(errors, outcome["error"], TtrainError)(outcome["message"])
-        return outcome["value"]
-
-    def from_leader(self, work: Callable[[], str]) -> str:
         key = self._turn()
-        if self.leads:
-            self.send(key, work())
-        return self.receive(key, 0)
+        if not self.leads:
+            error, text = json.loads(self.receive(key, 0))
+            if error:
+                raise getattr(errors, error, TtrainError)(text)
+            return text
+        try:
+            text = work()
+        except TtrainError as failure:
+            self.send(key, json.dumps([type(failure).__name__, str(failure)]))
+            raise
+        self.send(key, json.dumps(["", text]))
+        return text
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
@@ -156,7 +150,7 @@ class DistributedWorld(World):
         return f"first/{self._turns}"
 
     def barrier(self) -> None:
-        with self._board.waiting():
+        with self._failures.waiting():
             dist.barrier(group=self._host)
 
 
@@ -171,23 +165,14 @@ def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
         ) from None
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """Meeting of the ranks of one start."""
-
-    name: str
-    board: Board
-    lasting: dist.Store  # also over restarts by torchrun
-
-    @classmethod
-    def of(cls, place: Place, wait: timedelta) -> _Meeting:
-        """Raises RankFailed where nobody is there."""
-        led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = _store(place, wait, led and place.rank == 0)
-        started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
-        name = f"ttrain/{started}/{place.count}"
-        board = Board(dist.PrefixStore(name, store), place.rank, place.count, wait.total_seconds(), led)
-        return cls(name, board, dist.PrefixStore("ttrain", store))
+def _failure_store(place: Place, wait: timedelta) -> tuple[str, dist.TCPStore, FailureStore]:
+    """Return the prefix of the keys of this start, the store, and the failures there. Raises RankFailed without one."""
+    led = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _store(place, wait, led and place.rank == 0)
+    started = "/".join(os.environ.get(f"TORCHELASTIC_{key}", "") for key in ("RUN_ID", "RESTART_COUNT"))
+    name = f"ttrain/{started}/{place.count}"
+    prefixed = dist.PrefixStore(name, store)
+    return name, store, FailureStore(prefixed, place.rank, place.count, wait.total_seconds(), led)
 
 
 def ended_early(error: TtrainError, place: Place) -> TtrainError:
@@ -196,18 +181,18 @@ def ended_early(error: TtrainError, place: Place) -> TtrainError:
     Nobody may be there to be told.
     """
     try:
-        return _Meeting.of(place, timedelta(seconds=_EARLY_SECONDS)).board.ended(error)
+        return _failure_store(place, timedelta(seconds=_EARLY_SECONDS))[2].ended(error)
     except RankFailed:
         return error
 
 
-def serve(listener: socket, count: int, timeout: float) -> Board:
-    """The board of ranks that this process starts, at a port that listens."""
+def serve(listener: socket, count: int, timeout: float) -> FailureStore:
+    """Return the failure store of ranks that this process starts, at a port that listens."""
     wait, (address, port) = timedelta(seconds=timeout), listener.getsockname()
     store = dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
     )
-    return Board(dist.PrefixStore(f"ttrain///{count}", store), -1, count, timeout)
+    return FailureStore(dist.PrefixStore(f"ttrain///{count}", store), -1, count, timeout)
 
 
 class DistributedGroup:
@@ -216,13 +201,13 @@ class DistributedGroup:
     What is started runs on a GPU on a stream of its own, on the CPU on a thread of its own.
     """
 
-    def __init__(self, rank: int, count: int, host: Any, board: Board, on_gpu: bool) -> None:
-        self.rank, self.count, self.host, self._board = rank, count, host, board
+    def __init__(self, rank: int, count: int, host: Any, failures: FailureStore, on_gpu: bool) -> None:
+        self.rank, self.count, self.host, self._failures = rank, count, host, failures
         self._communication = CommunicationStream() if on_gpu else CommunicationThread()
 
     def _waits(self, launch: Launch) -> Launch:
         def guarded() -> None:
-            with self._board.waiting():
+            with self._failures.waiting():
                 launch()
 
         return guarded
@@ -241,14 +226,14 @@ class DistributedGroup:
         return self._waits(partial(self._communication.start, launches)) if launches else lambda: None
 
     def finish(self) -> None:
-        with self._board.waiting():
+        with self._failures.waiting():
             self._communication.finish()
 
     def sum(self, buffer: Any) -> Launch:
         return self._waits(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))
 
     def join(self, array: np.ndarray) -> None:
-        with self._board.waiting():
+        with self._failures.waiting():
             dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class Place:
 
 
 @contextmanager
-def leader_speaks() -> Iterator[None]:
+def rank_zero_only() -> Iterator[None]:
     """Silence all ranks but the leading one; how they end is told outside of this."""
     if not rank_here():
         yield

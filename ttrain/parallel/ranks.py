@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from ttrain.core.spec import Part, run_offsets
+from ttrain.core.spec import Part, flat_offsets
 
 T = TypeVar("T")
 BLOCK = 1024  # elements of a tensor that one sum of squares covers, and that no two ranks share
@@ -64,9 +64,9 @@ def tree_sum(values: Sequence[T], add: Callable[[T, T], T]) -> T:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Owners of a run of tensors that lie side by side, as core.spec.run_offsets lays them.
+    """Owners of tensors that lie side by side, as core.spec.flat_offsets lays them.
 
-    Each bucket of `bounds` holds where the shards of its ranks begin, in elements of the run, and where it ends.
+    Each bucket of `bounds` holds where the shards of its ranks begin, in elements, and where it ends.
     """
 
     sizes: tuple[int, ...]
@@ -75,7 +75,7 @@ class Sharding:
     @cached_property
     def parts(self) -> list[tuple[tuple[Part, ...], ...]]:
         """Return the parts of each tensor's elements that a rank owns, by tensor and rank."""
-        offsets, _ = run_offsets(self.sizes)
+        offsets, _ = flat_offsets(self.sizes)
         return [
             tuple(tuple(self._within(offset, size, rank)) for rank in range(len(self.bounds[0]) - 1))
             for offset, size in zip(offsets, self.sizes, strict=True)
@@ -95,7 +95,7 @@ class Sharding:
 def sharding_of(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Sharding:
     """Buckets of nearly equal size in shards of nearly equal size, cut at multiples of BLOCK elements of a tensor, or
     between `whole` tensors."""
-    offsets, end = run_offsets(sizes)
+    offsets, end = flat_offsets(sizes)
     limit = -(-end // -(-end // limit))
     cuts = [0]
     for offset, size in zip(offsets, sizes, strict=True):

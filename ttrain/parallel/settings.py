@@ -34,9 +34,7 @@ class ParallelConfig:
     world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
     link_gbps: float = option(10.0, "speed of the link between ranks in Gbit/s, for task=plan", above=0)
     bucket_mb: float = option(
-        BUCKET_MB,
-        "MiB of fp32 gradients sent at a time, as soon as backward has made them",
-        minimum=0.01,
+        BUCKET_MB, "MiB of fp32 gradients sent at a time, as soon as backward has made them", minimum=0.01
     )
     timeout: float = option(600.0, "seconds before a silent rank counts as lost", above=0)
 

@@ -22,7 +22,6 @@ class World:
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
-        self._turns = 0  # of `leader_first` and `from_leader`
         self._texts: dict[str, str] = {}
 
     @property
@@ -39,11 +38,7 @@ class World:
         return value
 
     def once(self, work: Callable[[], str]) -> str:
-        """Return the result of the leading rank's work. Where that fails, all fail likewise."""
-        return work()
-
-    def from_leader(self, work: Callable[[], str]) -> str:
-        """The text that the leading rank's work returns, however long it works at it; others do none."""
+        """Return the result of the leading rank's work, however long that takes. Where it fails, all fail likewise."""
         return work()
 
     @contextmanager

@@ -45,15 +45,9 @@ class TrainConfig:
         "always model.context",
         minimum=1,
     )
-    phase_steps: int = option(
-        50_000,
-        "steps per entry of batch_schedule and length_schedule",
-        minimum=1,
-    )
+    phase_steps: int = option(50_000, "steps per entry of batch_schedule and length_schedule", minimum=1)
     long_hours: float | None = option(
-        1.0,
-        "forecast in hours above which a run suggests faster settings; null never does",
-        above=0,
+        1.0, "forecast in hours above which a run suggests faster settings; null never does", above=0
     )
     init_from: str | None = option(
         None,
@@ -61,15 +55,10 @@ class TrainConfig:
         "file; null draws them",
         path=True,
     )
-    init_anyway: bool = option(
-        False,
-        "take the weights that fit although a model key or the tokenizer differs",
-    )
+    init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_sequences: int | None = option(
-        320,
-        "held-out sequences per evaluation, always the same; null takes all",
-        minimum=1,
+        320, "held-out sequences per evaluation, always the same; null takes all", minimum=1
     )
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
     save_minutes: float | None = option(
@@ -245,9 +234,7 @@ class WandbConfig(LoggerConfig):
     project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
     mode: str | None = option(
-        None,
-        "null takes WANDB_MODE, else online; offline without a login",
-        choices=("online", "offline", "disabled"),
+        None, "null takes WANDB_MODE, else online; offline without a login", choices=("online", "offline", "disabled")
     )
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ttrain.config import build
 from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
-from ttrain.tasks.training.ending import summarize
 from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.rates import train_on
 from ttrain.tasks.training.run import Run
@@ -22,7 +21,6 @@ from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.runs.summary import print_summary
-from ttrain.train.settings import LoggerConfig, TrainConfig
 from ttrain.train.steps.phases import Phases
 from ttrain.train.supervise.heartbeat import Heartbeat
 
@@ -34,7 +32,9 @@ if TYPE_CHECKING:
     from ttrain.train.loop.evaluate import Evaluation
     from ttrain.train.loop.loop import Loop
     from ttrain.train.loop.saver import Saver
+    from ttrain.train.runs.summary import Summary
     from ttrain.train.steps.session import Session
+    from ttrain.train.steps.step import Rates
 
 
 FIRST = "The first step is under way"
@@ -45,233 +45,232 @@ def train(run: Run, device: Device, console: Console, stop: StopRequests) -> flo
 
     Raises OutOfMemory where memory runs out.
     """
-    config, heartbeat, world = run.config, Heartbeat.of_process(), run.world
-    start = config.source.going_on()
-    steps: dict[str, Step] = {}
-    savers: list[Saver] = []
     console.flag = None if device.caution is None else device.caution.partition(" ")[0]
     with ExitStack() as stack:
         folder = run.origin.held or stack.enter_context(closing(run.claim(device)))
-        events = Events(folder.events, console.say)
+        return Attempt(run, device, folder, console, stack).train(stop)
+
+
+class Attempt:
+    """The parts of an attempt, as one after the other is made. The stack closes them."""
+
+    def __init__(self, run: Run, device: Device, folder: RunDirectory, console: Console, stack: ExitStack) -> None:
+        self.run, self.device, self.folder, self.console, self._stack = run, device, folder, console, stack
+        self.events, self.heartbeat = Events(folder.events, console.say), Heartbeat.of_process()
+        self.steps: dict[str, Step] = {}
+        self._saver: Saver | None = None
+        self._command = run.config.source.going_on() + run.rank_overrides  # starts every command that continues the run
+
+    def train(self, stop: StopRequests) -> float | None:
+        """Train to the end. Return the best val/loss."""
+        run, folder, console, world = self.run, self.folder, self.console, self.run.world
         world.remember("run", str(folder.path.resolve()))
-        heartbeat.tell(run=str(folder.path.resolve()))
+        self.heartbeat.tell(run=str(folder.path.resolve()))
         if folder.note is not None:
             console.say(folder.note)
-        events.add("started", " ".join(filter(None, [f"An attempt starts on {device.name}.", device.caution])))
-        device.last_words.append(partial(_hung, start + run.ranks, folder, events, console, heartbeat, savers))
-        with _told(config.train, run.shrinking_keys, device.name, steps, folder, events):
+        caution = self.device.caution
+        self.events.add("started", " ".join(filter(None, [f"An attempt starts on {self.device.name}.", caution])))
+        self.device.last_words.append(self._hung)
+        with self._told():
             with Waiting("Placing the model and building its steps", console.say):
-                session = stack.enter_context(closing(run.open(device)))
-                progress, began, phases = _begin(run, session, folder, steps, console.say, heartbeat.beat)
-            heartbeat.beat()
-            run.record(folder, session, steps, began)
-            views = stack.enter_context(_loggers(config.logger, run.stored, folder, progress, console))
-            loop = _loop(run, session, steps, phases, folder, views, progress, stop, stack)
-            savers.append(loop.checkpoints.saver)
+                session = self._stack.enter_context(closing(run.open(self.device)))
+                progress, began, phases = self._begin(session)
+            self.heartbeat.beat()
+            run.record(folder, session, self.steps, began)
+            loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
+            self._saver = loop.checkpoints.saver
             loop.run()
             console.close()
-            if "swap" in steps:
-                steps["swap"]({})  # all is saved, and a sample is to show the averages
+            if "swap" in self.steps:
+                self.steps["swap"]({})  # all is saved, and a sample is to show the averages
             world.barrier()
             if not world.leads:
                 return progress.best_val_loss
-            summary = summarize(run, folder, device, progress, loop.counters(), "swap" in steps)
-        events.add("finished", loop.ending)
-        writes_text = run.print_sample(steps.get("logits"))  # the run is done, whatever becomes of the terminal
+            summary = self._summarize(progress, loop.counters())
+        self.events.add("finished", loop.ending)
+        writes_text = run.print_sample(self.steps.get("logits"))  # the run is done, whatever becomes of the terminal
         overrides, rate = train_on(run.rate, progress)
-        again = overrides + run.ranks, rate
+        again, start = (overrides + run.rank_overrides, rate), run.config.source.going_on()
         print_summary(summary, folder.path, again, writes_text=writes_text, start=start)
-    return progress.best_val_loss
+        return progress.best_val_loss
 
+    def _begin(self, session: Session) -> tuple[Progress, dict[str, Any], Phases | None]:
+        """Give the state its values, and build all steps.
 
-def _begin(
-    run: Run,
-    session: Session,
-    folder: RunDirectory,
-    steps: dict[str, Step],
-    say: Callable[[str], None],
-    beat: Callable[[], None],
-) -> tuple[Progress, dict[str, Any], Phases | None]:
-    """Give the state its values, and fill `steps` with all that are built.
+        Return how far the run is, what its record tells of that, and what builds the steps of later phases.
+        """
+        run, config = self.run, self.run.config
+        check_space(self.folder.path, session.state)
+        origin = run.origin.begin(self.folder, session, config.run.seed, run.stored, run.dataset.description)
+        progress, began, notes = origin
+        for note in notes:
+            self.console.say(note)
+        self.heartbeat.beat()
+        if not (config.train.length_schedule or config.train.batch_schedule):
+            self.steps.update(session.build_training())
+            return progress, began, None
+        phases = Phases(run.phases, session, run.shorter, self.steps)  # build_dataset made sure that lengths can change
+        phases.turn(progress.step + 1)
+        return progress, began, phases
 
-    Return how far the run is, what its record tells of that, and what builds the steps of later phases.
-    """
-    config = run.config
-    check_space(folder.path, session.state)
-    progress, began, notes = run.origin.begin(folder, session, config.run.seed, run.stored, run.dataset.description)
-    for note in notes:
-        say(note)
-    beat()
-    if not (config.train.length_schedule or config.train.batch_schedule):
-        steps.update(session.build_training())
-        return progress, began, None
-    for model in run.shorter.values():
-        if model is not None and session.engine.device.uniform_compute:
-            model.follow_compute()
-    phases = Phases(run.phases, session, run.shorter, steps)  # build_dataset made sure that its length can change
-    phases.turn(progress.step + 1)
-    return progress, began, phases
+    def _loop(
+        self, session: Session, phases: Phases | None, loggers: Loggers, progress: Progress, stop: StopRequests
+    ) -> Loop:
+        """Put the loop together, and announce the run."""
+        from ttrain.train.loop.checkpoints import Checkpoints
+        from ttrain.train.loop.context import RunContext
+        from ttrain.train.loop.guards import LearningGuard, SpikeGuard
+        from ttrain.train.loop.loop import Loop
+        from ttrain.train.loop.nonfinite import NonFiniteGuard
+        from ttrain.train.loop.step_log import StepLog
+        from ttrain.train.steps.step import reads_ahead
 
+        run, config, guard = self.run, self.run.config, self.run.config.guard
+        for line in run.announcement(session.engine, self.folder.path, progress.step):
+            self.console.say(line)
+        self.folder.keep()
+        meter, evaluation = self._meter(session, progress.step), self._evaluation()
+        held_out = run.world.once(partial(held_out_hash, run.dataset, evaluation.samples))
+        context = RunContext(
+            config.train, session.state, self.folder, loggers, progress, run.world, held_out, self._command
+        )
+        context.check_held_out()
+        checkpoints = Checkpoints(context, run.content)
+        reader, peak_rates = run.reader(session, progress.step, progress.read), run.rates
 
-def _loop(
-    run: Run,
-    session: Session,
-    steps: dict[str, Step],
-    phases: Phases | None,
-    folder: RunDirectory,
-    loggers: Loggers,
-    progress: Progress,
-    stop: StopRequests,
-    stack: ExitStack,
-) -> Loop:
-    """Put the loop together, and announce the run."""
-    from ttrain.train.loop.checkpoints import Checkpoints
-    from ttrain.train.loop.context import Context
-    from ttrain.train.loop.evaluator import Evaluator
-    from ttrain.train.loop.guards import LearningGuard, SpikeGuard
-    from ttrain.train.loop.loop import Loop
-    from ttrain.train.loop.nonfinite import StepSearch
-    from ttrain.train.loop.nonfinite_guard import NonFiniteGuard
-    from ttrain.train.loop.step_log import StepLog
+        def rates(step: int) -> Rates:
+            """Return the learning rates of a step by their inputs. Rollbacks have lowered them."""
+            return {name: rate * progress.lr_factor for name, rate in peak_rates(step).items()}
 
-    config, guard, say = run.config, run.config.guard, loggers.console.say
-    for line in run.announcement(session.engine, folder.path, progress.step):
-        say(line)
-    folder.keep()
-    meter = _meter(run, session, steps, progress.step, say, stack)
-    evaluation = _evaluation(run, steps, say)
-    held_out = run.world.from_leader(partial(held_out_hash, run.dataset, evaluation.samples))
-    command = config.source.going_on() + run.ranks
-    context = Context(config.train, session.state, folder, loggers, progress, run.world, held_out, command)
-    context.check_held_out()
-    checkpoints = Checkpoints(context, run.content)
-    train_step = session.train_step(steps, config.run.seed, run.world)
-    reader = run.reader(session, progress.step, progress.read)
-    search = StepSearch(session.state, train_step, list(run.model.parameters()))
-    guards = (
-        NonFiniteGuard(guard, context, checkpoints, reader, search),
-        SpikeGuard(guard, context, checkpoints),
-        LearningGuard(guard, context, config.optimizer.stochastic_rounding),
-    )
-    return Loop(
-        context,
-        reader,
-        train_step,
-        run.rates,
-        Evaluator(context, evaluation, checkpoints),
-        checkpoints,
-        StepLog(context, meter),
-        guards,
-        phases,
-        stop,
-        heartbeat=Heartbeat.of_process().beat,
-        counters=lambda: asdict(session.engine.counters),
-    )
+        ahead = reads_ahead(reader, rates, config.train.steps if phases is None else 0)  # a phase is built as it begins
+        train_step = session.train_step(self.steps, config.run.seed, run.world, ahead)
+        guards = (
+            NonFiniteGuard(guard, context, checkpoints, reader, train_step, list(run.model.parameters())),
+            SpikeGuard(guard, context, checkpoints),
+            LearningGuard(guard, context, config.optimizer.stochastic_rounding),
+        )
+        return Loop(
+            context,
+            reader,
+            train_step,
+            rates,
+            evaluation,
+            checkpoints,
+            StepLog(context, meter),
+            guards,
+            phases,
+            stop,
+            heartbeat=self.heartbeat.beat,
+            counters=lambda: asdict(session.engine.counters),
+        )
 
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Note how an attempt that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
+        from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 
-@contextmanager
-def _told(
-    train: TrainConfig,
-    shrinking_keys: Callable[[], list[str]],
-    device: str,
-    steps: Mapping[str, Step],
-    folder: RunDirectory,
-    events: Events,
-) -> Iterator[None]:
-    """Notes how an attempt that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
-    from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
+        events, folder = self.events, self.folder
+        try:
+            yield
+        except Interrupted as error:
+            events.add("interrupted", str(error))
+            raise
+        except KeyboardInterrupt:  # while steps are built: the loop saves, and raises Interrupted
+            events.add("interrupted", "Stopped by SIGINT before the steps were built; there is nothing to save.")
+            raise
+        except Exception as error:
+            if isinstance(error, UserError) and folder.discard():
+                raise  # a mistake that only shows once all is built
+            if not isinstance(error, TtrainError) and is_out_of_memory(error):
+                message = memory_message(error, self.device.name, self.steps, self.run.shrinking_keys())
+                events.add("failed", message)
+                raise OutOfMemory(message, self.run.config.train, folder.path) from error
+            step = getattr(error, "step", None)
+            events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
+            raise
 
-    try:
-        yield
-    except Interrupted as error:
-        events.add("interrupted", str(error))
-        raise
-    except KeyboardInterrupt:  # while steps are built: the loop saves, and raises Interrupted
-        events.add("interrupted", "Stopped by SIGINT before the steps were built; there is nothing to save.")
-        raise
-    except Exception as error:
-        if isinstance(error, UserError) and folder.discard():
-            raise  # a mistake that only shows once all is built
-        if not isinstance(error, TtrainError) and is_out_of_memory(error):
-            failure = OutOfMemory(memory_message(error, device, steps, shrinking_keys()), train, folder.path)
-            events.add("failed", str(failure))
-            raise failure from error
-        step = getattr(error, "step", None)
-        events.add("failed", str(error) or type(error).__name__, step, error=type(error).__name__)
-        raise
+    def _hung(self, hang: DeviceHang) -> None:
+        """Keep what can be kept when the device never answers. A thread calls this right before the process ends."""
+        self.console.close()
+        if self._saver is not None:
+            self._saver.join()
+        self.heartbeat.tell(error=type(hang).__name__, message=str(hang))
+        self.events.add("failed", str(hang), error=type(hang).__name__)
+        newest = list_checkpoints(self.folder.checkpoints)[0][-1:]
+        kept = f"The checkpoint of step {newest[0].step} is kept." if newest else "No checkpoint was saved yet."
+        self.console.say(f"{kept} Continue with: {continue_command(self._command, self.folder.path)}")
 
+    def _loggers(self, progress: Progress) -> Loggers:
+        from ttrain.train.logging.loggers import Loggers
+        from ttrain.train.logging.metrics import MetricsFile
 
-def _hung(
-    start: str,
-    folder: RunDirectory,
-    events: Events,
-    console: Console,
-    heartbeat: Heartbeat,
-    savers: Sequence[Saver],
-    hang: DeviceHang,
-) -> None:
-    """Keep what can be kept when the device never answers. A thread calls this right before the process ends."""
-    console.close()
-    for saver in savers:
-        saver.join()
-    heartbeat.tell(error=type(hang).__name__, message=str(hang))
-    events.add("failed", str(hang), error=type(hang).__name__)
-    newest = list_checkpoints(folder.checkpoints)[0][-1:]
-    kept = f"The checkpoint of step {newest[0].step} is kept." if newest else "No checkpoint was saved yet."
-    console.say(f"{kept} Continue with: {continue_command(start, folder.path)}")
+        folder, console, logger, views = self.folder, self.console, self.run.config.logger, []
+        if folder.leads:
+            views = build.build_views(logger, folder.path, self.run.stored, progress.wandb_id, console.say)
+        progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
+        return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
 
+    def _evaluation(self) -> Evaluation:
+        """Return the evaluation on held-out data, by the step that was built last."""
+        from ttrain.data.text import byte_counter
+        from ttrain.models.base import preparation
+        from ttrain.train.loop.evaluate import Evaluation
+        from ttrain.train.steps.session import averaged
 
-def _loggers(
-    config: LoggerConfig, stored: dict[str, Any], folder: RunDirectory, progress: Progress, console: Console
-) -> Loggers:
-    from ttrain.train.logging.loggers import Loggers
-    from ttrain.train.logging.metrics import MetricsFile
+        dataset, world, train, steps = self.run.dataset, self.run.world, self.run.config.train, self.steps
+        rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
+        end = dataset.description.get("end_token") or {}
+        count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
+        step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
+        prepare = preparation(self.run.model)
+        parts = step, dataset, rows, train.eval_sequences, prepare, self.console.say, count, world
+        return Evaluation(*parts, around=around)
 
-    views = build.build_views(config, folder.path, stored, progress.wandb_id, console.say) if folder.leads else []
-    progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
-    return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
+    def _meter(self, session: Session, step: int) -> Meter:
+        """Return what times the steps after step `step`, and says how long the run takes."""
+        from ttrain.train.forecast.peak import measured_rates
+        from ttrain.train.logging.meter import Meter
+        from ttrain.train.steps.session import flops_per_step
 
+        run, config, device, say = self.run, self.run.config, self.device, self.console.say
+        first = Waiting(FIRST, say)
+        pace = pace_of(config, run.dataset, session, self.steps, step, say, continues=run.origin.point is not None)
+        pace.announce()
+        if config.train.steps > step:
+            self._stack.enter_context(first)
 
-def _evaluation(run: Run, steps: Mapping[str, Step], say: Callable[[str], None]) -> Evaluation:
-    """The evaluation on held-out data, by the step that was built last."""
-    from ttrain.data.text import byte_counter
-    from ttrain.models.base import preparation
-    from ttrain.train.loop.evaluate import Evaluation
-    from ttrain.train.steps.session import averaged
+        def timed(seconds: float) -> None:
+            first.close()
+            pace(seconds)
 
-    dataset, world, train = run.dataset, run.world, run.config.train
-    rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
-    end = dataset.description.get("end_token") or {}
-    count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
-    step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
-    prepare = preparation(run.model)
-    return Evaluation(step, dataset, rows, train.eval_sequences, prepare, say, count, world, around=around)
+        given = config.train.peak_tflops
+        rates = None if given else measured_rates(device.name, str(config.precision.compute), config.device.index)
+        peak = 1e12 * given if given else None if rates is None else rates.flops
+        return Meter(flops_per_step(session.graph), peak, lambda: device.memory().get("in_use", 0), timed=timed)
 
+    def _summarize(self, progress: Progress, counters: Mapping[str, int]) -> Summary:
+        """Write summary and loss curve of a run that is done."""
+        from ttrain.train.runs import summary as summaries
 
-def _meter(
-    run: Run,
-    session: Session,
-    steps: Mapping[str, Step],
-    step: int,
-    say: Callable[[str], None],
-    stack: ExitStack,
-) -> Meter:
-    """Times the steps after step `step`, and says how long the run takes."""
-    from ttrain.train.forecast.peak import measured_rates
-    from ttrain.train.logging.meter import Meter
-    from ttrain.train.steps.session import flops_per_step
-
-    config, device, first = run.config, session.engine.device, Waiting(FIRST, say)
-    pace = pace_of(config, run.dataset, session, steps, step, say, continues=run.origin.point is not None)
-    pace.announce()
-    if config.train.steps > step:
-        stack.enter_context(first)
-
-    def timed(seconds: float) -> None:
-        first.close()
-        pace(seconds)
-
-    given = config.train.peak_tflops
-    rates = None if given else measured_rates(device.name, str(config.precision.compute), config.device.index)
-    peak = 1e12 * given if given else None if rates is None else rates.flops
-    return Meter(flops_per_step(session.graph), peak, lambda: device.memory().get("in_use", 0), timed=timed)
+        run, metrics = self.run, self.folder.metrics
+        baseline = run.dataset.baseline(run.config.train.eval_sequences)  # of the very targets that evaluations count
+        val_metrics = summaries.last_val_metrics(metrics)
+        summary = summaries.Summary(
+            model=run.model_name,
+            parameters=run.model.parameter_count,
+            progress=progress,
+            steps=run.config.train.steps,
+            recorded=summaries.recorded_steps(metrics),
+            peak_memory=self.device.memory().get("peak", 0),
+            baseline=(baseline.name, baseline.value),
+            rates=summaries.last_rates(metrics),
+            bits_per_byte=val_metrics.pop("bits_per_byte", None),
+            val_metrics=val_metrics,
+            ranks=run.world.ranks,
+            caution=self.device.caution,
+            unit=summaries.unit_of(run.dataset.description),
+            averaged="swap" in self.steps,
+        )
+        self.folder.write_summary({**summary.to_dict(), "engine": dict(counters)})
+        summaries.draw_loss_curve(metrics, self.folder.loss_curve, summary.loss_baseline, summary.caution)
+        return summary

@@ -14,10 +14,10 @@ from ttrain.config.validate import rule_problems
 from ttrain.device.info import SILICON, info_of
 from ttrain.device.timing import Work
 from ttrain.models.settings import TransformerConfig
-from ttrain.optim.groups import parameter_runs
+from ttrain.optim.groups import flat_parameters
 from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
 from ttrain.train.steps.phases import PhaseSchedule
-from ttrain.train.steps.sharded_run import ShardedRun, heaviest
+from ttrain.train.steps.shard import FlatShard, heaviest
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -44,8 +44,8 @@ def session_to_plan(config: Config, model: Model, device: Device, dataset: Datas
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
-        runs = parameter_runs(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
-        ranks = replace(ranks, rank=heaviest([ShardedRun(run, ranks) for run in runs], ranks))
+        flats = flat_parameters(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
+        ranks = replace(ranks, rank=heaviest([FlatShard(flat, ranks) for flat in flats], ranks))
     rows = config.train.batch_size // config.train.gradient_accumulation
     resident = choose_resident(config.data, rows, model, device, dataset)
     return build.build_session(
@@ -202,7 +202,7 @@ def pace_of(
 
 def schedule_of(config: Config) -> PhaseSchedule:
     """Return what the steps of a run read; the context is that of the config."""
-    return PhaseSchedule.of(config.train, build.data_sizes(config.model).context or 1)
+    return PhaseSchedule.of(config.train, build.data_sizes(config.model).context)
 
 
 def _left(config: Config, step: int) -> float:

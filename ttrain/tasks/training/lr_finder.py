@@ -33,8 +33,8 @@ _NOISE = 4.0  # times the median distance of a loss from the mean around it: les
 
 
 @dataclass(frozen=True)
-class Findings:
-    """Findings of a range test. Rates are None where the loss has not fallen by more than its noise."""
+class FoundRates:
+    """Learning rates that a ramp finds. Rates are None where the loss has not fallen by more than its noise."""
 
     smoothed: list[float]  # losses, each averaged with its neighbours on both sides
     suggested: float | None = None  # half-way from steepest to lowest, by factors
@@ -139,11 +139,11 @@ def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     return bool(means[-1] > means.min() + max(noise, settings.rise * (means[0] - means.min())))
 
 
-def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findings:
+def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> FoundRates:
     """Find learning rates by the losses, over rates that rise by equal factors."""
     size = window(len(losses))
     if len(losses) < 3 * size:
-        return Findings(list(losses))
+        return FoundRates(list(losses))
     start = float(np.mean(losses[:size]))
     clipped = np.minimum(losses, 2 * start - min(losses))  # one that explodes hides nothing beside it
     trend = np.asarray(smoothed(clipped.tolist(), size))
@@ -151,16 +151,16 @@ def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> Findin
     gained = start - float(trend[lowest])
     noise = _NOISE * float(np.median(np.abs(clipped - trend)))
     if gained <= noise or lowest == 0:
-        return Findings(trend.tolist())
+        return FoundRates(trend.tolist())
     steepest = int(np.argmin(np.gradient(trend)[: lowest + 1]))
     above = np.flatnonzero(trend[lowest:] > trend[lowest] + max(noise, rise * gained))
     last = lowest + int(above[0]) - 1 if len(above) else len(rates) - 1
     suggested = math.sqrt(rates[steepest] * rates[lowest])
-    return Findings(trend.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
+    return FoundRates(trend.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
 
 
 def _results(
-    config: Config, run: Run, rates: list[float], losses: list[float], diverged: bool, findings: Findings
+    config: Config, run: Run, rates: list[float], losses: list[float], diverged: bool, findings: FoundRates
 ) -> dict[str, Any]:
     rate = findings.suggested
     source, changes = config.source, {"optimizer.lr": f"{rate:.1e}"} if rate is not None else {}

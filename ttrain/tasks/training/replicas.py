@@ -59,12 +59,15 @@ def replica_configs(config: Config) -> list[Config]:
     explicit = {"run.seed"} if given.seed else set()
     explicit |= {"optimizer.lr"} if given.lr else set()
     source = dataclasses.replace(config.source, explicit=config.source.explicit | explicit)
+    folders = [
+        None if config.run.dir is None else str(Path(config.run.dir) / name_of(number)) for number in range(count)
+    ]
     return [
         dataclasses.replace(
             config,
             device=info.replica(config.device),
             optimizer=dataclasses.replace(config.optimizer, lr=rates[number]),
-            run=dataclasses.replace(config.run, seed=seeds[number], dir=_folder(config.run.dir, number)),
+            run=dataclasses.replace(config.run, seed=seeds[number], dir=folders[number]),
             resume=_resumed(config.resume, number),
             replicas=ReplicasConfig(),
             source=source,
@@ -76,10 +79,6 @@ def replica_configs(config: Config) -> list[Config]:
 def name_of(number: int) -> str:
     """Return the name of a replica, also that of its folder below run.dir."""
     return f"replica-{number}"
-
-
-def _folder(given: str | None, number: int) -> str | None:
-    return None if given is None else str(Path(given) / name_of(number))
 
 
 def _resumed(given: str, number: int) -> str:

@@ -19,8 +19,8 @@ from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, part_of
-from ttrain.train.steps.phases import PhaseSchedule, Position, Reader
-from ttrain.train.steps.step import Rates, Stepper
+from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
+from ttrain.train.steps.step import Rates, Stepper, reads_ahead
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset, Indexed
@@ -42,14 +42,15 @@ class Run:
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
+    phases: PhaseSchedule  # sizes of every step's batch
     rate: Rate
     warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
     earlier: dict[str, Any]  # the device of the attempt before
 
     @property
-    def ranks(self) -> str:
-        """Overrides, after a space, with which a command goes on with the run on as many ranks as it can start."""
+    def rank_overrides(self) -> str:
+        """Return overrides, after a space, that let a command go on with as many ranks as it can start."""
         parallel = self.config.parallel
         ranks = "" if parallel.name == "none" else f" parallel={parallel.name}"
         return ranks + ("" if parallel.processes is None else f" parallel.processes={parallel.processes}")
@@ -84,12 +85,12 @@ class Run:
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         parts = (config.train, config.optimizer, config.guard, chosen)
         session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
-        session.graph.writer = self._writer(device)
+        session.graph = dataclasses.replace(session.graph, writer=self._writer())
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
 
-    def _writer(self, device: Device) -> Model | None:
+    def _writer(self) -> Model | None:
         """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""
         from ttrain.train.sampling.lengths import length_class
 
@@ -97,19 +98,11 @@ class Run:
         length = length_class(len(self.prompt or ()) + config.sample.tokens, context)
         if length == context or self.prompt is None:
             return None
-        writer = build.resized_model(self.model, length, config.precision, config.lora)
-        if writer is not None and device.uniform_compute:
-            writer.follow_compute()
-        return writer
+        return build.resized_model(self.model, length, config.precision, config.lora)
 
-    def reader(self, session: Session, step: int = 0, start: Position = Position()) -> Reader:  # noqa: B008
+    def reader(self, session: Session, step: int = 0, start: Position = Position()) -> BatchReader:  # noqa: B008
         """The training batches after so many steps; the first of them begins with the sample at `start`."""
-        return Reader(session.training_data(self.dataset), self.config.run.seed, self.phases, step, start)
-
-    @property
-    def phases(self) -> PhaseSchedule:
-        """The sizes of every step's batch."""
-        return PhaseSchedule.of(self.config.train, getattr(self.dataset, "context", 1))
+        return BatchReader(session.training_data(self.dataset), self.config.run.seed, self.phases, step, start)
 
     @property
     def rates(self) -> Callable[[int], Rates]:
@@ -120,8 +113,9 @@ class Run:
         self, session: Session, steps: Mapping[str, Step], last: int = 0, rates: Callable[[int], Rates] | None = None
     ) -> Stepper:
         """Run the built steps of a new run by their number, up to step `last` with inputs made ahead of time."""
-        train_step = session.train_step(steps, self.config.run.seed, self.world)
-        return Stepper(train_step, self.reader(session), rates or self.rates, last)
+        inputs = self.reader(session), rates or self.rates
+        ahead = reads_ahead(*inputs, last)
+        return Stepper(session.train_step(steps, self.config.run.seed, self.world, ahead), *inputs)
 
     def record(
         self,

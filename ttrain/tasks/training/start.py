@@ -18,6 +18,7 @@ from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.settings import DataConfig
 from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
+from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.tasks.training.prompt import sample_prompt
 from ttrain.tasks.training.rates import Rate, rate_jump
@@ -36,6 +37,7 @@ from ttrain.train.runs.run_directory import (
     part_of,
     read_config,
 )
+from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
     Heartbeat.of_process().beat()
     world = world or World()
     resumed, notes = find_resumed(config, stack, world)
-    config = merge_config(config, resumed, world, notes)
+    config, world.ranks = merge_config(config, resumed, world.ranks)
     dataset = open_data(config, resumed, world)
     model, stored = build_model(config, dataset, world)
     return check_all(config, stored, dataset, model, resumed, world, notes)
@@ -86,20 +88,20 @@ def find_resumed(config: Config, stack: ExitStack, world: World) -> tuple[Resume
     return Resumed(held, point, base), notes
 
 
-def merge_config(config: Config, resumed: Resumed, world: World, notes: list[str]) -> Config:
-    """Return the config of the run: what it recorded, with what the command line gives on top.
+def merge_config(config: Config, resumed: Resumed, ranks: Ranks) -> tuple[Config, Ranks]:
+    """Return the config of the run: what it recorded, with what the command line gives on top; and ranks that know it.
 
-    The world learns its number of slices. Raises ConfigError where the two together break a rule.
+    Raises ConfigError where the two together break a rule.
     """
     if resumed.config is not None:
         if resumed.point is not None:
             resuming.check_sources(resumed.config, config)
         config = continued(resumed.config, config)
-    parallel, ranks = config.parallel, world.ranks
-    world.ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
+    parallel = config.parallel
+    ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
     if resumed.point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
-    return dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, resumed))
+    return dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, resumed)), ranks
 
 
 def open_data(config: Config, resumed: Resumed, world: World) -> Dataset:
@@ -139,7 +141,8 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config)
+    phases = PhaseSchedule.of(train, getattr(dataset, "context", None))
+    prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     if point is None:
         sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
         warm = build.build_warm_start(*sections, model, tokens)
@@ -161,6 +164,7 @@ def check_all(
         shorter=shorter,
         prompt=prompt,
         origin=Origin(resumed.held, point, warm, adapter, notes),
+        phases=phases,
         rate=rate,
         warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty],
         world=world,

@@ -18,14 +18,14 @@ _ROWS, _TOKENS = 4096, 1 << 20  # at most that are looked at,
 _MORE = 16  # and times as many where none of these has a target
 
 
-class Look(NamedTuple):
+class EmptyRows(NamedTuple):
     """Count of the rows that were looked at, from the first on, and of those among them without a target."""
 
     rows: int
     empty: int
 
 
-def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows: int) -> Look:
+def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows: int) -> EmptyRows:
     """Look at the first `rows` samples of a split, or at as many of them as take about a second.
 
     More are looked at where none of those has a target.
@@ -38,19 +38,17 @@ def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows
         batch = dataset.batch(split, seed, done, count)
         empty += sum(not valid_targets({"targets": row}) for row in batch["targets"])
         done += count
-    return Look(done, empty)
+    return EmptyRows(done, empty)
 
 
-def check_targets(dataset: Dataset, config: Config) -> list[str]:
+def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> list[str]:
     """Return what to tell of rows without a target. Raises DataError where no row that a run reads has one."""
     if isinstance(dataset, TokenDataset) or dataset.fields["targets"].dtype.is_floating:  # all have targets
         return []
     found, data, train, seed = [], config.data, config.train, config.run.seed
-    context = getattr(dataset, "context", 1)
-    schedule = PhaseSchedule.of(train, context)
     samples = schedule.read(0, train.steps).samples
     for length in dict.fromkeys(phase.length for phase in schedule.phases):
-        shorter: Any = dataset.at(length, 0, 0) if length != context else dataset  # type: ignore[attr-defined]
+        shorter: Any = dataset.at(length, 0, 0) if train.length_schedule else dataset  # type: ignore[attr-defined]
         look = empty_rows(shorter, "train", seed, samples)
         of = f"training sequences of {length} tokens" if train.length_schedule else "training sequences"
         found += _told(look, samples, of, "nothing is learnt of them", data)
@@ -60,7 +58,7 @@ def check_targets(dataset: Dataset, config: Config) -> list[str]:
     return [*found, *_told(look, held_out, "held-out sequences", "val/loss says nothing of them", data, more)]
 
 
-def _told(look: Look, samples: int, of: str, so: str, data: DataConfig, more: str = "") -> list[str]:
+def _told(look: EmptyRows, samples: int, of: str, so: str, data: DataConfig, more: str = "") -> list[str]:
     if not look.empty:
         return []
     why, fix = _reason(data)

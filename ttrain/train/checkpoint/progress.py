@@ -102,7 +102,7 @@ def position_after(step: int, config: dict[str, Any]) -> Position:
     """Return where the step after so many steps reads under a stored config."""
     names = {declared.name for declared in fields(TrainConfig)}
     train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
-    return PhaseSchedule.of(train, config["model"].get("context") or 1).read(0, step)
+    return PhaseSchedule.of(train, config["model"].get("context")).read(0, step)
 
 
 def held_out_hash(dataset: Dataset, samples: int) -> str:

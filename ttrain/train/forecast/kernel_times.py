@@ -26,7 +26,7 @@ import numpy as np
 from ttrain.core.errors import UserError
 from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
-from ttrain.core.spec import TensorSpec, run_offsets
+from ttrain.core.spec import TensorSpec, flat_offsets
 from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device, Kernel, StepCompiler, filled
 from ttrain.graph.graph import Node
@@ -265,7 +265,7 @@ def _side_by_side(device: Device, specs: Sequence[TensorSpec]) -> list[Any]:
     if not specs:
         return []
     size = specs[0].dtype.itemsize
-    offsets, end = run_offsets([spec.size for spec in specs])
+    offsets, end = flat_offsets([spec.size for spec in specs])
     arena = device.allocate_arena(end * size, "a kernel to be timed")
     return [device.place(arena, offset * size, spec) for offset, spec in zip(offsets, specs, strict=True)]
 

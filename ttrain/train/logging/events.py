@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ttrain.train.logging.metrics import read_lines
+
 EVENTS = "events.jsonl"
 
 Event = dict[str, Any]
@@ -48,15 +50,6 @@ class Events:
 
 
 def read_events(run: Path) -> Iterator[Event]:
-    """Every complete line of a run's events."""
-    path = run / EVENTS
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except ValueError:  # cut off by a kill
-                continue
-            if isinstance(event, dict) and isinstance(event.get("kind"), str):
-                yield event
+    """Yield every complete line of a run's events."""
+    lines = read_lines(run / EVENTS)
+    return (event for _, event in lines if isinstance(event, dict) and isinstance(event.get("kind"), str))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol
 
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED
@@ -115,14 +114,10 @@ class Loggers:
     def __enter__(self) -> Loggers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Ends every view with the exit code that the error leads to."""
-        if isinstance(error, KeyboardInterrupt):
-            self.close(EXIT_INTERRUPTED)
-        else:
-            self.close(EXIT_DONE if error is None else getattr(error, "exit_code", EXIT_FAILURE))
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End every view with the exit code that the error leads to."""
+        failed = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILURE
+        self.close(EXIT_DONE if error is None else getattr(error, "exit_code", failed))
 
     def close(self, exit_code: int) -> None:
         """Ends every view, also when another one fails to end."""

@@ -29,18 +29,13 @@ class MetricsFile:
         self._file: IO[str] = open(place, "a", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
 
     def append(self, metrics: Metrics) -> None:
-        """Adds a line. NaN and infinities are written as null, because JSON has none."""
+        """Add a line. NaN and infinities are written as null, because JSON has none."""
         finite = {key: value if value is None or math.isfinite(value) else None for key, value in metrics.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
 
-    def sync(self) -> None:
-        """Waits until all lines are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
     def cut(self, step: int, evaluated: bool) -> int:
-        """Does what `cut_metrics` does and goes on appending."""
+        """Do what `cut_metrics` does, and go on appending."""
         self._file.close()
         removed = cut_metrics(self.path, step, evaluated) if self._keeps else 0
         self._open()
@@ -51,42 +46,37 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line. A last line that a kill cut off is passed over."""
+    """Yield every complete line. A last line that a kill cut off is passed over."""
+    return (metrics for _, metrics in read_lines(path) if _is_metrics(metrics))
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield every line of a file with the JSON value in it, None for a line that a kill cut off or that has none."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
-            metrics = _parse(line)
-            if metrics is not None:
-                yield metrics
+            try:
+                yield line, json.loads(line) if line.endswith("\n") else None
+            except ValueError:
+                yield line, None
 
 
 def cut_metrics(path: Path, step: int, evaluated: bool = True) -> int:
-    """Removes the lines that a resumed run writes anew, and returns how many there were.
+    """Remove the lines that a resumed run writes anew, and return how many there were.
 
     Those are of the steps after `step`, and its evaluation where that came too late for the checkpoint.
     """
-    if not path.exists():
-        return 0
-    kept, removed = [], 0
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            metrics = _parse(line)
-            newest = step if metrics is None or evaluated or "val/loss" not in metrics else step - 1
-            if metrics is not None and metrics["step"] <= newest:
-                kept.append(line)
-            else:
-                removed += 1
-    if removed:
+    lines = list(read_lines(path))
+    kept = [line for line, metrics in lines if _is_metrics(metrics) and _is_before(metrics, step, evaluated)]
+    if len(kept) < len(lines):
         replace_file(path, "".join(kept))
-    return removed
+    return len(lines) - len(kept)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    if not line.endswith("\n"):
-        return None
-    try:
-        metrics = json.loads(line)
-    except ValueError:
-        return None
-    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
+def _is_before(metrics: Metrics, step: int, evaluated: bool) -> bool:
+    return int(metrics["step"] or 0) <= (step if evaluated or "val/loss" not in metrics else step - 1)
+
+
+def _is_metrics(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("step"), int)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ttrain.core.errors import NonFiniteError
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent
-from ttrain.train.loop.context import Context
-from ttrain.train.loop.nonfinite import nonfinite_message
+from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.saver import Saver
+from ttrain.train.runs.record import override
 from ttrain.train.settings import GuardConfig
 
 Key = tuple[int, float | None]  # step, and its val/loss where it was evaluated
@@ -23,14 +23,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        context: Context,
+        context: RunContext,
         content: Callable[[Progress, float | None], CheckpointContent],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`content` returns what a checkpoint says besides tensors, given the progress and the val/loss of its step."""
         self._context, self._content, self._clock = context, content, clock
-        config, events, say = context.config, context.events, context.loggers.console.say
-        self.saver = Saver(context.run, context.state, config, events, say, context.world)
+        self.saver = Saver(context, self.nonfinite)
         self._saved_at = clock()
         self._saved: Key = self._key  # what the disk has
         self._assume_saved()
@@ -48,19 +47,12 @@ class Checkpoints:
     def save(self, *, wait: bool = False) -> None:
         """Start a save unless the disk already has this; with `wait` it is done on return."""
         if wait:
-            with self._nonfinite():
-                self.saver.finish()
+            self.saver.finish()
         if self._saved == self._key and not self._context.world.broadcast(self.saver.failed):
             return
         progress, key = self._context.progress, self._key
-        with self._nonfinite():
-            self.saver.save(self._content(progress, key[1]), wait=wait)
+        self.saver.save(self._content(progress, key[1]), wait=wait)
         self._saved, self._saved_at = key, self._clock()
-
-    def poll(self) -> None:
-        """Report a save that has ended, without waiting."""
-        with self._nonfinite():
-            self.saver.poll()
 
     def roll_back(self, step: int, why: str, config: GuardConfig) -> bool:
         """Go back to the newest checkpoint with a lower learning rate. Return False where there is none to go back to.
@@ -89,20 +81,17 @@ class Checkpoints:
         self._assume_saved()
         return True
 
-    def nonfinite(self, what: str, step: int, found: str) -> NonFiniteError:
-        """The error that ends the run: `what` went wrong, and a sentence about the tensor that was `found`."""
+    def nonfinite(self, what: str, step: int, found: str = "") -> NonFiniteError:
+        """Return the error that ends the run: `what` went wrong, and a sentence about the tensor that was `found`."""
         self.saver.join()  # so that the newest checkpoint is there
-        message = nonfinite_message(what, step, found, self._context.run.checkpoints, self._context.command)
-        return NonFiniteError(message, step=step)
-
-    @contextmanager
-    def _nonfinite(self) -> Iterator[None]:
-        """Report a state that is not finite as a step that is not."""
-        try:
-            yield
-        except NonFiniteError as error:
-            step = self._context.progress.step if error.step is None else error.step
-            raise self.nonfinite(str(error), step, "") from None
+        good, _ = newest_complete(self._context.run.checkpoints)
+        last = "No checkpoint was saved before it."
+        fix = "Try a lower optimizer.lr, more schedule.warmup or a lower optimizer.clip_norm."
+        if good is not None:
+            again = f"{self._context.command} {shlex.quote(override('resume', good.path))}"
+            last = f"The last good checkpoint is {good.path} (step {good.step})."
+            fix = f"Continue from it with other settings, such as: {again} optimizer.lr=<lower>"
+        return NonFiniteError(f"Step {step}: {what}. {found} {last} {fix}", step=step)
 
     def _assume_saved(self) -> None:
         """Note that the state is that of the run's checkpoint of the current step."""

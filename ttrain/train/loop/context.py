@@ -16,7 +16,7 @@ from ttrain.train.settings import TrainConfig
 
 
 @dataclass
-class Context:
+class RunContext:
     """The config, the files and the progress of one attempt."""
 
     config: TrainConfig

@@ -7,10 +7,11 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from ttrain.train.supervise.child import USER_SIGNALS, set_handlers
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
@@ -38,11 +39,8 @@ class StopRequests:
         self._entered += 1
         if self._entered > 1:
             return self
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            wanted = [number for number in SIGNALS if not _hangup_is_ignored(number)]
-            self._before = {number: signal.signal(number, self._note) for number in wanted}
-            if hasattr(signal, "SIGUSR1"):
-                self._before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note_save)
+        wanted: dict[int, Any] = {number: self._note for number in SIGNALS if not _hangup_is_ignored(number)}
+        self._before = set_handlers({**wanted, **dict.fromkeys(USER_SIGNALS[:1], self._note_save)})
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -67,14 +65,10 @@ class StopRequests:
         self._saves -= asked
         return asked
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered -= 1
-        if self._entered:
-            return
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        if not self._entered:
+            set_handlers(self._before)
 
 
 def _hangup_is_ignored(number: int) -> bool:

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ttrain.core.errors import Interrupted
+from ttrain.core.errors import Interrupted, NonFiniteError
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.loop.checkpoints import Checkpoints
-from ttrain.train.loop.context import Context
-from ttrain.train.loop.evaluator import Evaluator
+from ttrain.train.loop.context import RunContext
+from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.loop.nonfinite import first_bad_state
 from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs.record import continue_command
-from ttrain.train.steps.phases import Phases, Reader
+from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
-from ttrain.train.steps.step import Rates, StepResult, TrainStep, Upcoming
+from ttrain.train.steps.step import Rates, StepResult, TrainStep
 from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
 
 
@@ -26,10 +27,6 @@ class Guard(Protocol):
 
     def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
         """Return True where the run went back to a checkpoint. Raises TtrainError where it has to stop."""
-        ...
-
-    def before(self) -> None:
-        """Look at the state before a step."""
         ...
 
     def forget(self) -> None:
@@ -45,11 +42,11 @@ class Loop:
     that was stopped after any step and resumed from its checkpoint continues exactly.
     """
 
-    context: Context
-    reader: Reader
+    context: RunContext
+    reader: BatchReader
     train_step: TrainStep
-    peak_rates: Callable[[int], Rates]  # learning rates of a step, before rollbacks lower them
-    evaluate: Evaluator
+    rates: Callable[[int], Rates]  # learning rates of a step by their inputs
+    evaluation: Evaluation
     checkpoints: Checkpoints
     log: StepLog
     guards: Sequence[Guard] = ()
@@ -75,16 +72,11 @@ class Loop:
             with self.stop:
                 for step in self._steps():
                     batch, rates = self.reader(step), self.rates(step)
-                    result = self.train_step(batch, rates, step, self._upcoming(step + 1))
+                    result = self.train_step(batch, rates, step)
                     self._after(step, result, rates)
         finally:
             self.checkpoints.saver.join()
         return context.progress
-
-    def rates(self, step: int) -> Rates:
-        """Learning rates of a step by their inputs. Rollbacks have lowered them."""
-        factor = self.context.progress.lr_factor
-        return {name: rate * factor for name, rate in self.peak_rates(step).items()}
 
     def _steps(self) -> Iterator[int]:
         """The numbers of the steps to run. Between them comes what is due: saves, evaluations, and the end."""
@@ -99,17 +91,9 @@ class Loop:
                 return
             step = progress.step + 1
             self.heartbeat()
-            for guard in self.guards:
-                guard.before()
             self._turn(step)
             self.log.start()
             yield step
-
-    def _upcoming(self, step: int) -> Upcoming | None:
-        """Read a step ahead of time. Steps of another phase are built only when they begin."""
-        if step > self.context.config.steps or self.phases is not None:
-            return None
-        return lambda: (self.reader(step), self.rates(step))
 
     def _after(self, step: int, result: StepResult, rates: Rates) -> None:
         """Log a step and ask the guards. A step counts unless one of them went back to a checkpoint."""
@@ -146,7 +130,7 @@ class Loop:
         An evaluation may take long, so the save comes before it. The checkpoint is told of the loss afterwards.
         """
         context, step, checkpoints = self.context, self.context.progress.step, self.checkpoints
-        checkpoints.poll()
+        checkpoints.saver.poll()
         by_time, asked = self._ask()
         if step == 0:
             return
@@ -164,10 +148,20 @@ class Loop:
 
     def _evaluate(self) -> bool:
         """Evaluate unless the current step was; return True where the loss is the best so far."""
-        improved = self.evaluate(self._interrupts_evaluation)
-        if improved is None:  # a signal came meanwhile
+        context, progress = self.context, self.context.progress
+        if progress.evaluated_at == progress.step:
+            return False
+        try:
+            result = self.evaluation(self._interrupts_evaluation)
+        except NonFiniteError as error:
+            found = first_bad_state(context.state)
+            raise self.checkpoints.nonfinite(str(error), progress.step, found) from None
+        if result is None:  # a signal came meanwhile
             self._ask()
-        return bool(improved)
+            return False
+        further = {f"val/{name}": value for name, value in result.metrics.items()}
+        context.loggers.log({"step": progress.step, "val/loss": result.loss, **further})
+        return progress.evaluated(result.loss, context.config.min_improvement)
 
     def _interrupts_evaluation(self) -> bool:
         """Give a sign of life between two batches of an evaluation, and return whether the run is to stop."""

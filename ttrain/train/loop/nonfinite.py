@@ -1,39 +1,40 @@
-"""Find the first tensor of a step that holds NaN or infinity, and say what to do about it."""
+"""guard.nonfinite: a step whose loss or gradient is not finite stops the run, is skipped, or rolls the run back."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ttrain.core.errors import NonFiniteError, RankFailed
 from ttrain.engine.state import State
 from ttrain.graph.graph import Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.models.base import Batch
-from ttrain.train.checkpoint.retention import newest_complete
+from ttrain.train.loop.checkpoints import Checkpoints
+from ttrain.train.loop.context import RunContext
 from ttrain.train.protocols import SAVED_KINDS, Array
-from ttrain.train.runs.record import START, override
-from ttrain.train.steps.step import Call, Rates, TrainStep
+from ttrain.train.settings import GuardConfig
+from ttrain.train.steps.step import Call, Rates, StepResult, TrainStep
 
 _WORDS = {Stage.FORWARD: "activation", Stage.BACKWARD: "gradient", Stage.UPDATE: "result"}
 
 
-def first_nonfinite(state: State, kinds: Sequence[Kind]) -> str | None:
-    """The first persistent tensor with NaN or Inf, with its count of them; tensors of one kind in the state's order.
+def _first_nonfinite(state: State) -> str | None:
+    """Return the first tensor that checkpoints hold with NaN or Inf, with its count of them, kind by kind.
 
     All are read, so that ranks read the same ones, whatever each finds.
     """
-    named = [(f"{kind.value} {name}", _bad_elements(state.read(name))) for kind in kinds for name in state.names(kind)]
-    return next((f"{name} ({bad})" for name, bad in named if bad), None)
+    names = [(kind.value, name) for kind in SAVED_KINDS for name in state.names(kind)]
+    found = [(f"{kind} {name}", _bad_elements(state.read(name))) for kind, name in names]
+    return next((f"{name} ({bad})" for name, bad in found if bad), None)
 
 
-def first_bad_state(state: State, *kinds: Kind) -> str:
-    """A sentence about it."""
-    tensor = first_nonfinite(state, kinds)
+def first_bad_state(state: State) -> str:
+    """Return a sentence about the first tensor of the state that is not finite."""
+    tensor = _first_nonfinite(state)
     if tensor is None:
         return "Parameters and optimizer state are finite."
     return f"The first tensor with NaN or Inf is {tensor}."
@@ -52,19 +53,73 @@ def _bad_elements(array: Any) -> str | None:
     return f"{count} of {values.size} elements" if count else None
 
 
-class StepSearch:
-    """Looks for the first tensor that is not finite in a step.
+class NonFiniteGuard:
+    """Does with a step that is not finite what guard.nonfinite says.
 
-    Each rank looks at what it computes, and all are told what was found first.
+    It names the first bad tensor of the step. Each rank looks at what it computes, and all are told what was found.
     """
 
-    def __init__(self, state: State, step: TrainStep, parameters: Sequence[str]) -> None:
-        """`parameters` in the order of the model."""
-        self._state, self._step = state, step
-        self._parameters, self._world = list(parameters), step.world
+    def __init__(
+        self,
+        config: GuardConfig,
+        context: RunContext,
+        checkpoints: Checkpoints,
+        reader: Callable[[int], Batch],
+        train_step: TrainStep,
+        parameters: Sequence[str],
+    ) -> None:
+        """`reader` returns the batch of a step; `parameters` are in the order of the model."""
+        self._config, self._context, self._checkpoints = config, context, checkpoints
+        self._reader, self._train_step, self._parameters = reader, train_step, list(parameters)
+        self._state, self._world = context.state, context.world
+        self._skips = 0  # in a row
 
-    def in_gradients(self) -> str | None:
-        """The first bad gradient as backward makes them, from the loss to the input.
+    def forget(self) -> None:
+        """Count skipped updates anew."""
+        self._skips = 0
+
+    def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
+        """Return True where the run went back to a checkpoint. Raises NonFiniteError where it has to stop."""
+        if result.finite:
+            self._skips = 0
+            return False
+        config, what = self._config, str(result.bad)
+        tensor = self._in_gradients()
+        found = "" if tensor is None else f" From the loss backwards, the first bad gradient is {tensor}."
+        if config.nonfinite == "rollback" and self._checkpoints.roll_back(step, f"Step {step}: {what}.{found}", config):
+            return True
+        if result.applied:
+            raise self._checkpoints.nonfinite(what, step, self._after_update(step, found))
+        self._skips += 1
+        self._context.progress.skipped_steps += 1
+        note = f"Step {step}: {what}; its update is skipped.{found}"
+        self._context.events.warn("skipped", note, step, tensor=tensor)
+        if self._skips >= config.max_skips:
+            error = self._checkpoints.nonfinite(what, step, self._repeated(step, rates))
+            raise NonFiniteError(f"{self._skips} updates in a row were skipped. {error}", step=step)
+        return False
+
+    def _after_update(self, step: int, gradient: str) -> str:
+        """Describe the first bad tensor of a step whose parameters were updated, so that it can't be repeated."""
+        given = first_bad_input(self._reader(step))
+        found = gradient.strip() if given is None else f"The first tensor with NaN or Inf is {given}."
+        advice = "With guard.nonfinite=skip guard.max_skips=1 a resumed run names the first bad tensor of the step."
+        return f"{found} {advice}".strip()
+
+    def _repeated(self, step: int, rates: Rates) -> str:
+        """Repeat a step up to its first bad tensor, and describe that. The state is of no more use afterwards."""
+        try:
+            tensor = self._in_step(self._reader(step), rates, step)
+        except RankFailed:
+            raise
+        except Exception as error:  # the message about the step matters more
+            return f"The search for the first bad tensor failed: {error or type(error).__name__}."
+        if tensor is None:
+            return "The repeated step had no NaN or Inf, so the device does not compute the same values twice."
+        return f"The first tensor with NaN or Inf is {tensor}."
+
+    def _in_gradients(self) -> str | None:
+        """Return the first bad gradient as backward makes them, from the loss to the input.
 
         They are kept as they were before clipping, which would spread a NaN over all of them. Of one that was freed,
         where nothing is clipped, the parameter tells that it updated.
@@ -78,20 +133,20 @@ class StepSearch:
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)
 
-    def in_step(self, batch: Batch, rates: Rates, number: int) -> str | None:
+    def _in_step(self, batch: Batch, rates: Rates, number: int) -> str | None:
         """Run a step whose update was left out once more, node by node, up to the first bad tensor. Return it in words.
 
         Ranks exchange tensors in the last call, which they run to its end.
         """
-        persistent = first_nonfinite(self._state, SAVED_KINDS)  # which ranks read together, whatever their batch holds
+        persistent = _first_nonfinite(self._state)  # which ranks read together, whatever their batch holds
         before = first_bad_input(batch) or persistent
         found = self._world.first(None if before is None else (0, before))
-        *own, last = self._step.calls(batch, rates, number)
+        *own, last = self._train_step.calls(batch, rates, number)
         several = self._world.ranks.count > 1
         return found or self._in_calls(own, to_end=False) or self._in_calls([last], to_end=several)
 
     def _in_calls(self, calls: Sequence[Call], to_end: bool) -> str | None:
-        """The first bad tensor that any rank finds in calls; run `to_end`, ranks compare by numbers of nodes."""
+        """Return the first bad tensor that any rank finds in calls; run `to_end`, ranks compare by numbers of nodes."""
         found: list[tuple[int, str]] = []
         nodes = count()
 
@@ -101,7 +156,7 @@ class StepSearch:
             found.extend((place, text) for text in bad)
             return bool(found) and not to_end
 
-        self._step.inspect(calls, look)
+        self._train_step.inspect(calls, look)
         return self._world.first(found[0] if found else None)
 
 
@@ -115,16 +170,3 @@ def _described(node: Node, output: Value, values: Array) -> str | None:
         return f"{target.kind.value} {target.name.removesuffix('/gradient')} ({bad})"
     place = f" in {node.scope}" if node.scope else ""
     return f"the {_WORDS[node.stage]} that {node.op.name} makes{place} ({bad})"
-
-
-def nonfinite_message(what: str, step: int, found: str, checkpoints: Path, command: str = START) -> str:
-    """Step, what was `found` (a sentence), last good checkpoint, and what to do; `command` starts ttrain."""
-    good, _ = newest_complete(checkpoints)
-    if good is None:
-        last = "No checkpoint was saved before it."
-        fix = "Try a lower optimizer.lr, more schedule.warmup or a lower optimizer.clip_norm."
-    else:
-        again = shlex.quote(override("resume", good.path))
-        last = f"The last good checkpoint is {good.path} (step {good.step})."
-        fix = f"Continue from it with other settings, such as: {command} {again} optimizer.lr=<lower>"
-    return f"Step {step}: {what}. {found} {last} {fix}"

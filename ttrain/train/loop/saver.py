@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from typing import Any
 from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, TtrainError
 from ttrain.core.files import sync_file
 from ttrain.core.units import format_bytes
-from ttrain.parallel.world import World
 from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
 from ttrain.train.checkpoint.host_copy import HostCopy
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
@@ -34,10 +32,8 @@ from ttrain.train.checkpoint.save import (
     start_save,
     write_rank_files,
 )
-from ttrain.train.logging.events import Events
+from ttrain.train.loop.context import RunContext
 from ttrain.train.protocols import StateValues
-from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.settings import TrainConfig
 
 _MOST_FAILURES = 2  # in a row
 _NICENESS = 10  # of the thread that saves: a tenth of a processor that a step wants as well
@@ -59,55 +55,47 @@ class _Work:
 class Saver:
     """Writes the checkpoints of one run and lets old ones go once the new one is verified."""
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        state: StateValues,
-        config: TrainConfig,
-        events: Events,
-        say: Callable[[str], None],
-        world: World | None = None,
-    ) -> None:
-        """All ranks of a `world` call `save`, since each writes its shard of the state."""
-        self._world = world or World()
-        self._run, self._state, self._config, self._events, self._say = run, state, config, events, say
+    def __init__(self, context: RunContext, nonfinite: Callable[[str, int], NonFiniteError] = NonFiniteError) -> None:
+        """`nonfinite` makes the error that ends the run for a state of a step which is not finite.
+
+        All ranks of a world call `save`, since each writes its shard of the state.
+        """
+        self._context, self._world, self._run = context, context.world, context.run
+        self._nonfinite = nonfinite
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._failures = self._saves = 0
         self.step: int | None = None  # whose state the newest save holds, done or under way; None where it failed
-        self.delay_seconds = 0.0  # that steps waited for saves, over all of them
 
     def save(self, content: CheckpointContent, *, wait: bool = False) -> None:
-        """Starts a save, or with `wait` finishes it; then a save that fails is tried once more.
+        """Start a save, or with `wait` finish it; then a save that fails is tried once more.
 
         Where the newest save is of the same step, the tensors stay, and the rest of the content takes its place there.
         Raises NonFiniteError where the state holds NaN or Inf, TtrainError where saves failed repeatedly.
         """
-        start = time.perf_counter()
         if wait or content.step != self.step:
             self.finish()
-        beside = self._config.async_save and not wait
+        beside = self._context.config.async_save and not wait
         work = self._work(content, beside)
         if beside:
             before, self.step = self._thread, content.step
             self._thread = threading.Thread(target=self._write_beside, args=(work, before), name="save")
             self._thread.start()
-        else:
-            self._write(work)
-            lost = isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError)
-            if wait and self._world.broadcast(lost):
-                self._report()
-                self._write(self._work(content, beside))
-        self.delay_seconds += time.perf_counter() - start
+            return
+        self._write(work)
+        lost = isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError)
+        if wait and self._world.broadcast(lost):
+            self._report()
+            self._write(self._work(content, beside))
         if self._thread is None:
             self._report()
 
     def _work(self, content: CheckpointContent, beside: bool) -> _Work:
         """Return what to save now, as the leading rank decides; values are copied where the state goes on."""
-        leads, several = self._world.leads, self._world.ranks.count > 1
+        several, state = self._world.ranks.count > 1, self._context.state
         earlier, how, folder = None, "noted", self._run.checkpoints
-        if leads and content.step != self.step:
-            earlier = with_frozen(folder, self._state)
+        if self._world.leads and content.step != self.step:
+            earlier = with_frozen(folder, state)
             how = "whole" if earlier is None else "trained"
             if several:
                 with contextlib.suppress(OSError):  # whoever writes there is told
@@ -116,22 +104,21 @@ class Saver:
         self._saves += 1
         if how == "noted":
             return _Work(content, None, None, self._saves)
-        copied = beside or several
-        state = HostCopy(self._state, how == "whole", self._world.ranks) if copied else self._state
-        return _Work(content, state, earlier, self._saves)
+        values = HostCopy(state, how == "whole", self._world.ranks) if beside or several else state
+        return _Work(content, values, earlier, self._saves)
 
     def poll(self) -> None:
-        """Reports a save that has ended since, without waiting. Raises as `save` does."""
+        """Report a save that has ended since, without waiting. Raises as `save` does."""
         if self._thread is not None and not self._thread.is_alive():
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the save that is under way. Raises as `save` does."""
+        """Wait for the save that is under way. Raises as `save` does."""
         self.join()
         self._report()
 
     def join(self) -> None:
-        """Waits for the save that is under way, whatever becomes of it."""
+        """Wait for the save that is under way, whatever becomes of it."""
         if self._thread is not None:
             self._join(self._thread)
             self._thread = None
@@ -165,21 +152,19 @@ class Saver:
                 others = {"others": partial(self._others, work)} if several else {}
                 save_checkpoint(folder, work.state, content, work.earlier, **others)
             self._failures, self.step = 0, content.step
-            config = self._config
+            config = self._context.config
             prune_checkpoints(folder, config.keep_last, config.keep_best, config.keep_every, config.keep_hours)
         except NonFiniteError as error:
             self._error = NonFiniteError(str(error), content.step)
-        except TtrainError as error:
-            self._error = error
         except OSError as error:
             self._error = TtrainError(f"The checkpoint of step {content.step} could not be saved in {folder}: {error}.")
-        except Exception as error:  # a fault of ours: it must not be lost with the thread
+        except Exception as error:  # of any kind: it must not be lost with the thread
             self._error = error
         if self._error is not None:
             self.step = None
 
     def _write_rank_files(self, work: _Work) -> None:
-        """Tells the leading rank what was written, or why it was not."""
+        """Tell the leading rank what was written, or why it was not."""
         self.step = work.content.step
         if work.state is None:
             return
@@ -205,13 +190,17 @@ class Saver:
         error, self._error = self._error, None
         if error is None:
             return
-        if isinstance(error, NonFiniteError | RankFailed) or not isinstance(error, TtrainError):
+        if isinstance(error, NonFiniteError):
+            raise self._nonfinite(str(error), error.step or 0)
+        if isinstance(error, RankFailed) or not isinstance(error, TtrainError):
             raise error
         self._failures += 1
-        self._events.add("save_failed", str(error), failures=self._failures)
+        self._context.events.add("save_failed", str(error), failures=self._failures)
         if self._failures >= _MOST_FAILURES:
             raise error
-        self._say(f"WARNING: {error} Training goes on; if the next save fails as well, the run stops.")
+        self._context.loggers.console.say(
+            f"WARNING: {error} Training goes on; if the next save fails as well, the run stops."
+        )
 
     @property
     def failed(self) -> bool:
@@ -220,7 +209,7 @@ class Saver:
 
 
 def yield_processor() -> None:
-    """Lowers the priority of this thread, where the system knows priorities of single threads (Linux)."""
+    """Lower the priority of this thread, where the system knows priorities of single threads (Linux)."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with contextlib.suppress(OSError):
@@ -228,7 +217,7 @@ def yield_processor() -> None:
 
 
 def _check_room(folder: Path, state: StateValues, step: int, frozen: bool, ranks: int) -> None:
-    """Raises TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified.
+    """Raise TtrainError unless a checkpoint fits on the disk; the newest one is kept until this one is verified.
 
     The state is the shard of one of so many ranks.
     """

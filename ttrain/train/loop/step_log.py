@@ -6,14 +6,14 @@ import math
 
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import Metrics
-from ttrain.train.loop.context import Context
+from ttrain.train.loop.context import RunContext
 from ttrain.train.steps.step import Rates, StepResult
 
 
 class StepLog:
     """Times every step and logs those that are due."""
 
-    def __init__(self, context: Context, meter: Meter) -> None:
+    def __init__(self, context: RunContext, meter: Meter) -> None:
         self._context, self.meter = context, meter
 
     def start(self) -> None:

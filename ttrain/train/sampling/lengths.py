@@ -43,10 +43,7 @@ class StepsByLength:
         graph = self.session.graph
         if length == self.context:
             return graph
-        model = self._resized(length)
-        if self.session.engine.device.uniform_compute:
-            model.follow_compute()
-        return dataclasses.replace(graph, model=model)
+        return dataclasses.replace(graph, model=self._resized(length))
 
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
         """Return the steps of `traces` for rows of a length, built and placed; `name` tells them from others."""

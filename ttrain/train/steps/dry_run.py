@@ -59,9 +59,7 @@ def measure(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]
     """`run(step)` is one optimizer step, counted from 1; `steps` are the built steps that it calls."""
     seconds, facts = [], [_facts(device)]
     for step in range(1, STEPS + 1):
-        start = time.perf_counter()
-        run(step)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_seconds(run, step))
         facts.append(_facts(device))
     later = {key: facts[-1].get(key, 0) - facts[2].get(key, 0) for key in ("programs", "allocations")}
     memory = {"dram_bytes": facts[-1].get("dram_bytes", 0), "dram_total_bytes": device.memory().get("total", 0)}
@@ -79,12 +77,13 @@ def measure(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]
 
 def dispatch_ms(run: Callable[[int], Any], steps: int = 4) -> float:
     """Milliseconds of host time that the fastest of some optimizer steps takes, after one that builds programs."""
-    seconds = []
-    for step in range(1, steps + 1):
-        start = time.perf_counter()
-        run(step)
-        seconds.append(time.perf_counter() - start)
-    return 1e3 * min(seconds[1:])
+    return 1e3 * min([_seconds(run, step) for step in range(1, steps + 1)][1:])
+
+
+def _seconds(run: Callable[[int], Any], step: int) -> float:
+    start = time.perf_counter()
+    run(step)
+    return time.perf_counter() - start
 
 
 def _facts(device: Device) -> dict[str, int]:

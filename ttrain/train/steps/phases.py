@@ -52,9 +52,9 @@ class PhaseSchedule:
     every: int
 
     @classmethod
-    def of(cls, config: TrainConfig, context: int) -> PhaseSchedule:
-        """Return the schedule of a config, for a model of this context (1 for a model that reads examples)."""
-        lengths, rows = config.length_schedule or [context], config.batch_schedule or [config.batch_size]
+    def of(cls, config: TrainConfig, context: int | None) -> PhaseSchedule:
+        """Return the schedule of a config, for a model of this context (None for a model that reads examples)."""
+        lengths, rows = config.length_schedule or [context or 1], config.batch_schedule or [config.batch_size]
         count = max(len(lengths), len(rows))
         lengths, rows = (each + each[-1:] * (count - len(each)) for each in (lengths, rows))
         return cls(tuple(map(Phase, lengths, rows)), config.phase_steps)
@@ -86,7 +86,7 @@ class PhaseSchedule:
         return f"phases of {self.every} steps with sequences x tokens of {sizes}"
 
 
-class Reader:
+class BatchReader:
     """Training batches of one attempt, by the number of their step: `batch = reader(step)`."""
 
     def __init__(self, dataset: Any, seed: int, schedule: PhaseSchedule, step: int, start: Position) -> None:

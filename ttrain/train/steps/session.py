@@ -16,7 +16,7 @@ from ttrain.parallel.world import World
 from ttrain.train.steps.flops import model_flops
 from ttrain.train.steps.noise import NoiseScale
 from ttrain.train.steps.resident import IndexBatches
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import Ahead, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
 
@@ -43,12 +43,14 @@ class Session:
         own = preparation(graph.shorter or graph.model) if graph.resident is None else graph.resident.prepare
         return own(batch)
 
-    def train_step(self, steps: Mapping[str, Step], seed: int, world: World | None = None) -> TrainStep:
-        """The host's side of an optimizer step over the built `steps`; `seed` is run.seed."""
+    def train_step(
+        self, steps: Mapping[str, Step], seed: int, world: World | None = None, ahead: Ahead = lambda step: None
+    ) -> TrainStep:
+        """Return the host's side of an optimizer step over the built `steps`; `seed` is run.seed."""
         graph, device = self.graph, self.engine.device
         rows = graph.rows * graph.chips
         wait, noise = device.turn if device.overlaps else None, NoiseScale(rows) if graph.noise else None
-        return TrainStep(steps, rows, seed, self.prepare, wait, world, noise)
+        return TrainStep(steps, rows, seed, self.prepare, wait, world, noise, ahead)
 
     def build_training(self) -> dict[str, Step]:
         """All steps of a run by name, before the first one runs."""

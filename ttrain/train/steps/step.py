@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
@@ -26,11 +25,12 @@ from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means,
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Outputs
 from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
+from ttrain.train.steps.order import in_order
 from ttrain.train.steps.seeds import ROUNDING, step_seed
 
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
 Rates = Mapping[str, float]  # learning rates by the names of their step inputs
-Upcoming = Callable[[], tuple[Batch, Rates]]  # reads what the next step takes
+Ahead = Callable[[int], tuple[Batch, Rates] | None]  # reads what a step takes, None where it may not be read yet
 
 
 @dataclass(slots=True)  # frozen would cost a small step more than its sums do
@@ -73,27 +73,29 @@ class TrainStep:
         wait: Callable[[], None] | None = None,
         world: World | None = None,
         noise: NoiseScale | None = None,
+        ahead: Ahead = lambda step: None,
     ) -> None:
         """`steps` holds those that train; `norm`, or `update` beside `train`, makes the update guarded.
 
         `wait` is given for a device that computes beside the host. It is called between a launch and the read that
-        blocks, so that another run on the same chip can launch. `noise` goes with steps that measure the noise scale.
+        blocks, so that another run on the same chip can launch. Such a device takes in the first inputs of the next
+        step meanwhile, which `ahead` reads. `noise` goes with steps that measure the noise scale.
         """
         self._steps, self._rows, self._seed = steps, rows, seed
-        self._prepare, self._wait = prepare, wait
+        self._prepare, self._wait, self._ahead = prepare, wait, ahead
         self.world = world or World()
         self._ranks = self.world.ranks
         self.guarded = "norm" in steps or {"train", "update"} <= steps.keys()
         self._noise = noise
 
-    def __call__(self, batch: Batch, rates: Rates, step: int, upcoming: Upcoming | None = None) -> StepResult:
+    def __call__(self, batch: Batch, rates: Rates, step: int) -> StepResult:
         """Run one optimizer step; `step` counts from 1.
 
         `batch` fields have the rows of the whole step, some whole micro-batches in each slice. `rates` are the lr
-        inputs. A device that computes beside the host takes in the first inputs of the `upcoming` step meanwhile.
+        inputs.
         """
         fields, counts = self._prepare(batch)
-        calls, following = self._calls(fields, counts, rates, step), self._first_call(upcoming, step + 1)
+        calls, following = self._calls(fields, counts, rates, step), self._first_call(step + 1)
         outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
         outputs.append(self._run(calls[-1], () if self.guarded else following))
         result, norms = self._result(outputs, counts)
@@ -101,10 +103,11 @@ class TrainStep:
             self._run(self._guarded_update(rates, norms, step), following)
         return result
 
-    def _first_call(self, upcoming: Upcoming | None, step: int) -> Iterator[Call]:
-        """The first call of the upcoming step, read when it is asked for."""
-        if upcoming is not None:
-            yield self.calls(*upcoming(), step)[0]
+    def _first_call(self, step: int) -> Iterator[Call]:
+        """Yield the first call of a step that may be read ahead of time."""
+        inputs = self._ahead(step)
+        if inputs is not None:
+            yield self.calls(*inputs, step)[0]
 
     def _run(self, call: Call, following: Iterable[Call]) -> Outputs:
         """Run a built step. While it computes, the device takes in the inputs of the `following` call, if it can."""
@@ -133,31 +136,17 @@ class TrainStep:
         return self._calls(*self._prepare(batch), rates, step)
 
     def _calls(self, fields: Batch, counts: Mapping[str, int], rates: Rates, step: int) -> list[Call]:
-        weights = loss_weights(counts)
-        calls: list[Call] = []
+        weights, slices = loss_weights(counts), self._ranks.slices
         last: Inputs = {} if self.guarded else rates
         split = not self._ranks.single or "accumulate_first" in self._steps
-        parts = micro_batches(fields, self._rows, self._ranks.slices) if split else [fields]
-        own, each = self._ranks.own, len(parts) // self._ranks.slices
-        for place, slice_ in enumerate(own):
-            for number in range(each):
-                part: Inputs = {**parts[slice_ * each + number], **weights}
-                if "train" in self._steps and (slice_, number) == (own[-1], each - 1):
-                    return [*calls, ("train", self._whole("train", {**part, **last}, step, number, slice_))]
-                name = "accumulate_next" if number else "accumulate_first"
-                calls.append((name, self._whole(name, part, step, number, slice_)))
-            calls += [(name, {}) for name in self._tree(place)]
-        name = "norm" if self.guarded else "update"
-        return [*calls, (name, self._whole(name, last, step))]
-
-    def _tree(self, place: int) -> Iterator[str]:
-        """Yield the steps that follow a slice, so that in the end the gradients of this rank's slices are summed."""
-        level = 0
-        while place >> level & 1:
-            yield f"merge{level}"
-            level += 1
-        if place + 1 < len(self._ranks.own):
-            yield f"keep{level}"
+        parts = micro_batches(fields, self._rows, slices) if split else [fields]
+        each, calls = len(parts) // slices, []
+        for name, slice_, number in in_order(self._ranks, each, "train" in self._steps, self.guarded):
+            given: Inputs = last if name in ("train", "update") else {}
+            if name in ("train", "accumulate_first", "accumulate_next"):
+                given = {**parts[slice_ * each + number], **weights, **given}
+            calls.append((name, self._whole(name, given, step, number, slice_)))
+        return calls
 
     def _guarded_update(self, rates: Rates, norms: Mapping[str, float], step: int) -> Call:
         """The update of a guarded step, which takes in the norms that were looked at."""
@@ -185,14 +174,10 @@ class TrainStep:
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _largest_activation(self, parts: Sequence[Outputs]) -> float | None:
-        own: float | None = None
-        for each in parts:
-            own = _activation(own, each)
-        if own is None:
-            return None
-        for record in self.world.gather([{"activation_norm": own}]):
-            own = _activation(own, record)
-        return own
+        """Return the largest norm of activations on any rank, None where they are not watched."""
+        own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
+        records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
+        return _largest([record["activation_norm"] for record in records]) if own else None
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
         """Add the seed and the step's number where the built step has such an input."""
@@ -214,39 +199,34 @@ class Stepper:
     train_step: TrainStep
     reader: Callable[[int], Batch]
     rates: Callable[[int], Rates]
-    last: int = 0  # up to which step the inputs may be made one step ahead of time
 
     def __call__(self, step: int) -> StepResult:
         """Run a step, counted from 1."""
-        upcoming = partial(self.inputs, step + 1) if step < self.last else None
-        return self.train_step(*self.inputs(step), step, upcoming)
+        return self.train_step(*self.inputs(step), step)
 
     def inputs(self, step: int) -> tuple[Batch, Rates]:
-        """The batch and the learning rates of a step."""
+        """Return the batch and the learning rates of a step."""
         return self.reader(step), self.rates(step)
 
 
-def _activation(largest: float | None, outputs: Outputs) -> float | None:
-    """The larger of the norm so far and that of a micro-batch; a NaN stays."""
-    if "activation_norm" not in outputs:
-        return largest
-    norm = float(outputs["activation_norm"])
-    return norm if largest is None or norm > largest or norm != norm else largest
+def reads_ahead(reader: Callable[[int], Batch], rates: Callable[[int], Rates], last: int) -> Ahead:
+    """Return what reads batch and learning rates of a step, up to step `last`."""
+    return lambda step: (reader(step), rates(step)) if step <= last else None
+
+
+def _largest(norms: Sequence[float]) -> float:
+    """Return the largest norm, or NaN where one is."""
+    return next((norm for norm in norms if math.isnan(norm)), max(norms))
 
 
 def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
-    """Loss and metrics of a slice, over its micro-batches."""
+    """Return loss and metrics of a slice, over its micro-batches. Metrics have a slash in their names."""
     sums = {"loss": 0.0}
     for each in parts:
-        sums["loss"] += float(each["loss"])
-        sums |= summed_metrics(sums, each)
+        for name, value in each.items():
+            if name == "loss" or "/" in name:
+                sums[name] = sums.get(name, 0.0) + float(value)
     return sums
-
-
-def summed_metrics(so_far: Mapping[str, float], outputs: Outputs) -> dict[str, float]:
-    """The model's metrics, which have a slash in their names, with those of one more part of the batch."""
-    named = {name: float(value) for name, value in outputs.items() if "/" in name}
-    return {name: so_far.get(name, 0.0) + value for name, value in named.items()}
 
 
 def micro_batches(batch: Batch, rows: int, slices: int) -> list[dict[str, Array]]:

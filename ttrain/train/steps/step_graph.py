@@ -6,6 +6,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,13 +24,14 @@ from ttrain.nn.module import Parameter, use
 from ttrain.ops.update import Rule
 from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
-from ttrain.optim.groups import ParameterRun, parameter_runs
+from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.noise import NOISE_NORM
-from ttrain.train.steps.repeats import joins, repeats
+from ttrain.train.steps.order import joins, repeats
 from ttrain.train.steps.resident import Resident
-from ttrain.train.steps.sharded_run import ShardedRun, average_spec, directions, norms_of, part_of, summed_over_ranks
+from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
 
+COPY = "/compute"  # likewise, of what layers read
 GRADIENT = "/gradient"  # after the path of a parameter
 GRAD_NORM = "grad_norm"
 CLIPPED_NORM = "clipped_norm"
@@ -47,7 +49,7 @@ class StepGraph:
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
-        trace_keep, trace_merge, trace_swap  nothing
+        trace_kept, trace_swap  nothing
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
     Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms.
@@ -72,27 +74,30 @@ class StepGraph:
     micro_batches: int | None = None  # that it has now; None: as many
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     writer: Model | None = None  # records the scores of a sample in its place, on shorter texts
-    ranks: Ranks = Ranks()  # that divide a batch of several slices: each works on slices of `rows` * `accumulation`
+    ranks: Ranks = Ranks()  # that divide a batch of several slices, each of `rows` * `gradient_accumulation` rows
     low_bits: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
-    runs: list[ParameterRun] = field(init=False)
-    sharded: list[ShardedRun] = field(init=False)  # the runs, as ranks divide them
-    updates: list[tuple[int, ShardedRun]] = field(init=False)  # what one op updates, with the number of its run
+    uniform_compute: bool = False  # layers read every parameter in the compute dtype, as the device asks
+    shards: list[FlatShard] = field(init=False)
+    updates: list[tuple[int, FlatShard]] = field(init=False)  # what one op updates, with the number of its shard
 
     def __post_init__(self) -> None:
+        if self.uniform_compute:
+            for model in filter(None, (self.model, self.shorter, self.writer)):
+                model.follow_compute()
         self.low_bits &= self.ema is None  # averages are of fp32 weights
-        self.runs = parameter_runs(self.model.parameters(), self.optimizer, self.model.compute)
-        self.sharded = [ShardedRun(run, self.ranks) for run in self.runs]
-        parts = [run.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for run in self.sharded]
+        flats = flat_parameters(self.model.parameters(), self.optimizer, self.model.compute)
+        self.shards = [FlatShard(flat, self.ranks) for flat in flats]
+        parts = [shard.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for shard in self.shards]
         waits = self.optimizer.config.clip_norm is not None or self.guarded or self.gradient_accumulation > 1
         self.frees &= not waits and self.ranks.single and sum(map(len, parts)) > len(parts)
-        parts = parts if self.frees else [[run] for run in self.sharded]
-        self.updates = [(number, part) for number, of_run in enumerate(parts) for part in of_run]
+        parts = parts if self.frees else [[shard] for shard in self.shards]
+        self.updates = [(number, part) for number, of_shard in enumerate(parts) for part in of_shard]
 
     @property
     def parameters(self) -> list[Parameter]:
         """All trained parameters in the order in which the state lays them out."""
-        return [parameter for run in self.runs for parameter in run.parameters]
+        return [parameter for shard in self.shards for parameter in shard.flat.parameters]
 
     @property
     def frozen(self) -> list[Parameter]:
@@ -100,22 +105,19 @@ class StepGraph:
         trained = {id(parameter) for parameter in self.parameters}
         return [parameter for parameter in self.model.parameters().values() if id(parameter) not in trained]
 
-    def train_steps(self) -> dict[str, Trace]:
-        """The steps that one optimizer step is made of, by name."""
-        steps: dict[str, Trace] = {
-            "accumulate_first": partial(self.trace_accumulate, first=True),
-            "accumulate_next": partial(self.trace_accumulate, first=False),
-            "train": self.trace_train,
-            "norm": self.trace_norm,
-            "update": self.trace_update,
-        }
+    def _traces(self) -> dict[str, Trace]:
+        """Return all steps that an optimizer step may be made of, in the order in which they are built."""
+        first, later = (partial(self.trace_accumulate, first=first) for first in (True, False))
+        found: dict[str, Trace] = {"accumulate_first": first, "accumulate_next": later}
         for level in range(self.ranks.levels):
-            steps[f"keep{level}"] = partial(self.trace_keep, level=level)
-            steps[f"merge{level}"] = partial(self.trace_merge, level=level)
-        return {
-            name: steps[name]
-            for name in self._repeats(self._parts if self.rebuilt_to_grow else self.gradient_accumulation)
-        }
+            found[f"keep{level}"] = partial(self.trace_kept, level=level, keep=True)
+            found[f"merge{level}"] = partial(self.trace_kept, level=level, keep=False)
+        return {**found, "train": self.trace_train, "norm": self.trace_norm, "update": self.trace_update}
+
+    def train_steps(self) -> dict[str, Trace]:
+        """Return the steps that one optimizer step is made of, by name."""
+        counts = self._repeats(self._parts if self.rebuilt_to_grow else self.gradient_accumulation)
+        return {name: trace for name, trace in self._traces().items() if counts[name]}
 
     @property
     def rebuilt_to_grow(self) -> bool:
@@ -125,19 +127,20 @@ class StepGraph:
     @property
     def repeats(self) -> dict[str, int]:
         """Return how often each of `train_steps` runs in one optimizer step of this rank."""
-        return self._repeats(self._parts)
+        counts = self._repeats(self._parts)
+        return {name: counts[name] for name in self._traces() if counts[name]}
 
     @property
     def _parts(self) -> int:
         """Micro-batches of a slice now."""
         return self.micro_batches or self.gradient_accumulation
 
-    def _repeats(self, micro_batches: int) -> dict[str, int]:
+    def _repeats(self, micro_batches: int) -> Counter[str]:
         joined = joins(self.ranks, self.gradient_accumulation, self.guarded)
         return repeats(self.ranks, micro_batches, joined, self.guarded)
 
     def further_steps(self) -> dict[str, Trace]:
-        """`evaluate`; `logits` where the model has them, `swap` where weights are averaged."""
+        """Return `evaluate`, and `logits` where the model has them, and `swap` where weights are averaged."""
         steps: dict[str, Trace] = {"evaluate": self.trace_evaluate}
         if hasattr(self.model, "logits"):
             steps["logits"] = self.trace_logits
@@ -146,15 +149,14 @@ class StepGraph:
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
         store = ops.assign if self._parts == 1 else ops.accumulate
-        stored = self._backward(graph) if self.frees else self._stored(graph, store)
+        gradients = self._backward(graph) if self.frees else self._stored(graph, store)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for level in range(self.ranks.levels):
                 kept = (self._kept(graph, parameter, level) for parameter in self.parameters)
-                stored = list(map(ops.accumulate, stored, kept))
-        if self.guarded:
-            self._norm(graph, self._summed(graph, stored))
-        else:
-            self._update(graph, stored)
+                gradients = list(map(ops.accumulate, gradients, kept))
+        reduced = self._reduced(graph, gradients)
+        if not self.guarded:
+            self._update(graph, *reduced)
 
     def trace_accumulate(self, graph: Graph, first: bool) -> None:
         """Forward and backward of one micro-batch. The first overwrites the gradients, later ones add to them."""
@@ -163,46 +165,42 @@ class StepGraph:
             with graph.stage(Stage.UPDATE), graph.scope("gradients"):
                 graph.output(NOISE_NORM, ops.global_norm(stored))
 
-    def trace_keep(self, graph: Graph, level: int) -> None:
-        """Sets the sum over some slices aside, until as many more are summed."""
-        self._with_kept(graph, level, ops.assign, keep=True)
-
-    def trace_merge(self, graph: Graph, level: int) -> None:
-        """Adds to the sum over some slices that over as many before them."""
-        self._with_kept(graph, level, ops.accumulate, keep=False)
-
-    def _with_kept(self, graph: Graph, level: int, write: Callable[[Value, Value], Value], keep: bool) -> None:
+    def trace_kept(self, graph: Graph, level: int, keep: bool) -> None:
+        """Set the sum over some slices aside, or add to such a sum the one that was set aside."""
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for p in self.parameters:
                 kept, gradient = self._kept(graph, p, level), self._gradient(graph, p)
-                write(*((kept, gradient) if keep else (gradient, kept)))
+                _ = ops.assign(kept, gradient) if keep else ops.accumulate(gradient, kept)
 
     def trace_update(self, graph: Graph) -> None:
         """Clipping and optimizer on accumulated gradients."""
-        norm = graph.input(CLIPPED_NORM if self._scoped else GRAD_NORM, SCALAR) if self.guarded else None
-        self._update(graph, [self._gradient(graph, parameter) for parameter in self.parameters], norm)
+        if self.guarded:
+            norm = graph.input(CLIPPED_NORM if self._scoped else GRAD_NORM, SCALAR)
+            self._update(graph, [self._owned_gradients(graph, shard) for shard in self.shards], norm)
+        else:
+            self._update(graph, *self._reduced(graph, self._gradients(graph)))
 
     def trace_norm(self, graph: Graph) -> None:
         """The global norm of the accumulated gradients; changes nothing but to sum them over chips."""
-        self._norm(graph, self._summed(graph, [self._gradient(graph, parameter) for parameter in self.parameters]))
+        self._reduced(graph, self._gradients(graph))
 
     @property
     def averages(self) -> bool:
         """Return whether there are averages of the weights, which evaluations read in their place."""
-        return self.ema is not None or any(AVERAGE in run.rule.slots for run in self.runs)
+        return self.ema is not None or any(AVERAGE in shard.flat.rule.slots for shard in self.shards)
 
     def trace_swap(self, graph: Graph) -> None:
         """Weights and averages take each other's place, bit for bit."""
         with graph.stage(Stage.UPDATE), graph.scope("averages"):
             none = ops.full(graph, SCALAR, 0.0)  # the rule reads neither rate nor step
-            for run in self.sharded:
-                averages = run.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
-                written = self._apply(graph, run, SWAP, [averages, averages], none, none)  # it reads no gradient
-                run.gather(graph, written, self.model.compute)
+            for shard in self.shards:
+                averages = shard.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+                written = self._apply(graph, shard, SWAP, [averages, averages], none, none)  # it reads no gradient
+                shard.gather(graph, written, self.model.compute)
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
-        self._output_loss(graph, self._loss(graph, self.eval_rows or self.rows, training=False))
+        graph.output("loss", self._over_all_chips(self._loss(graph, self.eval_rows or self.rows, training=False)))
 
     def trace_logits(self, graph: Graph) -> None:
         """Scores of the next token after a text. Raises ConfigError for a model without a vocabulary."""
@@ -215,48 +213,40 @@ class StepGraph:
         """List the tensors that an engine's State has to place; without `training`, no gradients and no optimizer
         tensors.
 
-        Runs of an update op come out side by side and in the same order in every kind.
+        Those of an update op come out side by side and in the same order in every kind.
         """
-        members = [(run.name, parameter) for run in self.runs for parameter in run.parameters]
-        compute = self.model.compute
-        placed = [*members, *(("frozen", parameter) for parameter in self.frozen)]
+        compute, frozen = self.model.compute, self.frozen
         held = {} if self.resident is None else self.resident.specs
-
-        sharded = self.sharded if training and self.ranks.sharding else []
-        owned = {p: run.parts(at) for run in sharded for at, p in enumerate(run.run.parameters)}
-
-        def tensor(
-            name: str, spec: TensorSpec, kind: Kind, run: str, parameter: Parameter, everywhere: bool = True
-        ) -> StateTensor:
-            padded = spec.shape[:1] == parameter.spec.shape[:1]  # not so where a slot has one row
-            parts = tuple(part_of(parameter, part, spec) for part in owned.get(parameter, ()))
-            everywhere = everywhere or parameter not in owned
-            return StateTensor(name, spec, kind, run, parameter.padding * padded, None, parts, everywhere)
-
-        tensors = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
-        specs = {p: run.weight_spec(p, self.low_bits) for run in self.sharded for p in run.run.parameters}
-        tensors += [tensor(p.path, specs.get(p, p.spec), p.kind, run, p, not p.has_copy(compute)) for run, p in placed]
-        copied = [(run, p) for run, p in placed if p.has_copy(compute)]
-        tensors += [tensor(p.copy_name, p.read_spec(compute), Kind.COPY, run, p) for run, p in copied]
+        found = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
+        for shard in self.shards:
+            copied = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
+            found += shard.tensors("", partial(shard.weight_spec, low_bits=self.low_bits), Kind.PARAMETER, not copied)
+        found += [StateTensor(p.path, p.spec, p.kind, "frozen", p.padding) for p in frozen]
+        for shard in self.shards:
+            if shard.flat.parameters[0].has_copy(compute):
+                found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, everywhere=True)
+        copied_frozen = [p for p in frozen if p.has_copy(compute)]
+        found += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, "frozen", p.padding) for p in copied_frozen]
         if training:
-            kept = [tensor(p.path + GRADIENT, self._gradient_spec(p), Kind.GRADIENT, run, p) for run, p in members]
-            tensors += [replace(gradient, everywhere=False) for gradient in kept] if self.frees else kept
-            tensors += [
-                StateTensor(kept_name(p, level), self._gradient_spec(p), Kind.GRADIENT, run, p.padding)
-                for level in range(self.ranks.levels)
-                for run, p in members
-            ]
-            for run in self.runs:
-                tensors += [
-                    tensor(f"{p.path}/{slot}", self._slot_spec(p, run.rule, slot), Kind.OPTIMIZER, run.name, p, False)
-                    for slot in run.rule.slots
-                    for p in run.parameters
-                ]
-            averaged = [(run, p) for run, p in members if self.ema is not None]
-            tensors += [
-                tensor(f"{p.path}/{AVERAGE}", average_spec(p), Kind.OPTIMIZER, run, p, False) for run, p in averaged
-            ]
-        return [*tensors, *(buffer.state_tensor for buffer in self.model.buffers().values())]
+            found += self._training_tensors()
+        return [*found, *(buffer.state_tensor for buffer in self.model.buffers().values())]
+
+    def _training_tensors(self) -> list[StateTensor]:
+        """Return gradients, sums of them that wait, and the optimizer's tensors."""
+        found: list[StateTensor] = []
+        for shard in self.shards:
+            gradients = shard.tensors(GRADIENT, self._gradient_spec, Kind.GRADIENT, everywhere=True)
+            found += [replace(gradient, everywhere=not self.frees) for gradient in gradients]
+        for level in range(self.ranks.levels):
+            for shard in self.shards:
+                kept = shard.tensors(_kept_slot(level), self._gradient_spec, Kind.GRADIENT, everywhere=True)
+                found += [replace(each, parts=()) for each in kept]
+        for shard in self.shards:
+            for slot in shard.flat.rule.slots:
+                found += shard.tensors(f"/{slot}", self._slot_spec(shard.flat.rule, slot), Kind.OPTIMIZER)
+        for shard in self.shards if self.ema is not None else ():
+            found += shard.tensors(f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+        return found
 
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model
@@ -275,13 +265,12 @@ class StepGraph:
         return loss
 
     def _backward(self, graph: Graph) -> list[Value]:
-        """Gradients of the loss in the order of `parameters`."""
+        """Return the gradients of the loss in the order of `parameters`."""
         loss = self._loss(graph, self.rows, training=True)
-        self._output_loss(graph, loss)
+        graph.output("loss", self._over_all_chips(loss))
         if self.watched and loss.producer is not None:
             with graph.scope("guard"):
-                norm = ops.global_norm(loss.producer.values[:1])
-                graph.output(ACTIVATION_NORM, ops.all_reduce(norm) if self.chips > 1 else norm)
+                graph.output(ACTIVATION_NORM, self._over_all_chips(ops.global_norm(loss.producer.values[:1])))
         return backward(loss, [use(graph, parameter, self.model.compute) for parameter in self.parameters])
 
     def _stored(self, graph: Graph, store: Callable[[Value, Value], Value]) -> list[Value]:
@@ -290,122 +279,116 @@ class StepGraph:
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             return [store(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
 
-    def _output_loss(self, graph: Graph, loss: Value) -> None:
-        graph.output("loss", self._over_all_chips(loss))
-
     def _over_all_chips(self, value: Value) -> Value:
         """A sum over the batch of one chip -> over that of all."""
         return ops.all_reduce(value) if self.chips > 1 else value
 
-    def _summed(self, graph: Graph, gradients: Sequence[Value]) -> list[list[Value]]:
-        """Return by run the gradients of what this rank updates, summed over all chips or ranks."""
-        with graph.stage(Stage.UPDATE), graph.scope("clip"):
-            left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
-            found = [[next(left) for _ in part.run.parameters] for _, part in self.updates]
-            if self.ranks.count == 1:
-                return found
-            owned = [self._gradients(graph, run) for run in self.sharded] if self.ranks.sharding else None
-            return summed_over_ranks(self.sharded, found, owned)
-
-    def _gradients(self, graph: Graph, run: ShardedRun) -> list[Value]:
-        """Return the gradients that this rank updates of a run, as they are in the state."""
-        return run.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
+    def _gradients(self, graph: Graph) -> list[Value]:
+        """Return the gradients in the state, in the order of `parameters`."""
+        return [self._gradient(graph, parameter) for parameter in self.parameters]
 
     def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
         return graph.state_value(parameter.path + GRADIENT, self._gradient_spec(parameter), Kind.GRADIENT)
 
+    def _owned_gradients(self, graph: Graph, shard: FlatShard) -> list[Value]:
+        """Return the gradients that this rank updates of a shard, as they are in the state."""
+        return shard.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
+
     def _kept(self, graph: Graph, parameter: Parameter, level: int) -> Value:
-        return graph.state_value(kept_name(parameter, level), self._gradient_spec(parameter), Kind.GRADIENT)
+        """Return the sum of a parameter's gradients over 2^level slices that waits for as many more."""
+        return graph.state_value(parameter.path + _kept_slot(level), self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
         """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
         summed = self.gradient_accumulation > 1 or not self.ranks.single
         return parameter.spec if summed else parameter.read_spec(self.model.compute)
 
-    def _slot_spec(self, parameter: Parameter, rule: Rule, slot: str) -> TensorSpec:
+    def _slot_spec(self, rule: Rule, slot: str) -> SpecOf:
         """Return the spec of a slot: in the weights' dtype, unless the config names one or the rule keeps fp32."""
         name = self.optimizer.config.state_dtype
-        return rule.slot_spec(slot, parameter.spec if name is None else parameter.spec.with_dtype(DType.parse(name)))
+        given = None if name is None else DType.parse(name)
+        return lambda p: rule.slot_spec(slot, p.spec if given is None else p.spec.with_dtype(given))
 
     @property
     def _scoped(self) -> bool:
         """Return whether some gradients are left out of the norm that is clipped."""
-        return not all(run.clipped for run in self.runs)
+        return not all(shard.flat.clipped for shard in self.shards)
 
-    def _norm(self, graph: Graph, gradients: Sequence[Sequence[Value]]) -> Value:
-        """The norm to be clipped; outputs it, and that of all gradients where it is another."""
+    def _reduced(self, graph: Graph, gradients: Sequence[Value]) -> tuple[list[list[Value]], Value]:
+        """Return by update the gradients of what this rank updates, summed over all chips or ranks; and their norm.
+
+        It is the norm to be clipped. It is an output, and so is that of all gradients where it is another.
+        """
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
-            norms = norms_of(graph, [part for _, part in self.updates], gradients, self.ranks, self.frees)
+            left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
+            found = [[next(left) for _ in part.flat.parameters] for _, part in self.updates]
+            if self.ranks.count > 1:
+                sharding = self.ranks.sharding
+                owned = [self._owned_gradients(graph, shard) for shard in self.shards] if sharding else None
+                found = summed_over_ranks(self.shards, found, owned)
+            norms = norms_of(graph, [part for _, part in self.updates], found, self.ranks, self.frees)
         graph.output(GRAD_NORM, norms.whole)
         if self._scoped:
             graph.output(CLIPPED_NORM, norms.clipped)
-        return norms.clipped
+        return found, norms.clipped
 
-    def _update(self, graph: Graph, gradients: Sequence[Value], norm: Value | None = None) -> None:
-        """Clip, update every run, and round the new parameters into their copies. A `norm` given is that of before."""
-        if norm is None:
-            given = self._summed(graph, gradients)
-            norm = self._norm(graph, given)
-        else:
-            given = [self._gradients(graph, run) for run in self.sharded]
+    def _update(self, graph: Graph, gradients: Sequence[list[Value]], norm: Value) -> None:
+        """Clip, update every shard, and round the new parameters into their copies."""
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
                 factor = None if limit is None else ops.clip_factor(norm, limit)
             step = graph.input(STEP, SCALAR, 1)
-            for (number, run), own in zip(self.updates, given, strict=True):
-                with graph.scope(run.run.name):
-                    self._update_run(graph, number, run, own, step, factor if run.run.clipped else None)
+            for (number, shard), own in zip(self.updates, gradients, strict=True):
+                with graph.scope(shard.flat.name):
+                    self._update_shard(graph, number, shard, own, step, factor if shard.flat.clipped else None)
 
-    def _update_run(
-        self, graph: Graph, number: int, sharded: ShardedRun, gradients: list[Value], step: Value, factor: Value | None
+    def _update_shard(
+        self, graph: Graph, number: int, shard: FlatShard, gradients: list[Value], step: Value, factor: Value | None
     ) -> None:
-        run, rule = sharded.run, sharded.run.rule
-        lr, stochastic, parted = graph.input(run.lr, SCALAR), self._stochastic(run), self.frees or self.ranks.sharding
+        flat, rule = shard.flat, shard.flat.rule
+        lr, stochastic, parted = graph.input(flat.lr, SCALAR), self._stochastic(flat), self.frees or self.ranks.sharding
         seed = graph.input(ROUNDING_SEED, SEED) if stochastic else None
-        lists = [gradients, *(self._slot(graph, sharded, slot) for slot in rule.slots)]
+        slots = [(f"/{slot}", self._slot_spec(rule, slot)) for slot in rule.slots]
+        lists = [gradients, *(shard.values(graph, slot, spec, Kind.OPTIMIZER) for slot, spec in slots)]
         if rule.whole:
-            lists = [directions(run, [self._weights(graph, sharded), *lists], lr, step, factor, self.frees)]
+            lists = [directions(flat, [self._weights(graph, shard), *lists], lr, step, factor, self.frees)]
             factor = None
         written = self._apply(
-            graph, sharded, rule.apply or rule, lists, lr, step, factor, seed, stochastic=stochastic,
+            graph, shard, rule.apply or rule, lists, lr, step, factor, seed, stochastic=stochastic,
             stream=STREAMS * number if stochastic else 0,
-            numbers=tuple(x.number for x in sharded.owned) if stochastic and parted else (),
+            numbers=tuple(x.number for x in shard.owned) if stochastic and parted else (),
         )  # fmt: skip
         if self.ema is not None and written:
-            averages = sharded.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
+            averages = shard.values(graph, f"/{AVERAGE}", average_spec, Kind.OPTIMIZER)
             ops.update(ema_rule(self.ema), [averages, written], lr, step)
-        sharded.gather(graph, written, self.model.compute)
+        shard.gather(graph, written, self.model.compute)
 
     def _apply(
-        self, graph: Graph, sharded: ShardedRun, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
+        self, graph: Graph, shard: FlatShard, rule: Rule, lists: Sequence[Sequence[Value]], *scalars: Value | None,
         **attributes: Any,
     ) -> Sequence[Value]:  # fmt: skip
-        """A rule on the weights of a run and all copies; `lists` are gradients and slots. Returns the new weights."""
-        if not sharded.owned:
+        """Apply a rule to weights and all copies; `lists` are gradients and slots. Return the new weights."""
+        if not shard.owned:
             return []
-        given, compute = [self._weights(graph, sharded), *lists], self.model.compute
-        copies = sharded.run.parameters[0].has_copy(compute)  # one run has one read dtype
+        given, compute = [self._weights(graph, shard), *lists], self.model.compute
+        copies = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
         if copies:
-            given.append(sharded.values(graph, "/compute", lambda p: p.read_spec(compute), Kind.COPY))
+            given.append(shard.values(graph, COPY, lambda p: p.read_spec(compute), Kind.COPY))
         return ops.update(rule, given, *scalars, copies=copies, **attributes)  # type: ignore[arg-type]
 
-    def _weights(self, graph: Graph, sharded: ShardedRun) -> list[Value]:
-        return sharded.values(graph, "", lambda p: sharded.weight_spec(p, self.low_bits), Kind.PARAMETER)
+    def _weights(self, graph: Graph, shard: FlatShard) -> list[Value]:
+        return shard.values(graph, "", partial(shard.weight_spec, low_bits=self.low_bits), Kind.PARAMETER)
 
-    def _slot(self, graph: Graph, sharded: ShardedRun, slot: str) -> list[Value]:
-        return sharded.values(graph, f"/{slot}", lambda p: self._slot_spec(p, sharded.run.rule, slot), Kind.OPTIMIZER)
-
-    def _stochastic(self, run: ParameterRun) -> tuple[int, ...]:
+    def _stochastic(self, flat: FlatParameter) -> tuple[int, ...]:
         """Return which tensor lists of an update are rounded stochastically: 0 the parameters, from 1 on the slots."""
-        config, parameter = self.optimizer.config, run.parameters[0]
-        asked = (config.stochastic_rounding or config.state_dtype is not None) and not run.rule.whole
-        specs = [self._slot_spec(parameter, run.rule, slot) for slot in run.rule.slots]
+        config, parameter = self.optimizer.config, flat.parameters[0]
+        asked = (config.stochastic_rounding or config.state_dtype is not None) and not flat.rule.whole
+        specs = [self._slot_spec(flat.rule, slot)(parameter) for slot in flat.rule.slots]
         slots = [number for number, spec in enumerate(specs, 1) if asked and spec.dtype is DType.BF16]
         masters = config.stochastic_rounding and parameter.master is DType.BF16
         return (*((0,) if masters else ()), *slots)
 
 
-def kept_name(parameter: Parameter, level: int) -> str:
-    """Name of the sum of a parameter's gradients over 2^level slices that waits for as many more."""
-    return f"{parameter.path}/kept{level}"
+def _kept_slot(level: int) -> str:
+    return f"/kept{level}"

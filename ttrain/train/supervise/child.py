@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a child gets when its parent dies
+USER_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 PROGRAM = (sys.executable, "-m", "ttrain")  # what starts ttrain as a child
 
 
@@ -105,6 +106,13 @@ def _end_with_parent(orphaned: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, orphaned, 0, 0, 0)
 
 
+def set_handlers(handlers: Mapping[int, Any]) -> dict[int, Any]:
+    """Set handlers by the number of their signal, and return those before. Only the main thread sets any."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number, handler in handlers.items()}
+
+
 class PassOn:
     """While entered, SIGINT and SIGTERM go to the children; a second one kills them. SIGUSR1 and 2 go there as well."""
 
@@ -115,12 +123,8 @@ class PassOn:
         self.number: signal.Signals | None = None
 
     def __enter__(self) -> PassOn:
-        if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._stop)
-            for name in ("SIGUSR1", "SIGUSR2"):
-                if hasattr(signal, name):
-                    self._before[getattr(signal, name)] = signal.signal(getattr(signal, name), self._tell)
+        stops: dict[int, Any] = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop}
+        self._before = set_handlers({**stops, **dict.fromkeys(USER_SIGNALS, self._tell)})
         return self
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -135,11 +139,8 @@ class PassOn:
         for child in self._children():
             child.send(number)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: object) -> None:
+        set_handlers(self._before)
 
 
 def describe_exit(code: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DONE, EXIT_INTERRUPTED, RankFailed
-from ttrain.parallel.board import Board, Failure
+from ttrain.parallel.failure_store import Failure, FailureStore
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
@@ -44,15 +44,15 @@ def launch(config: ParallelConfig, arguments: Sequence[str], note: Callable[[Ran
             ranks.append(Child([*PROGRAM, *arguments], {**environment, **own}, orphaned=signal.SIGKILL))
         from ttrain.parallel.distributed import serve  # while they start
 
-        board = serve(listener, count, config.timeout)
-        failure = _ended(ranks, board, signals, note)
+        failures = serve(listener, count, config.timeout)
+        failure = _ended(ranks, failures, signals, note)
     if failure is None:
         return EXIT_DONE
     return EXIT_INTERRUPTED if signals.received else failure.exit_code
 
 
 def rank_environment(count: int, port: int) -> Mapping[str, str]:
-    """Return the environment for all ranks of one machine; the process at the port keeps their board, see place.py."""
+    """Return the environment for all ranks of one machine; the process at the port keeps their store."""
     return {
         "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(max(1, default_threads() // count)),
@@ -60,14 +60,16 @@ def rank_environment(count: int, port: int) -> Mapping[str, str]:
     }  # fmt: skip
 
 
-def _ended(ranks: Sequence[Child], board: Board, signals: PassOn, note: Callable[[RankFailed], None]) -> Failure | None:
-    """Waits for all ranks; why they failed, None where they did not."""
+def _ended(
+    ranks: Sequence[Child], failures: FailureStore, signals: PassOn, note: Callable[[RankFailed], None]
+) -> Failure | None:
+    """Wait for all ranks. Return why they failed, None where they did not."""
     failure, until = None, 0.0
     while None in (codes := [rank.poll() for rank in ranks]) or (failure is None and any(codes)):
         bad = next(((rank, code) for rank, code in enumerate(codes) if code), None)
         if bad is not None and failure is None:
             own = Failure(bad[0], describe_exit(bad[1]), max(bad[1], 1))
-            failure, until = board.fail(own), time.monotonic() + _GRACE_SECONDS
+            failure, until = failures.fail(own), time.monotonic() + _GRACE_SECONDS
             if failure == own and bad[1] < 0 and not signals.received:
                 note(own.error(reported=False))
         elif failure is not None and time.monotonic() > until:

@@ -30,7 +30,7 @@ TORCH_DTYPES = {
     DType.INT16: torch.int16,
     DType.BOOL: torch.bool,
 }
-RUN_GAP = 64  # elements; neighbours of one run lie less than this apart
+FLAT_GAP = 64  # elements; neighbours of one flat parameter lie less than this apart
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def flatten(*slots: Sequence[Tensor], gaps: bool = True) -> list[Tensor] | None:
     """
     starts = None
     for slot in slots:
-        offsets = _run_offsets(slot, RUN_GAP if gaps else 1)
+        offsets = _flat_offsets(slot, FLAT_GAP if gaps else 1)
         if offsets is None or (starts is not None and offsets != starts):
             return None
         starts = offsets
@@ -152,14 +152,14 @@ def runs(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Flat views that cover the tensors and nothing else; tensors without a gap between them share one."""
     groups: list[list[Tensor]] = []
     for tensor in tensors:
-        if groups and _run_offsets([*groups[-1][-1:], tensor], 1) is not None:
+        if groups and _flat_offsets([*groups[-1][-1:], tensor], 1) is not None:
             groups[-1].append(tensor)
         else:
             groups.append([tensor])
     return [_flat_view(group) for group in groups]
 
 
-def _run_offsets(tensors: Sequence[Tensor], reach: int) -> list[int] | None:
+def _flat_offsets(tensors: Sequence[Tensor], reach: int) -> list[int] | None:
     """Element offsets from the first tensor, where each begins less than `reach` elements after the last one's end."""
     if not tensors:
         return None

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ttrain.core.spec import DType, TensorSpec, run_offsets
+from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Delivery, Launch, chain
 from ttrain.device.torch.kernels.common import (
-    RUN_GAP,
+    FLAT_GAP,
     Attributes,
     Context,
     Given,
@@ -81,7 +81,7 @@ def _gradient_workspace(context: Context, count: int, scaled: bool, ins: Specs) 
     parameters, gradients = ins[:count], ins[count : 2 * count]
     if not scaled and all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True)):
         return []
-    total = sum(-(-spec.size // RUN_GAP) * RUN_GAP for spec in parameters)
+    total = sum(-(-spec.size // FLAT_GAP) * FLAT_GAP for spec in parameters)
     return [TensorSpec((min(total, context.block),), parameters[0].dtype)]
 
 
@@ -208,7 +208,7 @@ def _program(attributes: Attributes) -> Program:
 def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> list[TensorSpec]:
     """Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch."""
     program = _program(attributes)
-    _, total = run_offsets([spec.size for spec in call.lists[0]])
+    _, total = flat_offsets([spec.size for spec in call.lists[0]])
     most = _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
     block = TensorSpec((max(1, min(total, context.block, most)),), DType.FP32)
     narrow = sum(number != 1 and sizes[0] < 4 for number, sizes in enumerate(call.widths()))
@@ -262,7 +262,7 @@ class _Blocks:
         if flat is not None:
             yield flat, 0
             return
-        offsets = self.numbers or run_offsets([tensor.numel() for tensor in lists[0]])[0]
+        offsets = self.numbers or flat_offsets([tensor.numel() for tensor in lists[0]])[0]
         for tensors, offset in zip(zip(*lists, strict=True), offsets, strict=True):
             yield [tensor.view(-1) for tensor in tensors], offset
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.spec import DType, TensorSpec, run_offsets
+from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
@@ -165,7 +165,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
 
     def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         given, others = _slots(ins, count, lists)
-        numbers = settings.get("numbers") or run_offsets([tensor.numel() for tensor in given[0]])[0]
+        numbers = settings.get("numbers") or flat_offsets([tensor.numel() for tensor in given[0]])[0]
         return _bound(functions[0], given, sizing.block, team, others, numbers if numbered else None)
 
     return Native(("\n".join(body),), (), bind)

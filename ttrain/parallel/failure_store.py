@@ -49,7 +49,7 @@ class Failure:
         return RankFailed(f"rank {self.rank}: {self.message}", self.exit_code, reported)
 
 
-class Board:
+class FailureStore:
     """The messages that one rank posts and reads. Any thread may use it; the one that makes it is the rank's own.
 
     A beat tells whether that thread waits for other ranks. Others don't count, unless it waits for them: see `joining`.
@@ -94,7 +94,7 @@ class Board:
                 time.sleep(_LOOK_SECONDS)
         return text
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Waits until all ranks are there. Raises TtrainError naming those that did not come."""
         self.watch()
         until = time.monotonic() + self._timeout
@@ -149,7 +149,7 @@ class Board:
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
         own = Failure(self._rank, str(error) or type(error).__name__, code)
         found = self.fail(own)
-        self._linger(found.rank)
+        self._drain(found.rank)
         if found != own:
             return found.error(reported=True)
         if isinstance(error, TtrainError):
@@ -162,7 +162,7 @@ class Board:
                 print(note, file=sys.__stderr__, flush=True)  # sys.stderr is the leading rank's alone
         return error
 
-    def _linger(self, cause: int) -> None:
+    def _drain(self, cause: int) -> None:
         """Gives the ranks that are not the cause the time to read why the run ends, where that goes with this one."""
         until = time.monotonic() + (_PATIENCE_SECONDS if self._led and self._rank == 0 else 0)
         others = [rank for rank in range(1, self._count) if rank != cause]
@@ -190,13 +190,13 @@ class Board:
     def _check(self) -> None:
         if (failure := self.failure()) is not None:
             self._ends.set()
-            self._linger(failure.rank)
+            self._drain(failure.rank)
             raise failure.error(reported=True)
 
     def _first(self, failure: Failure) -> RankFailed:
         self._ends.set()
         found = self.fail(failure)
-        self._linger(found.rank)
+        self._drain(found.rank)
         return found.error(reported=found != failure)
 
     def _reason(self, error: RuntimeError) -> TtrainError:

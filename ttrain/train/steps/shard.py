@@ -9,13 +9,15 @@ from functools import cached_property
 from itertools import islice, pairwise
 
 from ttrain import ops
-from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec, run_offsets
+from ttrain.core.spec import DType, Part, TensorSpec, flat_offsets, part_name, part_spec
+from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.module import Parameter, use
-from ttrain.ops.collective import Bounds
 from ttrain.optim.clip import Norms, global_norms
-from ttrain.optim.groups import ParameterRun
+from ttrain.optim.groups import FlatParameter
 from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
+
+SpecOf = Callable[[Parameter], TensorSpec]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class OwnedPart:
 
     parameter: Parameter
     part: Part | None
-    number: int  # of its first element within the run
-    blocks: int  # of the run before its first one
+    number: int  # of its first element within the flat parameter
+    blocks: int  # of the flat parameter before its first one
 
     def of(self, graph: Graph, name: str, spec: TensorSpec, kind: Kind) -> Value:
         """Return this part of a tensor of the state that goes with the parameter."""
@@ -40,21 +42,17 @@ def part_of(parameter: Parameter, part: Part, spec: TensorSpec) -> Part:
     return (0, spec.size) if part == (0, parameter.spec.size) else part
 
 
-class ShardedRun:
-    """A run of parameters as the ranks divide it."""
+class FlatShard:
+    """A flat parameter as the ranks divide it."""
 
-    def __init__(self, run: ParameterRun, ranks: Ranks) -> None:
-        self.run, self._ranks = run, ranks
-        self._sizes = [parameter.spec.size for parameter in run.parameters]
+    def __init__(self, flat: FlatParameter, ranks: Ranks) -> None:
+        self.flat, self._ranks = flat, ranks
+        self._sizes = [parameter.spec.size for parameter in flat.parameters]
 
     @cached_property
     def sharding(self) -> Sharding:
         """Return the owner of each part."""
-        return sharding_of(self._sizes, self._ranks.count, self.run.rule.whole, self._ranks.bucket)
-
-    @property
-    def bounds(self) -> Bounds:
-        return self.sharding.bounds
+        return sharding_of(self._sizes, self._ranks.count, self.flat.rule.whole, self._ranks.bucket)
 
     @property
     def blocks(self) -> int:
@@ -62,8 +60,8 @@ class ShardedRun:
         return sum(-(-size // BLOCK) for size in self._sizes)
 
     def tensors_of(self, bucket: Sequence[int]) -> tuple[slice, int]:
-        """The tensors that a bucket has elements of, and where the first of them begins in the run."""
-        offsets, _ = run_offsets(self._sizes)
+        """Return the tensors that a bucket has elements of, and where the first of them begins."""
+        offsets, _ = flat_offsets(self._sizes)
         first, end = bisect_right(offsets, bucket[0]) - 1, bisect_left(offsets, bucket[-1])
         return slice(first, end), offsets[first]
 
@@ -75,35 +73,46 @@ class ShardedRun:
     def owned(self) -> list[OwnedPart]:
         return list(self._owned())
 
-    def values(self, graph: Graph, slot: str, spec_of: Callable[[Parameter], TensorSpec], kind: Kind) -> list[Value]:
-        """Return what this rank updates of the tensors `<parameter path><slot>`."""
-        named = [(part, part.parameter) for part in self.owned]
-        return [part.of(graph, parameter.path + slot, spec_of(parameter), kind) for part, parameter in named]
+    def tensors(self, slot: str, spec_of: SpecOf, kind: Kind, everywhere: bool = False) -> list[StateTensor]:
+        """Return the tensors `<parameter path><slot>` as a state places them: whole, or what this rank owns.
 
-    def cut(self, nbytes: Callable[[Parameter], int], least: int) -> list[ShardedRun]:
-        """The run in parts of neighbours with `least` bytes or more each, where it has so many. Elements keep their
-        numbers.
+        With `everywhere` all ranks hold them whole.
         """
-        ends, size = [0], 0
-        for end, parameter in enumerate(self.run.parameters, 1):
+        found = []
+        for at, parameter in enumerate(self.flat.parameters):
+            spec = spec_of(parameter)
+            padding = parameter.padding if spec.shape[:1] == parameter.spec.shape[:1] else 0  # a slot may have one row
+            parts = tuple(part_of(parameter, part, spec) for part in self.parts(at))
+            whole = everywhere or not self._ranks.sharding
+            found.append(StateTensor(parameter.path + slot, spec, kind, self.flat.name, padding, None, parts, whole))
+        return found
+
+    def values(self, graph: Graph, slot: str, spec_of: SpecOf, kind: Kind) -> list[Value]:
+        """Return what this rank updates of the tensors `<parameter path><slot>`."""
+        return [part.of(graph, part.parameter.path + slot, spec_of(part.parameter), kind) for part in self.owned]
+
+    def cut(self, nbytes: Callable[[Parameter], int], least: int) -> list[FlatShard]:
+        """Cut it into neighbours of `least` bytes or more, where it has so many. Elements keep their numbers."""
+        parameters, ends, size = self.flat.parameters, [0], 0
+        for end, parameter in enumerate(parameters, 1):
             size += nbytes(parameter)
             if size >= least:
                 ends, size = [*ends, end], 0
-        return [self._part(*pair) for pair in pairwise([*(ends[:-1] or ends), len(self.run.parameters)])]
-
-    def _part(self, first: int, end: int) -> ShardedRun:
-        part = ShardedRun(replace(self.run, parameters=self.run.parameters[first:end]), self._ranks)
-        part.owned = self.owned[first:end]
-        return part
+        parts = []
+        for first, end in pairwise([*(ends[:-1] or ends), len(parameters)]):
+            part = FlatShard(replace(self.flat, parameters=parameters[first:end]), self._ranks)
+            part.owned = self.owned[first:end]
+            parts.append(part)
+        return parts
 
     def gather(self, graph: Graph, written: Sequence[Value], compute: DType) -> None:
         """Let every rank have what each wrote of it."""
-        parameters = self.run.parameters
+        parameters = self.flat.parameters
         if not self._ranks.sharding:
             return
         if written and parameters[0].has_copy(compute) and written[0].producer is not None:
             written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-        ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.bounds)
+        ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.sharding.bounds)
 
     def weight_spec(self, parameter: Parameter, low_bits: bool) -> TensorSpec:
         """Return the spec of a parameter's master values.
@@ -111,13 +120,13 @@ class ShardedRun:
         With `low_bits` it is what the values have beyond a copy that layers read, unless the rule works on whole
         tensors.
         """
-        kept = low_bits and parameter.has_copy(self.run.dtype) and not self.run.rule.whole
+        kept = low_bits and parameter.has_copy(self.flat.dtype) and not self.flat.rule.whole
         return parameter.spec.with_dtype(DType.INT16) if kept else parameter.spec
 
     def _owned(self) -> Iterator[OwnedPart]:
-        offsets, _ = run_offsets(self._sizes)
+        offsets, _ = flat_offsets(self._sizes)
         blocks = 0
-        for position, (parameter, offset) in enumerate(zip(self.run.parameters, offsets, strict=True)):
+        for position, (parameter, offset) in enumerate(zip(self.flat.parameters, offsets, strict=True)):
             if self._ranks.sharding:
                 for part in self.parts(position):
                     yield OwnedPart(parameter, part, offset + part[0], blocks + part[0] // BLOCK)
@@ -127,61 +136,62 @@ class ShardedRun:
 
 
 def summed_over_ranks(
-    runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], owned: Sequence[Sequence[Value]] | None = None
+    shards: Sequence[FlatShard], gradients: Sequence[Sequence[Value]], owned: Sequence[Sequence[Value]] | None = None
 ) -> list[list[Value]]:
-    """By run, the gradients summed over ranks: of what this rank owns of them where that is given, else all.
+    """Return by shard the gradients summed over ranks: of what this rank owns where that is given, else of all.
 
-    Each bucket is an exchange of its own. Those of a run are started from its end, where backward begins.
+    Each bucket is an exchange of its own. Those of a shard are started from its end, where backward begins.
     """
     buffers: list[Value] = []
     summed = [list(given) for given in gradients]
-    for run, given in zip(runs, summed, strict=True):
-        for bucket in reversed(run.bounds):
-            inside, base = run.tensors_of(bucket)
+    for shard, given in zip(shards, summed, strict=True):
+        for bucket in reversed(shard.sharding.bounds):
+            inside, base = shard.tensors_of(bucket)
             bounds = tuple(bound - base for bound in bucket)
             *given[inside], received = ops.reduce_start(given[inside], (bounds,), scatters=owned is not None)
             buffers.append(received)
     lists = [*summed, *(owned or ())]
     left = iter(ops.collectives_done([value for values in lists for value in values], buffers))
     done = [list(islice(left, len(values))) for values in lists]
-    return done[-len(runs) :]
+    return done[-len(shards) :]
 
 
-def heaviest(runs: Sequence[ShardedRun], ranks: Ranks) -> int:
-    """The rank that owns most elements, the first of equals."""
-    parts = [of_tensor for run in runs for of_tensor in run.sharding.parts]
+def heaviest(shards: Sequence[FlatShard], ranks: Ranks) -> int:
+    """Return the rank that owns most elements, the first of equals."""
+    parts = [of_tensor for shard in shards for of_tensor in shard.sharding.parts]
     owned = [sum(stop - start for each in parts for start, stop in each[rank]) for rank in range(ranks.count)]
     return owned.index(max(owned))
 
 
 def norms_of(
-    graph: Graph, runs: Sequence[ShardedRun], gradients: Sequence[Sequence[Value]], ranks: Ranks, frees: bool = False
+    graph: Graph, shards: Sequence[FlatShard], gradients: Sequence[Sequence[Value]], ranks: Ranks, frees: bool = False
 ) -> Norms:
-    """The norm of the gradients of some runs, and of those that are clipped. Where the step `frees` gradients, those
-    of no run wait for the others.
+    """Return the norm of the gradients of some shards, and of those that are clipped.
+
+    Where the step `frees` gradients, those of no shard wait for the others.
     """
-    pairs = list(zip(runs, gradients, strict=True))
+    pairs = list(zip(shards, gradients, strict=True))
     if ranks.single:
-        lists = [(run.run.clipped, [ops.global_norm(given)] if frees else given) for run, given in pairs]
+        lists = [(shard.flat.clipped, [ops.global_norm(given)] if frees else given) for shard, given in pairs]
         every = [(gradient, clipped) for clipped, given in lists for gradient in given]
         return global_norms([gradient for gradient, _ in every], [clipped for _, clipped in every])
-    sides = ([pair for pair in pairs if pair[0].run.clipped is clipped] for clipped in (True, False))
+    sides = ([pair for pair in pairs if pair[0].flat.clipped is clipped] for clipped in (True, False))
     found = [_block_norm(graph, side, ranks) for side in sides if side]
     return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
 
 
-def _block_norm(graph: Graph, runs: Sequence[tuple[ShardedRun, Sequence[Value]]], ranks: Ranks) -> Value:
-    """The L2 norm of the gradients of some runs, whose bits do not depend on who holds which part of them.
+def _block_norm(graph: Graph, shards: Sequence[tuple[FlatShard, Sequence[Value]]], ranks: Ranks) -> Value:
+    """Return the L2 norm of the gradients of some shards, whose bits do not depend on who holds which part.
 
     It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
     """
     tensors: list[Value] = []
     places: list[int] = []
     before = 0
-    for run, given in runs:
+    for shard, given in shards:
         tensors += given
-        places += [before + part.blocks for part in run.owned]
-        before += run.blocks
+        places += [before + part.blocks for part in shard.owned]
+        before += shard.blocks
     if tensors:
         norms = ops.block_norms(tensors, tuple(places), before, BLOCK)
     else:
@@ -195,7 +205,7 @@ def average_spec(parameter: Parameter) -> TensorSpec:
 
 
 def directions(
-    run: ParameterRun, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None, frees: bool
+    flat: FlatParameter, lists: Sequence[Sequence[Value]], lr: Value, step: Value, factor: Value | None, frees: bool
 ) -> list[Value]:
     """Return what a rule of whole tensors puts in the place of each gradient of `lists`. The slots are updated.
 
@@ -204,9 +214,9 @@ def directions(
     found = []
     for parameter, gradient, *slots in zip(*lists, strict=True):
         wide = ops.cast(gradient, DType.FP32)
-        scaled = ops.cast(wide if factor is None else wide * factor, run.dtype)
+        scaled = ops.cast(wide if factor is None else wide * factor, flat.dtype)
         states = [ops.cast(state, DType.FP32) for state in (parameter, *slots)]
-        direction, *new = run.rule.body(states[0], scaled, *states[1:], lr, step, **dict(run.rule.settings))
+        direction, *new = flat.rule.body(states[0], scaled, *states[1:], lr, step, **dict(flat.rule.settings))
         for state, value in zip(slots, new, strict=True):
             ops.assign(state, ops.cast(value, state.spec.dtype))
         direction = ops.cast(direction, gradient.spec.dtype)
