@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = [
-    "tests.faults.kills", "tests.parallel.ranks_worker", "tests.ttnn.runs", "ttrain.cli", "ttrain.tasks.train",
+    "tests.parallel.forks", "tests.parallel.ranks_worker", "tests.ttnn.runs", "ttrain.cli", "ttrain.tasks.train",
     "ttrain.train.loop.loop", "matplotlib.backends.backend_agg", "matplotlib.figure",
 ]  # fmt: skip
 SECONDS = 170.0

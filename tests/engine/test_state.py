@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.reference_device import ReferenceDevice
 from ttrain.core.errors import GraphError
-from ttrain.core.spec import RUN_ALIGNMENT, DType, TensorSpec
+from ttrain.core.spec import FLAT_ALIGNMENT, DType, TensorSpec
 from ttrain.device.null import NullDevice
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
@@ -53,7 +53,7 @@ def test_slots_of_a_run_lie_side_by_side_at_equal_element_offsets() -> None:
         assert len({arena.number for arena, _, _ in placed}) == 1
         offsets[slot] = [byte // itemsize for _, byte, _ in placed]
     assert len(set(map(tuple, offsets.values()))) == 1
-    assert offsets[""] == [0, RUN_ALIGNMENT, 2 * RUN_ALIGNMENT]
+    assert offsets[""] == [0, FLAT_ALIGNMENT, 2 * FLAT_ALIGNMENT]
 
 
 def test_runs_kinds_and_dtypes_have_memory_of_their_own() -> None:

@@ -6,13 +6,11 @@ import os
 import shutil
 import socket
 import threading
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.faults.conftest import TINY, Train, losses, tensors
 from tests.faults.test_saves import State, content
@@ -21,7 +19,7 @@ from ttrain.core import waiting
 from ttrain.core.files import lock_file
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkpoint
-from ttrain.train.checkpoint.retention import find_checkpoint, list_checkpoints, prune_checkpoints
+from ttrain.train.checkpoint.retention import prune_checkpoints
 from ttrain.train.checkpoint.save import save_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
@@ -98,18 +96,8 @@ def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
     assert {**after, "resume": None} == {**before, "resume": None}
 
 
-def test_a_moved_run_without_a_checkpoint(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train("run.dir=whole", *OWN) == 0
-    killed(train, monkeypatch, "run.dir=run", *OWN)
-    Path("run").rename("moved")
-    assert main(["run.dir=moved", "resume=auto"]) == 0
-    assert tensors("moved") == tensors("whole") and not Path("run").exists()
-
-
 HALF = {
     "gone": lambda text: None,
-    "empty": lambda text: "",
-    "half of the text": lambda text: text[: len(text) // 2],
     "a section less": lambda text: text[: text.index("\nrecover:") + 1],
     "of another kind": lambda text: "- 1\n",
 }
@@ -235,35 +223,6 @@ def test_whoever_lists_runs_does_not_keep_one_from_being_continued(train: Train)
         RunDirectory.open(Path("run")).close()
 
 
-def test_reading_beside_a_run_that_removes(tmp_path: Path) -> None:
-    """As task=sample and task=export do: every tensor is that of the step that was found, and nothing is damaged."""
-    folder, stop = tmp_path / "checkpoints", threading.Event()
-    save_checkpoint(folder, State(1.0), content(1))
-
-    def run() -> None:
-        step = 1
-        while not stop.is_set():
-            step += 1
-            save_checkpoint(folder, State(float(step)), content(step))
-            prune_checkpoints(folder, 1, False)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        seen, until = set[int](), time.monotonic() + 150
-        while len(seen) < 10 and time.monotonic() < until:
-            found = find_checkpoint(tmp_path, "last")
-            loaded = State()
-            found.load(loaded)
-            assert all((array == found.step).all() for array in loaded.arrays.values())
-            assert all(reason == "the save was cut off" for _, reason in list_checkpoints(folder)[1])
-            seen.add(found.step)
-    finally:
-        stop.set()
-        thread.join()
-    assert len(seen) == 10
-
-
 def test_a_removal_and_a_reader_do_not_pass_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody begins to read between the question whether someone reads and the removal."""
     for step in (1, 2):
@@ -277,14 +236,6 @@ def test_a_removal_and_a_reader_do_not_pass_each_other(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("ttrain.train.checkpoint.retention.os.replace", replace)
     assert [path.name for path in prune_checkpoints(tmp_path, 1, False)] == ["step_00000001"] and tried == [False]
-
-
-def test_the_config_has_every_section(train: Train) -> None:
-    """What a resume asks of it to be whole."""
-    from ttrain.config.schema import sections
-
-    assert train("run.dir=run", *OWN) == 0
-    assert list(yaml.safe_load(Path("run/config.yaml").read_text())) == sections()
 
 
 def test_a_decay_branches_off_from_any_save(train: Train, capsys: Any) -> None:

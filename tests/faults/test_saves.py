@@ -10,19 +10,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ttrain.core.errors import CheckpointError, TtrainError
+from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
-from ttrain.train.logging.events import Events, read_events
+from ttrain.train.logging.events import read_events
+from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.saver import Saver, yield_processor
 from ttrain.train.runs.resume import find_resume_point, hold_run
 from ttrain.train.runs.run_directory import RunDirectory
@@ -113,9 +115,9 @@ class _File:
 def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Saver, State]:
     run = RunDirectory.claim(str(folder), "test")
     (folder / "metrics.jsonl").touch()
-    state = State(1.0)
-    config = TrainConfig(async_save=False, keep_last=1)
-    return run, Saver(run, state, config, Events(folder), said.append), state
+    loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    state: Any = State(1.0)
+    return run, Saver(RunContext(TrainConfig(async_save=False, keep_last=1), state, run, loggers)), state
 
 
 def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +152,6 @@ def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: py
         writer.save(content(3))  # the disk is well again
         assert newest_complete(folder / "checkpoints")[0].step == 3 and not writer.failed  # type: ignore[union-attr]
         run.close()
-    print(f"operations of a save that failed in turn: {operations}; told: {told}")
     assert told >= operations - 6  # those that come after the new checkpoint has its place
 
 
@@ -170,17 +171,6 @@ def test_the_thread_that_saves_gives_way_and_the_others_do_not(tmp_path: Path) -
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, writer, _ = saver(tmp_path / "run", [])
-    writer.save(content(1))
-    monkeypatch.setattr(os, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
-    writer.save(content(2))
-    with pytest.raises(TtrainError, match="Read-only"):
-        writer.save(content(3))
-    assert newest_complete(run.checkpoints)[0].step == 1  # type: ignore[union-attr]
-    run.close()
-
-
 def regions(size: int, pieces: int) -> Iterator[int]:
     """Positions over a whole file: its first and last bytes and one of every piece."""
     yield from sorted({*range(min(16, size)), *range(0, size, max(size // pieces, 1)), size - 1})
@@ -198,8 +188,8 @@ def test_every_byte_region_flipped_is_detected(two: Path) -> None:
     newest, checked = two / "step_00000002", 0
     for file in sorted(newest.iterdir()):
         original = file.read_bytes()
-        for position in regions(len(original), 40):
-            for bit in (0x01, 0x20, 0xFF):
+        for position in regions(len(original), 24):
+            for bit in (0x01, 0xFF):
                 damaged = bytearray(original)
                 damaged[position] ^= bit
                 file.write_bytes(damaged)
@@ -212,14 +202,14 @@ def test_every_byte_region_flipped_is_detected(two: Path) -> None:
                 assert [path for path, _ in skipped] == [newest] and file.name.split(".")[0] in skipped[0].reason
         file.write_bytes(original)
     read_checkpoint(newest)
-    print(f"byte regions flipped and detected: {checked}")
+    assert checked > 200
 
 
 def test_every_truncation_and_growth_is_detected(two: Path) -> None:
     newest, checked = two / "step_00000002", 0
     for file in sorted(newest.iterdir()):
         original = file.read_bytes()
-        for length in regions(len(original), 40):
+        for length in regions(len(original), 24):
             file.write_bytes(original[:length])
             with pytest.raises(CheckpointError):
                 read_checkpoint(newest)
@@ -232,7 +222,7 @@ def test_every_truncation_and_growth_is_detected(two: Path) -> None:
             read_checkpoint(newest)
         file.write_bytes(original)
     assert newest_complete(two)[0].step == 2  # type: ignore[union-attr]
-    print(f"truncations detected: {checked}")
+    assert checked > 100
 
 
 def test_a_kill_while_a_checkpoint_takes_the_place_of_its_step(two: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.faults.conftest import TINY
 from ttrain.cli import main
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file
@@ -27,11 +30,17 @@ class Bomb:
         return (os.system, ("touch exploded",))
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    assert main([*TINY, f"run.dir={folder / 'run'}", "train.steps=2"]) == 0
+    return folder / "run"
+
+
 @pytest.fixture
-def stranger(train: Train, capsys: Any) -> Path:
-    """A run of somebody else, to be tampered with; its command line is forgotten."""
-    assert train("run.dir=run", "train.steps=2") == 0
-    capsys.readouterr()
+def stranger(trained: Path, train: Train) -> Path:
+    """The checkpoint of a run of somebody else, to be tampered with."""
+    shutil.copytree(trained, "run")
     return Path("run/checkpoints/step_00000002")
 
 
@@ -57,21 +66,36 @@ def refused(checkpoint: Path, capsys: Any, part: str) -> None:
     assert not Path("exploded").exists()
 
 
-def test_pickles(stranger: Path, capsys: Any) -> None:
-    (stranger / SHARD).write_bytes(pickle.dumps(Bomb()))
+def header(length: int, given: bytes | None = None) -> Callable[[bytes], bytes]:
+    """A file whose header has another length, or is the one given."""
+    return lambda data: struct.pack("<Q", length) + (data[8:] if given is None else given + b"\0" * 4)
+
+
+ALL_MEMORY = json.dumps({"w": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 4]}}).encode()
+SHARDS: dict[str, Callable[[bytes], bytes]] = {
+    "a pickle": lambda data: pickle.dumps(Bomb()),
+    "no header": header(0),
+    "a long header": header(2**32),
+    "a header beyond any file": header(2**64 - 1),
+    "all memory": header(len(ALL_MEMORY), ALL_MEMORY),
+}
+
+
+@pytest.mark.parametrize("how", SHARDS)
+def test_tensors_that_are_none(stranger: Path, capsys: Any, how: str) -> None:
+    file = stranger / SHARD
+    file.write_bytes(SHARDS[how](file.read_bytes()))
     reseal(stranger)
-    refused(stranger, capsys, "not a safetensors file")
+    refused(stranger, capsys, "safetensors")
 
 
-@pytest.mark.parametrize(
-    "name", ["weights.pt", "data.pkl", "code.py", "../other.safetensors", "/etc/passwd", "a/b.json"]
-)
+@pytest.mark.parametrize("name", ["weights.pt", "code.py", "../other.safetensors", "/etc/passwd"])
 def test_files_of_other_kinds_and_places(stranger: Path, capsys: Any, name: str) -> None:
     if "/" not in name:
         (stranger / name).write_bytes(pickle.dumps(Bomb()))
         refused(stranger, capsys, name)
     reseal(stranger, add={name: {"bytes": 1, "sha256": "0" * 64}})
-    refused(stranger, capsys, "its own folder only" if "json" in name or "/" in name or "." in name else name)
+    refused(stranger, capsys, "its own folder only")
 
 
 def test_a_link_out_of_the_folder(stranger: Path, capsys: Any) -> None:
@@ -81,22 +105,7 @@ def test_a_link_out_of_the_folder(stranger: Path, capsys: Any) -> None:
     refused(stranger, capsys, "is missing")
 
 
-@pytest.mark.parametrize("length", [0, 1, 2**32, 2**63 - 1, 2**64 - 1])
-def test_oversized_headers(stranger: Path, capsys: Any, length: int) -> None:
-    file = stranger / SHARD
-    file.write_bytes(struct.pack("<Q", length) + file.read_bytes()[8:])
-    reseal(stranger)
-    refused(stranger, capsys, "safetensors")
-
-
-def test_a_header_that_asks_for_all_memory(stranger: Path, capsys: Any) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 4]}}).encode()
-    (stranger / SHARD).write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 4)
-    reseal(stranger)
-    refused(stranger, capsys, "safetensors")
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 50_000, "[]", "1", "null", '"x"', "{", "\x00"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "{", "\x00"])
 def test_json_that_is_none(stranger: Path, capsys: Any, text: str) -> None:
     for name in ("config.json", "progress.json"):
         original = (stranger / name).read_text()
@@ -141,10 +150,8 @@ def test_kinds_of_progress(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [
-        ("model", "_target_", "os.system"),
         ("train", "_target_", "os.system"),
         ("model", "name", "os:system"),
-        ("optimizer", "name", "torch.optim:Adam"),
         ("data", "name", "../../evil"),
     ],
 )
@@ -176,13 +183,10 @@ def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, capsys
 @pytest.mark.parametrize(
     "text",
     [
-        "!!python/object/apply:os.system ['touch exploded']",
         "train: !!python/object/apply:os.system ['touch exploded']",
         "model: {_target_: os.system, command: touch exploded}",
-        "train: {_target_: os.system}",
         "defaults: [config, _self_]\nplugins: [exploding_plugin]",
         "defaults: [config, _self_]\nsupervise: {on_restart: touch exploded}",
-        "defaults: [config, _self_]\nhydra: {launcher: {_target_: os.system}}",
         "defaults: [config, _self_]\nhydra: {callbacks: {x: {_target_: os.system, command: touch exploded}}}",
         "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]",
         "defaults: [../../../../etc/passwd]",
@@ -200,7 +204,7 @@ def test_a_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: An
     assert not Path("exploded").exists()
 
 
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch exploded']", "[" * 3000, "\x00", "- 1"])
+@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch exploded']", "[" * 3000])
 def test_the_config_of_a_run_that_is_inspected(stranger: Path, capsys: Any, text: str) -> None:
     Path("run/config.yaml").write_text(text)
     assert main(["task=runs", "runs.root=."]) == 0

@@ -41,13 +41,8 @@ def said(capsys: Any, code: int, part: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "optimizer.lr=inf", "optimizer.lr=1e400", "optimizer.eps=inf", "optimizer.clip_norm=inf",
-        "optimizer.weight_decay=inf", "optimizer.lr_multipliers={blocks: inf}",
-        "optimizer.lr_multipliers={blocks: nan}",
-        "train.save_minutes=inf", "train.peak_tflops=inf", "train.min_improvement=inf", "sample.temperature=inf",
-    ],
-)  # fmt: skip
+    ["optimizer.lr=inf", "optimizer.lr=1e400", "optimizer.lr_multipliers={blocks: nan}", "train.save_minutes=inf"],
+)
 def test_a_number_that_is_not_finite(override: str) -> None:
     with pytest.raises(ConfigError, match="must be a finite number"):
         load([override])
@@ -93,15 +88,14 @@ def test_a_model_larger_than_any_address(train: Train, capsys: Any) -> None:
     said(capsys, 1, "Out of memory: Unable to allocate")
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
-def test_files_of_the_users_own_are_not_written_over(train: Train, capsys: Any, name: str) -> None:
+def test_files_of_the_users_own_are_not_written_over(train: Train, capsys: Any) -> None:
     Path("mine").mkdir()
-    Path("mine", name).write_text("precious")
+    Path("mine/config.yaml").write_text("precious")
     assert train("run.dir=mine") == 2
-    said(capsys, 2, f"run.dir=mine holds {name} but no run.json")
+    said(capsys, 2, "run.dir=mine holds config.yaml but no run.json")
     assert train("run.dir=mine", "resume=auto") == 2
     said(capsys, 2, "mine is not a run of ttrain: it has no run.json")
-    assert Path("mine", name).read_text() == "precious"
+    assert Path("mine/config.yaml").read_text() == "precious"
 
 
 def test_a_run_whose_parts_can_not_be_written(train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,17 +132,14 @@ def test_what_the_system_refuses_is_one_sentence(train: Train, capsys: Any) -> N
     said(capsys, 1, "ttrain: a/metrics.jsonl: Is a directory.")
 
 
-@pytest.mark.parametrize("key", ["data.tokenizer", "data=tokens"])
-def test_json_without_an_end(train: Train, capsys: Any, key: str) -> None:
+def test_json_without_an_end(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("hello world " * 200)
     Path("tokens").mkdir()
     for file in (Path("tokenizer.json"), Path("tokens/tokens.json")):
         file.write_text("[" * 100_000)
-    overrides = (
-        ["data.path=text.txt", "data.tokenizer=tokenizer.json"] if "tokenizer" in key else [key, "data.path=tokens"]
-    )
-    assert main([*overrides, "device=cpu"]) == 2
-    said(capsys, 2, "ttrain: ")
+    for overrides in (["data.path=text.txt", "data.tokenizer=tokenizer.json"], ["data=tokens", "data.path=tokens"]):
+        assert main([*overrides, "device=cpu"]) == 2
+        said(capsys, 2, "ttrain: ")
 
 
 def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any) -> None:
@@ -199,13 +190,9 @@ def test_other_text_at_a_resume_is_a_matter_of_the_tokenizer(train: Train, capsy
 
 def test_text_of_one_character(train: Train, capsys: Any) -> None:
     Path("text.txt").write_text("a" * 2000)
-    assert main([*TINY_GPT, "train.steps=2", "run.dir=a"]) == 0
-    assert "unigram entropy  0.0000" in capsys.readouterr().out
-
-
-def test_a_learning_rate_of_zero_is_told(train: Train, capsys: Any) -> None:
-    assert train("run.dir=a", "train.steps=2", "optimizer.lr=0") == 0
-    assert "WARNING: optimizer.lr=0" in capsys.readouterr().err
+    assert main([*TINY_GPT, "train.steps=2", "run.dir=a", "optimizer.lr=0"]) == 0
+    told = capsys.readouterr()
+    assert "unigram entropy  0.0000" in told.out and "WARNING: optimizer.lr=0" in told.err
 
 
 def test_the_command_that_goes_on_names_the_plugins(train: Train, capsys: Any, monkeypatch: Any) -> None:
@@ -274,10 +261,8 @@ def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest
     assert Path("a/summary.json").exists() and '"finished"' in Path("a/events.jsonl").read_text()
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_streams_that_were_closed(stream: str) -> None:
-    close = {"stdout": ">&-", "stderr": "2>&-"}[stream]
-    command = f"{sys.executable} -m ttrain --version {close}"
+def test_streams_that_were_closed() -> None:
+    command = f"{sys.executable} -m ttrain --version >&- 2>&-"
     done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0 and not done.stderr
 

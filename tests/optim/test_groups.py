@@ -9,7 +9,7 @@ from ttrain.core.spec import DType
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import learning_rates, parameter_runs
+from ttrain.optim.groups import flat_parameters, learning_rates
 from ttrain.optim.settings import AdamWConfig
 
 MODEL = GPT(GPTConfig(layers=2, heads=1, width=4, context=4, vocabulary=5, tied=False))
@@ -17,7 +17,7 @@ PARAMETERS = MODEL.parameters()
 
 
 def runs(compute: DType = DType.FP32, **options: object) -> dict[str, list[str]]:
-    found = parameter_runs(PARAMETERS, AdamW(AdamWConfig(**options)), compute)
+    found = flat_parameters(PARAMETERS, AdamW(AdamWConfig(**options)), compute)
     return {run.name: [parameter.path for parameter in run.parameters] for run in found}
 
 

@@ -216,5 +216,5 @@ def test_a_tied_weight_is_in_one_group() -> None:
     graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(lr_multipliers={"embedding": 4.0})), 2)
     paths = [parameter.path for parameter in graph.parameters]
     assert len(paths) == len(set(paths)) and not any("head" in path for path in paths)
-    (run,) = [run for run in graph.runs if any(p.path == "embedding.weight" for p in run.parameters)]
+    (run,) = [shard.flat for shard in graph.shards if any(p.path == "embedding.weight" for p in shard.flat.parameters)]
     assert run.lr == "lr/embedding"

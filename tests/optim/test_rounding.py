@@ -11,7 +11,7 @@ import torch
 from tests.models.session import BF16, ENGINES, FP32, Session, open_cpu, token_batch
 from tests.optim.test_contract import Parameters, gradient
 from ttrain.core.random_bits import mix, stream_key
-from ttrain.core.spec import DType, run_offsets
+from ttrain.core.spec import DType, flat_offsets
 from ttrain.engine.state import State
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
@@ -80,8 +80,8 @@ def test_every_bit_is_that_of_the_definition(engine: str) -> None:
     update = Update(Parameters(FP32), SGD(config), BF16, engine)
     expected: dict[str, np.ndarray] = {}
     streams, firsts = {}, {}
-    for number, run in enumerate(update.graph.runs):
-        offsets, _ = run_offsets([p.spec.size for p in run.parameters])
+    for number, run in enumerate(shard.flat for shard in update.graph.shards):
+        offsets, _ = flat_offsets([p.spec.size for p in run.parameters])
         for parameter, offset in zip(run.parameters, offsets, strict=True):
             path = parameter.path
             streams[path], firsts[path] = 8 * number, offset
@@ -163,7 +163,7 @@ def test_generated_kernels_refresh_copies_in_the_same_pass() -> None:
         update.advance(1)
         copies = {name: update.state.read(name) for name in update.state.names(Kind.COPY)}
         results.append({**update.saved(), **copies})
-        assert [node.op.name for node in update.step.plan.launched].count("update") == len(update.graph.runs)
+        assert [node.op.name for node in update.step.plan.launched].count("update") == len(update.graph.shards)
     assert results[0].keys() == results[1].keys()
     assert all(same(array, results[1][name], exact="moment" in name) for name, array in results[0].items())
 

@@ -15,13 +15,17 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kills import IMPORTED, ended, start
+os.environ["OMP_NUM_THREADS"] = "1"
 
+IMPORTED = (
+    "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",
+    "ttrain.tasks.train", "ttrain.train.loop.loop", "matplotlib.backends.backend_agg", "matplotlib.figure",
+)  # fmt: skip
 TINY = [
     "model=mlp", "model.width=32", "data=regression", "data.examples=64", "device=cpu", "device.threads=1",
     "logger=jsonl", "train.batch_size=4", "train.steps=6", "train.save_every=2", "train.eval_every=null",
@@ -49,6 +53,39 @@ def environments(count: int) -> list[dict[str, str]]:
     every = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     every |= {"LOCAL_WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
     return [{**every, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def start(
+    overrides: list[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    change: Callable[[], None] = lambda: None,
+) -> int:
+    """Trains in a forked process, after a change of the program there; its id."""
+    child = os.fork()
+    if child:
+        return child
+    os.environ |= environment or {}
+    try:
+        change()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        from ttrain.cli import main
+
+        code = main(overrides)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        os.write(2, "\n".join([repr(error), *getattr(error, "__notes__", [])]).encode() + b"\n")
+        code = 99
+    os._exit(code)
+
+
+def ended(child: int) -> int | None:
+    """The exit code of a child, None while it runs."""
+    found, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
 
 
 class Forks:
@@ -175,15 +212,15 @@ def _data(rank: int) -> None:
 
 def _overflow(rank: int) -> None:
     """Rank 1's rows of step 4 are so large that their loss is infinite."""
-    from ttrain.train.steps.phases import Reader
+    from ttrain.train.steps.phases import BatchReader
 
-    read = Reader.__call__
+    read = BatchReader.__call__
 
-    def inputs(self: Reader, number: int) -> Any:
+    def inputs(self: BatchReader, number: int) -> Any:
         batch = read(self, number)
         return {**batch, "inputs": batch["inputs"] * (1e30 if rank == 1 and number == 4 else 1)}
 
-    Reader.__call__ = inputs  # type: ignore[method-assign]
+    BatchReader.__call__ = inputs  # type: ignore[method-assign]
 
 
 GROWING = ["train.gradient_accumulation=2", "train.batch_schedule=[2,4]", "train.phase_steps=3"]

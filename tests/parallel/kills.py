@@ -19,7 +19,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tests.faults.kills import WORDS, first_steps, recorded, unfinished
 from tests.parallel.forks import LIMIT, Forks, import_all
 
 SETTINGS = [
@@ -29,7 +28,54 @@ SETTINGS = [
     "device=cpu", "device.threads=1", "sample.tokens=4", "parallel.slices=4", "resume=auto",
 ]  # fmt: skip
 LONG = 900.0  # seconds for an attempt that nobody disturbs
+WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None"]
 MODES = (("none", 1), ("ddp", 2), ("zero1", 4), ("ddp", 1), ("zero1", 2), ("ddp", 4))
+
+
+def unfinished(checkpoints: Path) -> bool:
+    """Whether a save is being written right now."""
+    try:
+        with os.scandir(checkpoints) as entries:
+            return any(entry.name.startswith(".unfinished_step") for entry in entries)
+    except FileNotFoundError:
+        return False
+
+
+def first_steps(run: Path) -> int:
+    """How many attempts of the run have done a step."""
+    try:
+        return (run / "events.jsonl").read_text().count('"first_step"')
+    except FileNotFoundError:
+        return 0
+
+
+def tensors(run: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, whoever wrote it."""
+    from ttrain.train.checkpoint.retention import find_checkpoint
+    from ttrain.train.checkpoint.tensor_files import lazy_tensors
+
+    found = lazy_tensors(sorted(find_checkpoint(run, "last").path.glob("*.safetensors")))
+    return {name: found[name].tobytes() for name in found}
+
+
+def recorded(run: Path) -> list[tuple[int, str, float]]:
+    """Every recorded loss, with its step and kind, in the order of the file."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], key, line[key]) for line in lines for key in ("train/loss", "val/loss") if key in line]
+
+
+def compare(folder: Path, steps: int) -> dict[str, Any]:
+    whole, killed = folder / "whole", folder / "killed"
+    first, second = recorded(whole), recorded(killed)
+    steps_seen = [step for step, key, _ in second if key == "train/loss"]
+    return {
+        "tensors": len(tensors(whole)),
+        "tensors_equal": tensors(whole) == tensors(killed),
+        "metrics": len(second),
+        "metrics_equal": first == second,
+        "duplicated": len(steps_seen) - len(set(steps_seen)),
+        "missing": len(set(range(1, steps + 1)) - set(steps_seen)),
+    }
 
 
 def started(folder: Path, run: str, steps: int, mode: str, count: int) -> Forks:
@@ -53,15 +99,6 @@ def kill_one(forks: Forks, run: Path, generator: random.Random) -> bool:
     return True
 
 
-def tensors(run: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint, whoever wrote it."""
-    from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.checkpoint.tensor_files import lazy_tensors
-
-    found = lazy_tensors(sorted(find_checkpoint(run, "last").path.glob("*.safetensors")))
-    return {name: found[name].tobytes() for name in found}
-
-
 def disturbed(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]:
     generator, done = random.Random(seed), 0
     found: dict[str, Any] = {"alone": 0, "hung": 0, "codes": {}, "slowest_end": 0.0}
@@ -78,17 +115,6 @@ def disturbed(folder: Path, kills: int, steps: int, seed: int) -> dict[str, Any]
         for code in forks.codes:
             found["codes"][str(code)] = found["codes"].get(str(code), 0) + 1
     raise AssertionError
-
-
-def compare(folder: Path, steps: int) -> dict[str, Any]:
-    whole, killed = recorded(folder / "whole"), recorded(folder / "killed")
-    seen = [step for step, key, _ in killed if key == "train/loss"]
-    first, second = tensors(folder / "whole"), tensors(folder / "killed")
-    return {
-        "tensors": len(first), "tensors_equal": first == second,
-        "metrics": len(whole), "metrics_equal": whole == killed,
-        "duplicated": len(seen) - len(set(seen)), "missing": len(set(range(1, steps + 1)) - set(seen)),
-    }  # fmt: skip
 
 
 def main() -> int:

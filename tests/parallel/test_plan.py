@@ -122,17 +122,3 @@ def test_communication_is_part_of_the_expected_time(tmp_path: Path) -> None:
     assert found["expected"]["parts_ms"]["communication"] == pytest.approx(1e3 * expected)
     assert found["expected"]["bottleneck"] == "communication"
     assert found["expected"]["step_ms"] > 1e3 * expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["parallel=ddp", "parallel.world=3"], "parallel.world=3: must be a power of two, such as 2 or 4"),
-        (["parallel.world=2"], "parallel.world=2: parallel=none is one process"),
-        (["task=train", "parallel=ddp", "parallel.world=2"], "parallel.world=2: is for task=plan"),
-        (["parallel=ddp", "parallel.world=128"], "Give train.batch_size=128"),
-    ],
-)
-def test_what_can_not_be_divided_is_told(overrides: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main([*MLP, *overrides]) == 2
-    assert told in capfd.readouterr().err

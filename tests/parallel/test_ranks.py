@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 
 from ttrain.core.errors import ConfigError
-from ttrain.core.spec import run_offsets
-from ttrain.parallel.board import Board
+from ttrain.core.spec import flat_offsets
 from ttrain.parallel.communication import CommunicationThread
+from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
 
@@ -29,7 +29,7 @@ def test_every_element_of_a_run_has_one_owner(count: int, limit: int, whole: boo
         assert not whole or owned == [(0, size)]
     starts = [bucket[0] for bucket in sharding.bounds]
     assert starts == [0, *(bucket[-1] for bucket in sharding.bounds[:-1])]
-    assert sharding.bounds[-1][-1] == run_offsets(sizes)[1]
+    assert sharding.bounds[-1][-1] == flat_offsets(sizes)[1]
     if not whole and limit > sum(sizes):
         shards = [stop - start for start, stop in zip(sharding.bounds[0], sharding.bounds[0][1:], strict=False)]
         assert max(shards) - min(shards) <= 2 * BLOCK
@@ -91,27 +91,27 @@ def beside(wait: AbstractContextManager[None]) -> Iterator[threading.Thread]:
 def test_a_rank_waits_when_its_own_thread_does_be_it_through_threads_that_it_joins() -> None:
     """One that saves waits for other ranks as well, and a rank that hangs meanwhile is the one that hangs."""
     store = Posted()
-    board = Board(store, 0, 2, 60.0)  # type: ignore[arg-type]
+    failures = FailureStore(store, 0, 2, 60.0)  # type: ignore[arg-type]
 
     def told() -> str:
-        board._beat()
+        failures._beat()
         return store["rank/0"].split()[1]
 
     assert told() == "works"
-    with beside(board.waiting()) as saving:
+    with beside(failures.waiting()) as saving:
         assert told() == "works"
-        with board.waiting():
+        with failures.waiting():
             assert told() == "waits"
-            with board.waiting():
+            with failures.waiting():
                 pass
             assert told() == "waits"
-        with board.joining(saving):
+        with failures.joining(saving):
             assert told() == "waits"
         assert told() == "works"
-        with beside(board.joining(saving)) as next_save, board.joining(next_save):
+        with beside(failures.joining(saving)) as next_save, failures.joining(next_save):
             assert told() == "waits"
-    with board.waiting():
-        with beside(board.waiting()):
+    with failures.waiting():
+        with beside(failures.waiting()):
             pass
         assert told() == "waits"
     assert told() == "works"

@@ -65,5 +65,5 @@ def test_what_waits_for_all_gradients_keeps_them(override: str, monkeypatch: pyt
     overrides = ["engine=dynamic", "optimizer.clip_norm=null", "train.batch_size=2", override]
     with ttrain.Training(ttrain.load_config(*MODEL, *overrides)) as training:
         graph = training._session.graph
-        assert not graph.frees and len(graph.updates) == len(graph.runs) == 2
+        assert not graph.frees and len(graph.updates) == len(graph.shards) == 2
         assert training._session.state.nbytes(Kind.GRADIENT) > 0

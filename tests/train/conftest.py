@@ -21,16 +21,15 @@ from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import MetricsFile
 from ttrain.train.loop.checkpoints import Checkpoints
-from ttrain.train.loop.context import Context
+from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
-from ttrain.train.loop.evaluator import Evaluator
 from ttrain.train.loop.guards import LearningGuard
 from ttrain.train.loop.loop import Loop
-from ttrain.train.loop.nonfinite_guard import NonFiniteGuard
+from ttrain.train.loop.nonfinite import NonFiniteGuard
 from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
-from ttrain.train.steps.phases import PhaseSchedule, Reader
+from ttrain.train.steps.phases import BatchReader, PhaseSchedule
 from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
@@ -225,7 +224,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             progress = Progress.of(checkpoint)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
-        context = Context(config, model.state, run_directory, loggers, progress, held_out=held_out)
+        context = RunContext(config, model.state, run_directory, loggers, progress, held_out=held_out)
         context.check_held_out()
         checkpoints = Checkpoints(
             context,
@@ -234,21 +233,21 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             ),
             clock,
         )
-        reader = Reader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, progress.read)
+        reader = BatchReader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, progress.read)
         guard = GuardConfig()
         evaluation = Evaluation(model.evaluate, dataset, 4, config.eval_sequences)
-        loop = Loop(
-            context,
-            reader,
-            TrainStep(
-                model.steps(config.gradient_accumulation), config.batch_size // config.gradient_accumulation, seed=7
-            ),
-            lambda step: {"lr": 0.5 * (1 - step / 100)},
-            Evaluator(context, evaluation, checkpoints),
-            checkpoints,
-            StepLog(context, Meter()),
-            (NonFiniteGuard(guard, context, checkpoints, reader), LearningGuard(guard, context)),
+        step = TrainStep(
+            model.steps(config.gradient_accumulation), config.batch_size // config.gradient_accumulation, seed=7
         )
+        guards = (
+            NonFiniteGuard(guard, context, checkpoints, reader, step, ["table.weight"]),
+            LearningGuard(guard, context),
+        )
+
+        def rates(number: int) -> dict[str, float]:
+            return {"lr": 0.5 * (1 - number / 100) * progress.lr_factor}
+
+        loop = Loop(context, reader, step, rates, evaluation, checkpoints, StepLog(context, Meter()), guards)
         made.append(Training(loop, model, dataset, run_directory, loggers))
         return made[-1]
 

@@ -21,7 +21,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import GPTConfig, LlamaConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import learning_rates, parameter_runs, width_factor
+from ttrain.optim.groups import flat_parameters, learning_rates, width_factor
 from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.train.sampling.decode import scores_of
@@ -134,7 +134,7 @@ def test_first_values_and_rates_follow_the_published_table(family: str) -> None:
         assert (width_factor(parameter, AdamWConfig()), width_factor(parameter, SGDConfig())) == (adam, sgd), path
         assert width_factor(base.parameters()[path], SGDConfig()) == 1
     assert seen == set(TABLE)
-    inputs = {run.lr for run in parameter_runs(wide.parameters(), AdamW(AdamWConfig()), wide.compute)}
+    inputs = {run.lr for run in flat_parameters(wide.parameters(), AdamW(AdamWConfig()), wide.compute)}
     assert inputs == {"lr", "lr/width_0.25"} and rates(wide, AdamWConfig(), 0.1) == {"lr": 0.1, "lr/width_0.25": 0.025}
     grouped = rates(wide, AdamWConfig(lr_multipliers={"blocks": 2.0}), 0.1)
     assert grouped == {"lr": 0.1, "lr/blocks": 0.2, "lr/blocks/width_0.25": 0.05}

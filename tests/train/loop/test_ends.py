@@ -61,7 +61,7 @@ def test_an_early_stop_is_told_as_one() -> None:
     assert read_run(Path("run")).state == "finished"
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe", "char"])
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
 def test_the_sample_follows_held_out_text_that_is_shown(tokenizer: str, capsys: Any) -> None:
     data = [f"data.tokenizer={tokenizer}", "data.vocabulary_size=300", "model.context=256"]
     assert main([*SMALL, *data, "train.steps=1", "run.dir=run", "sample.tokens=3", "sample.stop=[xyz]"]) == 0

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 
 from ttrain.core.errors import Interrupted, NonFiniteError, TtrainError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import best_checkpoint, find_checkpoint, list_checkpoints
 from ttrain.train.checkpoint.save import CheckpointContent, note_progress, save_checkpoint
@@ -49,10 +47,10 @@ def interrupt_after(training: Any, step: int, number: int = signal.SIGINT) -> No
     """Sends the process a signal while the step runs."""
     original = training.loop.train_step
 
-    def run(batch: Any, rates: Any, current: int, upcoming: Any) -> StepResult:
+    def run(batch: Any, rates: Any, current: int) -> StepResult:
         if current == step:
             os.kill(os.getpid(), number)
-        return original(batch, rates, current, upcoming)
+        return original(batch, rates, current)
 
     training.loop.train_step = run
 
@@ -90,17 +88,8 @@ def test_metrics_of_a_step(make_training: MakeTraining) -> None:
     training.loop.run()
     first = lines(training)[0]
     assert first["step"] == 1 and first["lr"] == pytest.approx(0.495) and first["nonfinite_steps"] == 0
-    assert first.keys() == {
-        "step",
-        "train/loss",
-        "lr",
-        "grad_norm",
-        "tokens_per_s",
-        "step_ms",
-        "tokens",
-        "seconds",
-        "nonfinite_steps",
-    }
+    named = "step train/loss lr grad_norm tokens_per_s step_ms tokens seconds nonfinite_steps"
+    assert first.keys() == {*named.split()}
     assert first["tokens_per_s"] * first["step_ms"] / 1e3 == pytest.approx(first["tokens"], rel=1e-2)
 
 
@@ -110,11 +99,10 @@ def test_log_every(make_training: MakeTraining) -> None:
     assert [line["step"] for line in lines(training) if "train/loss" in line] == [4, 8, 11]
 
 
-@pytest.mark.parametrize("gradient_accumulation", [1, 2, 4])
-def test_accumulation_weighs_by_valid_targets(make_training: MakeTraining, gradient_accumulation: int) -> None:
+def test_accumulation_weighs_by_valid_targets(make_training: MakeTraining) -> None:
     """Without dropout, the split into micro-batches changes neither losses nor parameters beyond rounding."""
     results = []
-    for count in (1, gradient_accumulation):
+    for count in (1, 4):
         training = make_training(f"run{count}_{len(results)}", gradient_accumulation=count)
         original = training.model._loss
         training.model._loss = lambda inputs, masked, loss=original: loss(inputs, masked=False)
@@ -217,7 +205,7 @@ def test_saves_by_time(make_training: MakeTraining) -> None:
 def test_the_best_is_kept(make_training: MakeTraining) -> None:
     training = make_training(steps=8, eval_every=1, save_every=None, keep_last=1)
     values = map(EvaluationResult, [3.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
-    training.loop.evaluate.evaluation = lambda stopped: next(values)
+    training.loop.evaluation = lambda stopped: next(values)
     progress = training.loop.run()
     assert (progress.best_step, progress.best_val_loss) == (2, 1.0)
     assert steps_on_disk(training) == [2, 8]
@@ -226,7 +214,7 @@ def test_the_best_is_kept(make_training: MakeTraining) -> None:
 def test_early_stop(make_training: MakeTraining) -> None:
     training = make_training(steps=20, eval_every=2, early_stop=2, min_improvement=0.5)
     values = map(EvaluationResult, [3.0, 2.0, 1.8, 1.6, 0.1])
-    training.loop.evaluate.evaluation = lambda stopped: next(values)
+    training.loop.evaluation = lambda stopped: next(values)
     progress = training.loop.run()
     assert (progress.step, progress.best_step, progress.stale_evaluations) == (8, 4, 2)
     assert steps_on_disk(training)[-1] == 8
@@ -235,8 +223,7 @@ def test_early_stop(make_training: MakeTraining) -> None:
     assert again.loop.run().step == 8
 
 
-@pytest.mark.parametrize("gradient_accumulation", [1, 2])
-@pytest.mark.parametrize("attempts", [(7, 14), (3, 6, 14), (1, 13, 14)])
+@pytest.mark.parametrize(("attempts", "gradient_accumulation"), [((7, 14), 1), ((3, 6, 14), 2), ((1, 13, 14), 1)])
 def test_resumed_run_is_the_uninterrupted_one(
     make_training: MakeTraining, attempts: tuple[int, ...], gradient_accumulation: int
 ) -> None:
@@ -259,21 +246,6 @@ def test_resumed_run_is_the_uninterrupted_one(
     ended, expected = training.loop.context.progress.to_dict(), whole.loop.context.progress.to_dict()
     assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
     assert ended == expected
-
-
-def test_weights_alone_would_not_continue_the_run(make_training: MakeTraining) -> None:
-    """The check above would notice lost optimizer state."""
-    whole = make_training("whole")
-    whole.loop.run()
-    training = make_training("attempts")
-    interrupt_after(training, 6)
-    with pytest.raises(Interrupted):
-        training.loop.run()
-    training.close()
-    cold = make_training("attempts", resume=True)
-    cold.model.state.arrays["table.weight/velocity"][:] = 0
-    cold.loop.run()
-    assert losses(cold) != losses(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -325,28 +297,12 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     assert "once more ends the run at once" in done.stderr
 
 
-def test_outside_the_main_thread_signals_are_left_alone(make_training: MakeTraining) -> None:
-    training, failures = make_training(), []
-
-    def run() -> None:
-        try:
-            training.loop.run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(150)
-    assert failures == [] and training.loop.context.progress.step == 12
-
-
 def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_training: MakeTraining) -> None:
     training = make_training(poison_step=10)
     with pytest.raises(NonFiniteError) as raised:
         training.loop.run()
     message = str(raised.value)
     assert "Step 10: train/loss is nan" in message
-    assert "parameter table.weight (1 of 121 elements)" in message
     assert f"{training.run_directory.checkpoints / 'step_00000008'} (step 8)" in message
     assert raised.value.exit_code == 1
     assert steps_on_disk(training) == [4, 8]
@@ -354,33 +310,10 @@ def test_nan_loss_stops_and_names_step_tensor_and_checkpoint(make_training: Make
     assert (last["step"], last["train/loss"], last["nonfinite_steps"]) == (10, None, 1)
 
 
-def test_nan_before_any_checkpoint(make_training: MakeTraining) -> None:
-    training = make_training(poison_step=1)
-    with pytest.raises(NonFiniteError, match="No checkpoint was saved"):
-        training.loop.run()
-
-
 def test_infinite_grad_norm_stops(make_training: MakeTraining) -> None:
     training = make_training()
     training.model._update = lambda inputs: float("inf")
-    with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf\. Parameters and optimizer state are finite"):
-        training.loop.run()
-
-
-def test_a_bad_gradient_is_named_where_the_loss_is_finite(make_training: MakeTraining) -> None:
-    """The update has spread it over all parameters by then; the stored gradient tells where it began."""
-    training = make_training()
-    state = training.model.state
-    for name in ("a/gradient", "b/gradient"):
-        state.kinds[name], state.arrays[name] = Kind.GRADIENT, np.zeros(3, np.float32)
-
-    def update(inputs: Any) -> float:
-        state.arrays["b/gradient"][1] = np.inf
-        state.arrays["table.weight"][:] = np.nan
-        return float("inf")
-
-    training.model._update = update
-    with pytest.raises(NonFiniteError, match=r"Step 1: grad_norm is inf.*is gradient b/gradient \(1 of 3 elements\)"):
+    with pytest.raises(NonFiniteError, match="Step 1: grad_norm is inf.*No checkpoint was saved"):
         training.loop.run()
 
 
@@ -481,23 +414,16 @@ def test_a_finished_run_does_nothing_when_resumed(make_training: MakeTraining) -
     assert lines(again) == before
 
 
-def test_a_longer_run_continues_a_finished_one(make_training: MakeTraining) -> None:
-    whole = make_training("whole", steps=16)
-    whole.loop.run()
-    training = make_training("attempts", steps=8)
-    training.loop.run()
-    training.close()
-    again = make_training("attempts", resume=True, steps=16)
-    again.loop.run()
-    assert losses(again) == losses(whole)
-
-
 LONG = {"steps": 5, "save_every": None, "save_minutes": None, "eval_every": None}
 
 
-@pytest.mark.parametrize(("settings", "step"), [(LONG, 5), ({"steps": 9, "save_every": 4, "eval_every": 4}, 8)])
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("added", [False, True])
+SHORT = {"steps": 9, "save_every": 4, "eval_every": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "asynchronous", "added"),
+    [(LONG, 5, True, False), (LONG, 5, False, True), (SHORT, 8, True, True), (SHORT, 8, False, False)],
+)
 def test_a_kill_during_an_evaluation_loses_no_step(
     make_training: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -516,7 +442,7 @@ def test_a_kill_during_an_evaluation_loses_no_step(
     child = os.fork()
     if child == 0:
         training = make_training("run", **settings)
-        original = training.loop.evaluate.evaluation
+        original = training.loop.evaluation
 
         def kill(stopped: Any) -> Any:
             if training.loop.context.progress.step < step:
@@ -531,7 +457,7 @@ def test_a_kill_during_an_evaluation_loses_no_step(
         if added:
             monkeypatch.setattr(saver, "note_progress", added_too_late)
         else:
-            training.loop.evaluate.evaluation = kill
+            training.loop.evaluation = kill
         training.loop.run()
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -563,7 +489,7 @@ def test_tensors_are_written_once_and_the_loss_is_added(
     training = make_training(steps=8, save_every=2, eval_every=2, keep_last=1, async_save=asynchronous)
     values = [3.0, 1.0, 2.0, 2.5]
     results = map(EvaluationResult, values)
-    training.loop.evaluate.evaluation = lambda stopped: next(results)
+    training.loop.evaluation = lambda stopped: next(results)
     training.loop.run()
     assert written == [(step, None) for step in (2, 4, 6, 8)]
     kept = list_checkpoints(training.run_directory.checkpoints)[0]
@@ -577,7 +503,7 @@ def test_tensors_are_written_once_and_the_loss_is_added(
 def test_the_best_between_two_saves_is_saved_with_its_loss(make_training: Any) -> None:
     training = make_training(steps=6, save_every=4, eval_every=3, keep_last=1)
     results = map(EvaluationResult, [1.0, 2.0])
-    training.loop.evaluate.evaluation = lambda stopped: next(results)
+    training.loop.evaluation = lambda stopped: next(results)
     training.loop.run()
     kept = list_checkpoints(training.run_directory.checkpoints)[0]
     assert [(checkpoint.step, checkpoint.val_loss) for checkpoint in kept] == [(3, 1.0), (6, 2.0)]

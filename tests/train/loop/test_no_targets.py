@@ -60,7 +60,6 @@ def targets_of(rows: int, split: str = "train") -> np.ndarray:
     [
         (1, []),
         (2, ["train.gradient_accumulation=2"]),
-        (2, ["parallel.slices=2"]),
         (1, ["guard.nonfinite=skip", "guard.spike=warn", "guard.spike_window=2"]),
     ],
 )

@@ -262,7 +262,7 @@ def test_the_same_text_elsewhere_is_the_same(texts: None, capsys: Any) -> None:
 def attempt(make_training: Any, held_out: str, values: list[float], **settings: Any) -> Any:
     training = make_training(eval_every=2, save_every=2, keep_last=1, async_save=False, held_out=held_out, **settings)
     results = map(EvaluationResult, values)
-    training.loop.evaluate.evaluation = lambda stopped: next(results)
+    training.loop.evaluation = lambda stopped: next(results)
     training.loop.run()
     training.close()
     return training

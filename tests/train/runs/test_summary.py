@@ -177,7 +177,7 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
         loop, batch, evaluation, log = (
             training.loop,
             training.dataset.batch,
-            training.loop.evaluate.evaluation,
+            training.loop.evaluation,
             training.loop.context.loggers.log,
         )
         loop.log.meter = Meter(clock=lambda: now[0])
@@ -190,7 +190,7 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
         training.dataset.batch = lambda split, *rest: take(
             next(seconds) if split == "train" else 0, batch(split, *rest)
         )
-        loop.evaluate.evaluation = lambda stopped: take(100, evaluation(stopped))
+        loop.evaluation = lambda stopped: take(100, evaluation(stopped))
         loop.context.loggers.log = lambda metrics: take(0.5 if "train/loss" in metrics else 0, log(metrics))
         return training
 
