@@ -38,11 +38,8 @@ def step() -> Graph:
     return graph
 
 
-def test_a_step_as_text() -> None:
+def test_a_step_as_text_and_single_stages_of_it() -> None:
     assert show(step()) == TEXT
-
-
-def test_single_stages_can_be_shown() -> None:
     lines = show(step(), [Stage.UPDATE]).splitlines()
     assert [line.split()[0] for line in lines] == ["input", "parameter", "gradient", "update", "output"]
 

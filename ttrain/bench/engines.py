@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,16 +118,18 @@ class EngineContender(Contender):
         Kernels are timed now, whatever was measured before: what disturbs the machine then disturbs both.
         """
         from ttrain.device.timing import Work
-        from ttrain.train.forecast.estimate import host_time
-        from ttrain.train.forecast.kernel_times import KernelTimes
+        from ttrain.train.forecast.peak import measured_rates
+        from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 
-        if self._engine_config.name == "dynamic":
+        rates = measured_rates(self.device.name, str(self._case.dtypes.compute), self._device_config.index)
+        if self._engine_config.name == "dynamic" or rates is None:
             return None
         work = Work.of({"train": self.built}, {"train": 1})
+        timer = partial(timing, lambda: self.device, work.compiler)
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "kernels.json"
-            with closing(KernelTimes(lambda: self.device, "this process", file, compiler=work.compiler)) as times:
-                return 1e3 * host_time(work, times, None, self._engine_config.name, "").total
+            path = Path(folder) / "kernels.json"
+            seconds = KernelTimes(timer, "this process", rates, compiler=work.compiler, path=path).of(work)
+        return 1e3 * host_time(work, seconds, self._engine_config.name).total
 
     def close(self) -> None:
         self.engine.close()

@@ -155,10 +155,8 @@ class DeviceInfo:
         """Return the resource that a step does not fit into, where the error tells of that."""
         return None
 
-    def estimate(
-        self, config: DeviceConfig, work: Work, engine: str, tokens: int, unit: str, flops: int
-    ) -> Estimate | str | None:
-        """The expected time of an optimizer step by a model of the hardware, or why there is none.
+    def estimate(self, config: DeviceConfig, work: Work, engine: str) -> Estimate | str | None:
+        """Return the expected time of an optimizer step by a model of the hardware, or why there is none.
 
         None where kernels are timed on this machine instead.
         """

@@ -1,9 +1,9 @@
-"""The expected time of a step: its work, the answer, and the ways to run it that were compared."""
+"""The expected time of a step: its work, the time of its parts, and the ways to run it that were compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.tables import Table
@@ -11,7 +11,8 @@ from ttrain.core.units import format_count
 from ttrain.device.base import StepCompiler
 
 TIE = 0.03  # ways that differ by less are taken to be equally fast
-PARTS = ("dispatch", "compute", "bandwidth", "host_input")
+PARTS = {"dispatch": "dispatch of {} launches", "compute": "compute", "bandwidth": "memory bandwidth",
+         "host_input": "host input", "communication": "communication"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,19 @@ class Work:
     inputs: int
     input_bytes: int
     compiler: StepCompiler | None = None  # of traced steps, where a device compiles
+    tokens: int = 0  # examples where a model has no tokens
+    unit: str = "tokens"
+    flops: int = 0
 
     @classmethod
-    def of(cls, steps: Mapping[str, Any], per_step: Mapping[str, int]) -> Work:
+    def of(cls, steps: Mapping[str, Any], per_step: Mapping[str, int], **amounts: Any) -> Work:
         """Make the work from built steps (`plan`, `uploads` and `engine` of each count) and how often each runs."""
         built = [(times, steps[name]) for name, times in per_step.items()]
         planned = tuple((times, tuple(step.plan.launched)) for times, step in built if step.plan is not None)
         specs = [(times, spec) for times, step in built for spec in step.uploads.values()]
         (compiler,) = {getattr(step.engine, "compiler", None) for _, step in built} or {None}
         uploads = sum(times for times, _ in specs), sum(times * spec.nbytes for times, spec in specs)
-        return cls(planned, *uploads, compiler)
+        return cls(planned, *uploads, compiler, **amounts)
 
     @property
     def launches(self) -> int:
@@ -48,17 +52,18 @@ class StepTime:
     bandwidth: float
     host_input: float
     launches: int
-    source: str
+    source: str = ""
     communication: float = 0.0  # with other ranks
 
     @property
-    def bottleneck(self) -> str:
-        """dispatch, compute, bandwidth, host_input or communication."""
-        return max((*PARTS, "communication"), key=lambda name: getattr(self, name))
+    def parts(self) -> dict[str, float]:
+        """Return the parts by name, without communication where there is none."""
+        return {name: getattr(self, name) for name in PARTS if name != "communication" or self.communication}
 
-    def communicating(self, seconds: float, exposed: float) -> StepTime:
-        """Return the step with so many seconds of communication, `exposed` of them beside nothing else."""
-        return replace(self, total=self.total + exposed, communication=seconds)
+    @property
+    def bottleneck(self) -> str:
+        """Return the name of the part that takes longest."""
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -72,84 +77,69 @@ class Way:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The expected time as configured, the alternatives that were compared, and the recommended one with its reason."""
+    """The expected time of a step as configured, and the ways to run it that were compared, simpler ones first."""
 
+    work: Work
     time: StepTime
-    tokens: int  # of one optimizer step; examples where a model has no tokens
-    unit: str
-    flops: int
+    ways: Sequence[Way]
     peak: float | None  # FLOP/s
-    ways: tuple[Way, ...]
-    recommended: Way
-    reason: str
+    note: str = ""  # beside the reason for the recommended way
     more: Mapping[str, Any] = field(default_factory=dict)  # for JSON, of this kind of device alone
 
     @property
-    def _communication(self) -> tuple[str, ...]:
-        return ("communication",) if self.time.communication else ()
+    def reason(self) -> str:
+        """Return a comparison of the recommended way with the best of every other engine, and the note."""
+        best = simplest(self.ways)
+        parts = [f"{best.engine} takes {duration(best.seconds)}"]
+        for engine in sorted({way.engine for way in self.ways} - {best.engine}):
+            seconds = min(way.seconds for way in self.ways if way.engine == engine)
+            parts.append(f"{engine} {seconds / best.seconds:.2f} times as long")
+        return f"{', '.join(parts)}. {self.note}".strip()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
+        work, time = self.work, self.time
         return {
-            "step_ms": 1e3 * self.time.total,
-            f"{self.unit}_per_s": self.tokens / self.time.total,
-            "bottleneck": self.time.bottleneck,
-            "parts_ms": {name: 1e3 * getattr(self.time, name) for name in (*PARTS, *self._communication)},
-            "launches": self.time.launches,
-            "source": self.time.source,
-            "flops_per_s": self.flops / self.time.total,
+            "step_ms": 1e3 * time.total,
+            f"{work.unit}_per_s": work.tokens / time.total,
+            "bottleneck": time.bottleneck,
+            "parts_ms": {name: 1e3 * seconds for name, seconds in time.parts.items()},
+            "launches": time.launches,
+            "source": time.source,
+            "flops_per_s": work.flops / time.total,
             "peak_flops_per_s": self.peak,
             "ways": [{**vars(way), "step_ms": 1e3 * way.seconds} for way in self.ways],
-            "recommended": self.recommended.settings,
+            "recommended": simplest(self.ways).settings,
             "reason": self.reason,
             **self.more,
         }
 
     def tables(self) -> list[Table]:
         """Return tables for people."""
-        time, rate = self.time, self.flops / self.time.total
-        share = f", {rate / self.peak:.0%} of the peak" if self.peak else ""
+        work, time, best = self.work, self.time, simplest(self.ways)
+        rate = work.flops / time.total
         rows = [
             ("step", duration(time.total)),
-            (f"{self.unit}/s", format_count(self.tokens / time.total)),
-            ("FLOP/s", f"{format_count(rate)}{share}"),
+            (f"{work.unit}/s", format_count(work.tokens / time.total)),
+            ("FLOP/s", format_count(rate) + (f", {rate / self.peak:.0%} of the peak" if self.peak else "")),
             ("bottleneck", time.bottleneck.replace("_", " ")),
-            (f"dispatch of {time.launches} launches", duration(time.dispatch)),
-            ("compute", duration(time.compute)),
-            ("memory bandwidth", duration(time.bandwidth)),
-            ("host input", duration(time.host_input)),
-            *(("communication", duration(getattr(time, name))) for name in self._communication),
+            *((PARTS[name].format(time.launches), duration(seconds)) for name, seconds in time.parts.items()),
         ]
-        ways = [
-            (way.settings, duration(way.seconds), "recommended" if way is self.recommended else "") for way in self.ways
-        ]
+        ways = [(way.settings, duration(way.seconds), "recommended" * (way is best)) for way in self.ways]
+        advice = f"Recommended: {best.settings}. {self.reason}"
         return [
             Table("Expected time of one optimizer step", ("", "expected"), rows, (f"From {time.source}.",)),
-            Table(
-                "Ways to run it", ("", "step", ""), ways, (f"Recommended: {self.recommended.settings}. {self.reason}",)
-            ),
+            Table("Ways to run it", ("", "step", ""), ways, (advice,)),
         ]
 
 
 def duration(seconds: float) -> str:
     """Return a time as text with three digits, since steps take from microseconds to seconds."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale or unit == "us":
-            return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 * scale else f"{seconds / scale:.0f} {unit}"
-    raise AssertionError(seconds)
+    scale, unit = next((pair for pair in ((1.0, "s"), (1e-3, "ms")) if seconds >= pair[0]), (1e-6, "us"))
+    return f"{seconds / scale:.3g} {unit}" if seconds < 999.5 * scale else f"{seconds / scale:.0f} {unit}"
 
 
 def simplest(ways: Sequence[Way]) -> Way:
-    """The first of the ways that are as fast as the fastest, within TIE: simpler ones come first."""
+    """Return the first of the ways that are as fast as the fastest, within TIE: simpler ones come first."""
     fastest = min(way.seconds for way in ways)
     return next(way for way in ways if way.seconds <= fastest * (1 + TIE))
-
-
-def compared(best: Way, ways: Sequence[Way]) -> str:
-    """The recommended way against the best of every other engine."""
-    others = {way.engine for way in ways} - {best.engine}
-    parts = []
-    for engine in sorted(others):
-        seconds = min(way.seconds for way in ways if way.engine == engine)
-        parts.append(f"{engine} {seconds / best.seconds:.2f} times as long")
-    return ", ".join([f"{best.engine} takes {duration(best.seconds)}", *parts]) + "."

@@ -52,8 +52,7 @@ def test_noise_alone_is_no_fall_and_no_divergence() -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
-    [[], ["engine=traced", "optimizer=sgd", "train.gradient_accumulation=2", "parallel.slices=4"], ["engine=dynamic"]],
+    "more", [[], ["engine=traced", "optimizer=sgd", "train.gradient_accumulation=2", "parallel.slices=4"]]
 )
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: list[str]) -> None:
     monkeypatch.chdir(tmp_path)

@@ -85,9 +85,7 @@ class Tenstorrent(DeviceInfo):
 
         return diagnose(error, Run(_ours(config), failed))
 
-    def estimate(
-        self, config: DeviceConfig, work: Work, engine: str, tokens: int, unit: str, flops: int
-    ) -> Estimate | str | None:
+    def estimate(self, config: DeviceConfig, work: Work, engine: str) -> Estimate | str | None:
         from ttrain.device.ttnn.cost.measured import known_constants
         from ttrain.device.ttnn.cost.step_time import wormhole_estimate
 
@@ -96,7 +94,7 @@ class Tenstorrent(DeviceInfo):
         if _ours(config).host_resident:
             return "The cost model does not know what the host computes for device.host_resident."
         constants, source = known_constants(_ours(config))
-        return wormhole_estimate(work, _ours(config), engine, tokens, unit, flops, constants, source)
+        return wormhole_estimate(work, _ours(config), engine, constants, source)
 
     def time_model(self, config: DeviceConfig) -> TimeModel:
         from ttrain.device.ttnn.cost.time_model import WormholeModel

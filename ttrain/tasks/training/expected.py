@@ -1,21 +1,26 @@
-"""Expect the time of a step, of a run and of alternatives to it, by the source of numbers that fits."""
+"""The expected time of a step and of a run.
+
+task=plan tells it. A long run repeats it at its start, with what takes less, and then tells the pace of three measured
+steps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.config.validate import rule_problems
+from ttrain.core.units import format_duration
 from ttrain.device.info import SILICON, info_of
-from ttrain.device.timing import Work
+from ttrain.device.timing import StepTime, Work
 from ttrain.models.settings import TransformerConfig
-from ttrain.optim.groups import flat_parameters
-from ttrain.train.logging.meter import Alternative, Forecast, Pace, evaluations_left
+from ttrain.optim.groups import check_groups, flat_parameters
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.shard import FlatShard, heaviest
 
@@ -24,180 +29,62 @@ if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.device.timing import Estimate
     from ttrain.engine.base import Step
-    from ttrain.models.base import Model
     from ttrain.train.forecast.peak import Rates
     from ttrain.train.forecast.plan_report import PlanReport
     from ttrain.train.steps.session import Session
 
-
+MEASURED = 3  # steps after the first, which compiles, captures and fills caches
 LESS = 0.8  # of the run's time: what takes more is not worth telling
-PRESETS, SHOWN = 8, 2  # smaller presets that are planned and shown at most
+PRESETS, SHOWN = 8, 2  # smaller presets that are planned and offered at most
 SHORTEST = 32  # tokens of a context that is still offered
 
+Steps = Mapping[str, "Step"]
+Planner = Callable[[Mapping[str, Any]], Steps]  # builds the training steps of a config with changes
 
-def session_to_plan(config: Config, model: Model, device: Device, dataset: Dataset | None) -> Session:
-    """A session on a device that is planned only, of the rank that owns most. What the dynamic engine would run is
-    planned as static does. Without a `dataset` none of it lies on the device.
+
+@contextmanager
+def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session]:
+    """Open a session on a device that is planned only, of the rank that owns most. The data may be too short for it.
+
+    engine=dynamic is planned as static. Without a `dataset` none of it lies on the device.
     """
     from ttrain.train.steps.resident import choose_resident
 
+    model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
+    check_groups(model.parameters(), config.optimizer)
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         flats = flat_parameters(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([FlatShard(flat, ranks) for flat in flats], ranks))
     rows = config.train.batch_size // config.train.gradient_accumulation
-    resident = choose_resident(config.data, rows, model, device, dataset)
-    return build.build_session(
-        model, device, *replace(config, engine=engine).step_parts, ranks=ranks, resident=resident
-    )
+    parts = replace(config, engine=engine).step_parts
+    with closing(build.planned_device(config.device)) as device:
+        resident = choose_resident(config.data, rows, model, device, dataset)
+        with closing(build.build_session(model, device, *parts, ranks=ranks, resident=resident)) as session:
+            yield session
+
+
+def planned_steps(config: Config, dataset: Dataset | None, changes: Mapping[str, Any]) -> Steps:
+    """Return the training steps of a config with changes, built but never bound."""
+    with planned_session(changed(config, changes), dataset) as session:
+        return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """Return the config with other values; a group stands for its name."""
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        values = {name or "name": value}
+        if key == "model.preset":  # it fills the fields that the one before filled
+            values |= dict.fromkeys(config.model.filled)
+        config = replace(config, **{section: replace(getattr(config, section), **values)})
+    return config
 
 
 def micro_batches(config: Config) -> int:
-    """Into how many equal parts a batch is divided."""
+    """Return into how many equal parts a batch is divided."""
     return config.train.gradient_accumulation * build.planned_ranks(config.parallel).slices
-
-
-@contextmanager
-def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session]:
-    """Such a session of another config. The data may be too short for it."""
-    model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
-    with (
-        closing(build.planned_device(config.device)) as device,
-        closing(session_to_plan(config, model, device, dataset)) as opened,
-    ):
-        yield opened
-
-
-Planner = Callable[[Config], Mapping[str, "Step"]]  # builds the training steps of another config
-
-
-def expected_time(
-    config: Config,
-    steps: Mapping[str, Step],
-    report: PlanReport,
-    device: Device,
-    chips: int,
-    seconds: float,
-    planner: Planner | None = None,
-) -> tuple[Estimate | None, str]:
-    """The expected time of one optimizer step, or why there is none.
-
-    Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
-    A `planner` is for what other engines take, and for timing long kernels on fewer rows.
-    """
-    plans = _Plans(config, steps, report.per_step, planner)
-    context = build.data_sizes(config.model).context
-    tokens, unit = config.train.batch_size * (context or 1), "tokens" if context else "examples"
-    flops = chips * sum(report.flops.values())
-    found = info_of(config.device).estimate(config.device, plans.own, config.engine.name, tokens, unit, flops)
-    if found is not None:
-        return (None, found) if isinstance(found, str) else (found, "")
-    if device.name not in ("cpu", "cuda"):
-        return None, f"device={device.name} computes nothing."
-    return _on_this_machine(config, plans, device, tokens, unit, flops, seconds)
-
-
-class _Plans:
-    """The work of a step as it is planned, and as it would be with another engine or on fewer rows."""
-
-    def __init__(
-        self, config: Config, steps: Mapping[str, Step], per_step: Mapping[str, int], planner: Planner | None
-    ) -> None:
-        self.config, self.per_step, self.planner = config, per_step, planner
-        self.own = Work.of(steps, per_step)
-
-    def engine(self, name: str) -> Work | None:
-        """Return the work under an engine; None where it is another one and nobody plans it."""
-        config = changed(self.config, {"engine": name})
-        return None if self.planner is None else Work.of(self.planner(config), self.per_step)
-
-    def on_fewer_rows(self, engine: str, work: Work, rates: Rates) -> Work | None:
-        """Return the work on rows that make the longest kernel short, or one; None where it is short already."""
-        from ttrain.train.forecast.kernel_times import LONG
-
-        longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
-        size, parts = self.config.train.batch_size, micro_batches(self.config)
-        rows = max(1, int(size // parts * LONG / longest)) if longest > LONG else size // parts
-        if self.planner is None or rows == size // parts:
-            return None
-        changes = {"engine": engine, "train.batch_size": rows * parts}
-        return Work.of(self.planner(changed(self.config, changes)), self.per_step)
-
-
-def _on_this_machine(
-    config: Config, plans: _Plans, device: Device, tokens: int, unit: str, flops: int, seconds: float
-) -> tuple[Estimate | None, str]:
-    """Opens the device only where a kernel has not been timed yet, and there is time for it."""
-    import torch
-
-    from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
-    from ttrain.train.forecast.estimate import host_estimate, host_time
-    from ttrain.train.forecast.kernel_times import KernelTimes, machine_name
-    from ttrain.train.forecast.peak import measured_rates
-
-    if device.name == "cuda" and not torch.cuda.is_available():
-        return None, "There is no GPU here whose kernels could be timed."
-    named = replace(config.device, name=device.name)
-    rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
-    assert rates is not None  # it is a CPU or a GPU
-    machine = machine_name(device.name, getattr(device, "threads", None))
-    compiles = device.compiles
-    own = "traced" if config.engine.name == "traced" else "static"
-    times, left, source = {}, seconds, f"the time of each kernel by itself on this {device.name}"
-    for engine in (own, "traced" if own == "static" else "static"):
-        # What a device captures are the launches of static.
-        work = plans.own if engine == own or not compiles else plans.engine(engine)
-        if work is None:
-            continue
-        by = KernelTimes(
-            lambda: build.build_device(named), machine, bar=True, seconds=left, rates=rates,
-            compiler=work.compiler,
-        )  # fmt: skip
-        with closing(by):
-            time = host_time(work, by, plans.on_fewer_rows(engine, work, rates), engine, "")
-        left, more = by.left, "; plan.seconds=<more> times more" if by.note and seconds and not by.refused else ""
-        if engine == own or not by.note:
-            times[engine] = time
-            source += by.note + more
-        else:
-            source += f". engine={engine} is not compared{by.note}{more}"
-    if config.engine.name not in ("static", "traced", "dynamic"):  # of a plugin
-        source += f"; engine={config.engine.name} is taken to launch them as static does"
-    times[own] = replace(times[own], source=source)
-    ranks = build.planned_ranks(config.parallel)
-    sent = sum(each.nbytes for each in collectives(plans.own, ranks))
-    if sent:
-        gbps = config.parallel.link_gbps
-
-        def exposed(seconds: float) -> float:
-            return exposed_seconds(plans.own, ranks, gbps, seconds, rates.seconds)
-
-        times = {
-            name: time.communicating(link_seconds(sent, gbps), exposed(time.total)) for name, time in times.items()
-        }
-    return host_estimate(times, config.engine.name, tokens, unit, flops, rates.flops), ""
-
-
-def pace_of(
-    config: Config,
-    dataset: Dataset,
-    session: Session,
-    steps: Mapping[str, Step],
-    step: int,
-    say: Callable[[str], None],
-    continues: bool,
-) -> Pace:
-    """Return the pace of a run after `step`, with ways to take less where the run does not `continue` another."""
-    hours, count = config.train.long_hours, config.train.steps
-    plain = Forecast(0.0, _left(config, step), 0.0, evaluations_left(step, count, config.train.eval_every))
-    if hours is None or step >= count:
-        return Pace(plain, float("inf"), say, list)
-    alternatives, found, device = _Alternatives(config, dataset, plain, continues), plain, session.engine.device.name
-    if info_of(config.device).mode(config.device) == SILICON:
-        built = all(each.plan is not None for each in steps.values())
-        found = alternatives.forecast(config, session, steps) if built else alternatives.planned(config)
-    return Pace(found, 3600 * hours, say, lambda: alternatives.others(found, device))
 
 
 def schedule_of(config: Config) -> PhaseSchedule:
@@ -205,28 +92,220 @@ def schedule_of(config: Config) -> PhaseSchedule:
     return PhaseSchedule.of(config.train, build.data_sizes(config.model).context)
 
 
-def _left(config: Config, step: int) -> float:
-    """Steps that are left, in steps as large as the next one."""
+def expected_time(
+    config: Config,
+    session: Session,
+    steps: Steps,
+    report: PlanReport,
+    seconds: float = 0,
+    planner: Planner | None = None,
+) -> Estimate | str:
+    """Return the expected time of one optimizer step, or why there is none.
+
+    Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
+    A `planner` is for what other engines take, and for timing long kernels on fewer rows.
+    """
+    import torch
+
+    device, context = session.engine.device, build.data_sizes(config.model).context
+    work = Work.of(
+        steps,
+        report.per_step,
+        tokens=config.train.batch_size * (context or 1),
+        unit="tokens" if context else "examples",
+        flops=session.graph.chips * sum(report.flops.values()),
+    )
+    found = info_of(config.device).estimate(config.device, work, config.engine.name)
+    if found is not None:
+        return found
+    if device.name not in ("cpu", "cuda"):
+        return f"device={device.name} computes nothing."
+    if device.name == "cuda" and not torch.cuda.is_available():
+        return "There is no GPU here whose kernels could be timed."
+    planned = None if planner is None else lambda changes: Work.of(planner(changes), report.per_step)
+    return _on_this_machine(config, device, work, seconds, planned)
+
+
+def _on_this_machine(
+    config: Config, device: Device, work: Work, seconds: float, planned: Callable[[Mapping[str, Any]], Work] | None
+) -> Estimate:
+    """Open the device only where a kernel has not been timed yet, and there is time for it."""
+    from ttrain.train.forecast.peak import measured_rates
+    from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, machine_name, timing
+
+    rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
+    assert rates is not None  # it is a CPU or a GPU
+    machine = machine_name(device.name, getattr(device, "threads", None))
+    opened = partial(build.build_device, replace(config.device, name=device.name))
+    own, source = config.engine.name, f"the time of each kernel by itself on this {device.name}"
+    if own not in ("static", "traced", "dynamic"):  # of a plugin
+        source += f"; engine={own} is taken to launch them as static does"
+    times: dict[str, StepTime] = {}
+    for engine in ("traced", "static") if own == "traced" else ("static", "traced"):
+        other: Work | None = work
+        if times and device.compiles:  # what a device captures are the launches of static
+            other = None if planned is None else planned({"engine": engine})
+        if other is None:
+            continue
+        timer = partial(timing, opened, other.compiler)
+        kernels = KernelTimes(timer, machine, rates, seconds, other.compiler)
+        time = host_time(other, kernels.of(other, _on_fewer_rows(config, engine, other, rates, planned)), engine)
+        seconds = kernels.seconds
+        if not times or not kernels.note:
+            source += kernels.note
+            times[engine] = time
+        else:
+            source += f". engine={engine} is not compared{kernels.note}"
+    times = {
+        engine: _communicating(config, work, replace(time, source=source), rates) for engine, time in times.items()
+    }
+    return host_estimate(work, times, own, rates.flops)
+
+
+def _on_fewer_rows(
+    config: Config, engine: str, work: Work, rates: Rates, planned: Callable[[Mapping[str, Any]], Work] | None
+) -> Work | None:
+    """Return the work on rows that make the longest kernel short, or one; None where it is short already."""
+    from ttrain.train.forecast.step_time import LONG
+
+    longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
+    parts = micro_batches(config)
+    rows = config.train.batch_size // parts
+    fewer = max(1, int(rows * LONG / longest)) if longest > LONG else rows
+    changes = {"engine": engine, "train.batch_size": fewer * parts}
+    return None if planned is None or fewer == rows else planned(changes)
+
+
+def _communicating(config: Config, work: Work, time: StepTime, rates: Rates) -> StepTime:
+    """Return the time of a step with its communication, of which a part goes on beside computing."""
+    from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
+
+    ranks, gbps = build.planned_ranks(config.parallel), config.parallel.link_gbps
+    sent = sum(each.nbytes for each in collectives(work, ranks))
+    if not sent:
+        return time
+    exposed = exposed_seconds(work, ranks, gbps, time.total, rates.seconds)
+    return replace(time, total=time.total + exposed, communication=link_seconds(sent, gbps))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds that the rest of a run takes. `step` 0 is not known before some steps were measured."""
+
+    step: float  # of one optimizer step
+    steps: float  # that are left; of growing sequences in steps as long as the next one
+    evaluation: float = 0.0  # of one evaluation
+    evaluations: int = 0  # that are left
+
+    @property
+    def total(self) -> float:
+        return self.step * self.steps + self.evaluation * self.evaluations
+
+    def text(self) -> str:
+        """Return its parts, for people."""
+        parts = f"{self.steps:.0f} steps of {format_duration(self.step)}"
+        if self.evaluation * self.evaluations >= 0.01 * self.total:
+            several = "s" if self.evaluations > 1 else ""
+            parts += f" and {self.evaluations} evaluation{several} of {format_duration(self.evaluation)}"
+        return parts
+
+
+class Pace:
+    """Says how long a run takes where that is more than `limit` seconds, and what takes less."""
+
+    def __init__(
+        self,
+        expected: Forecast,
+        limit: float,
+        say: Callable[[str], None],
+        others: Callable[[], Sequence[tuple[str, float]]],
+    ) -> None:
+        """`others` finds commands that take less, with their share of this run's time. It is asked of long runs."""
+        self.expected, self._limit, self._say, self._others = expected, limit, say, others
+        self._done, self._seconds, self._told = 0, 0.0, False
+
+    def announce(self) -> None:
+        """Say before the first step where the run is expected to take long."""
+        if self.expected.total > self._limit:
+            self._tell(self.expected, "is expected to take")
+
+    def __call__(self, seconds: float) -> None:
+        """Take in the seconds of a step, and say the pace once MEASURED were taken."""
+        self._done += 1
+        if 1 < self._done <= 1 + MEASURED:
+            self._seconds += seconds
+        if self._done != 1 + MEASURED:
+            return
+        was, step = self.expected, self._seconds / MEASURED
+        evaluation = was.evaluation * step / was.step if was.step else 0.0
+        found = replace(was, step=step, steps=max(was.steps - self._done, 0), evaluation=evaluation)
+        if self._told:
+            self._say(
+                f"By its steps 2 to {self._done}, this run takes about {format_duration(found.total)} more: "
+                f"{found.text()}; {format_duration(was.step)} a step was expected."
+            )
+        elif found.total > self._limit:
+            self._tell(found, f"takes, by its steps 2 to {self._done},")
+
+    def _tell(self, forecast: Forecast, how: str) -> None:
+        self._told = True
+        self._say(f"This run {how} about {format_duration(forecast.total)}: {forecast.text()}. It goes on.")
+        others = self._others()
+        if others:
+            self._say("These take less, by the same reckoning:")
+        for command, share in others:
+            self._say(f"  {format_duration(share * forecast.total):>11}  {command}")
+
+
+def pace_of(
+    config: Config,
+    dataset: Dataset,
+    session: Session,
+    steps: Steps,
+    step: int,
+    say: Callable[[str], None],
+    continues: bool,
+) -> Pace:
+    """Return the pace of a run after `step`, with ways to take less where the run does not `continue` another."""
+    hours, count = config.train.long_hours, config.train.steps
     schedule = schedule_of(config)
-    return schedule.in_steps_of(schedule.at(step + 1), step, config.train.steps)
+    left = schedule.in_steps_of(schedule.at(step + 1), step, count)
+    plain = Forecast(0.0, left, 0.0, evaluations_left(step, count, config.train.eval_every))
+    if hours is None or step >= count:
+        return Pace(plain, math.inf, say, list)
+    runs, found = _Runs(config, dataset, plain), plain
+    if info_of(config.device).mode(config.device) == SILICON:
+        built = all(each.plan is not None for each in steps.values())
+        found = runs.forecast(config, session, steps) if built else runs.planned(config)
+    silent = continues or not found.step
+    return Pace(
+        found, 3600 * hours, say, list if silent else lambda: runs.others(found.total, session.engine.device.name)
+    )
 
 
-class _Alternatives:
-    """Expected times of a run and of alternatives to it, each by its plan."""
+def evaluations_left(step: int, steps: int, every: int | None) -> int:
+    """Return how often a run evaluates after `step`: at every multiple, and at its end."""
+    if step >= steps:
+        return 0
+    due = 0 if every is None else steps // every - step // every
+    return due + (every is None or steps % every != 0)
 
-    def __init__(self, config: Config, dataset: Dataset, plain: Forecast, continues: bool) -> None:
-        """`plain` knows what is left, and no time of a step. A run that `continues` has to stay what it is."""
-        self._config, self._dataset, self._plain, self._continues = config, dataset, plain, continues
 
-    def forecast(self, config: Config, session: Session, steps: Mapping[str, Step]) -> Forecast:
-        """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were timed."""
+class _Runs:
+    """Forecasts of a run and of changes to it, each by its plan."""
+
+    def __init__(self, config: Config, dataset: Dataset, plain: Forecast) -> None:
+        """`plain` knows what is left, and no time of a step."""
+        self._config, self._dataset, self._plain = config, dataset, plain
+
+    def forecast(self, config: Config, session: Session, steps: Steps) -> Forecast:
+        """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were measured."""
         from ttrain.train.forecast.plan_report import plan_report
 
         report = plan_report(session.graph, session.state, steps)
-        evaluation = replace(report, per_step={"evaluate": 1})
-        device, chips = session.engine.device, session.graph.chips
-        train, batch = (expected_time(config, steps, each, device, chips, 0)[0] for each in (report, evaluation))
-        if train is None or batch is None:
+        train = expected_time(config, session, steps, report)
+        batch = expected_time(config, session, steps, replace(report, per_step={"evaluate": 1}))
+        if isinstance(train, str) or isinstance(batch, str):
             return self._plain
         return replace(self._plain, step=train.time.total, evaluation=batch.time.total * self._batches(config))
 
@@ -242,49 +321,32 @@ class _Alternatives:
         available = self._dataset.val_samples * own / other
         return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
-    def others(self, found: Forecast, device: str) -> list[Alternative]:
-        """Ways that take less, each planned."""
-        config = self._config
-        if self._continues or not found.step:
-            return []
-        others: list[Alternative] = []
+    def others(self, total: float, device: str) -> list[tuple[str, float]]:
+        """Return commands that take less than a run of `total` seconds, with their share of its time."""
+        found: list[tuple[str, float]] = []
         together: dict[str, Any] = {}
-        for changes in _single(config, device):
-            seconds = self._seconds(changes)
-            if seconds is not None and seconds < LESS * found.total:
-                others.append(Alternative(command(config, changes), seconds))
+        for changes in single_changes(self._config, device):
+            if (share := self._share(changes, total)) < LESS:
+                found.append((command(self._config, changes), share))
                 together |= changes
-        if len(others) > 1 and (seconds := self._seconds(together)) is not None:
-            others.append(Alternative(command(config, together), seconds))
-        return others + self._smaller(found)
+        if len(found) > 1 and (share := self._share(together, total)) < LESS:
+            found.append((command(self._config, together), share))
+        last = []
+        for changes in smaller_presets(self._config):
+            if (share := self._share(changes, total)) < LESS:
+                last.append((command(self._config, changes), share))
+            if share * total <= 3600 * (self._config.train.long_hours or 0):
+                break
+        return found + last[-SHOWN:]
 
-    def _smaller(self, found: Forecast) -> list[Alternative]:
-        """The smaller presets down to one that is not long itself; of many the last."""
-        config, model = self._config, self._config.model
-        if not isinstance(model, TransformerConfig) or model.preset is None:
-            return []
-        given = {*model.size_names()} - model.filled - {"context"}
-        if given or config.train.length_schedule:
-            return []
-        own = _width_and_depth(model.presets[model.preset])
-        names = [name for name, sizes in model.presets.items() if _width_and_depth(sizes) < own]
-        last: list[Alternative] = []
-        for name in sorted(names, key=lambda name: _width_and_depth(model.presets[name]), reverse=True)[-PRESETS:]:
-            seconds = self._seconds({"model.preset": name})
-            if seconds is not None and seconds < LESS * found.total:
-                last.append(Alternative(command(config, {"model.preset": name}), seconds))
-                if seconds <= 3600 * (config.train.long_hours or 0):
-                    break
-        return last[-SHOWN:]
-
-    def _seconds(self, changes: Mapping[str, Any]) -> float | None:
-        """Return the seconds of the run with these changes; None where they don't go together with the rest."""
+    def _share(self, changes: Mapping[str, Any], total: float) -> float:
+        """Return the share of the run's time with these changes; inf where they don't go together with the rest."""
         config = changed(self._config, changes)
-        return None if rule_problems(config) else self.planned(config).total
+        return math.inf if rule_problems(config) else self.planned(config).total / total
 
 
-def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
-    """Changes of one thing each: precision, batch, context, device."""
+def single_changes(config: Config, device: str) -> Iterator[dict[str, Any]]:
+    """Yield changes of one thing each: device, precision, batch, context."""
     import torch
 
     if device == "cpu" and torch.cuda.device_count():
@@ -301,20 +363,16 @@ def _single(config: Config, device: str) -> Iterator[dict[str, Any]]:
         yield {"model.context": context // 4}
 
 
-def _width_and_depth(sizes: Mapping[str, int]) -> int:
-    """Return the number that the parameters of blocks grow with."""
-    return sizes["layers"] * sizes["width"] ** 2
-
-
-def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with other values; a group stands for its name."""
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        values = {name or "name": value}
-        if key == "model.preset":  # it fills the fields that the one before filled
-            values |= dict.fromkeys(config.model.filled)
-        config = replace(config, **{section: replace(getattr(config, section), **values)})
-    return config
+def smaller_presets(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield the next smaller presets, the largest first, where the sizes of the model are those of a preset."""
+    model = config.model
+    if not isinstance(model, TransformerConfig) or model.preset is None or config.train.length_schedule:
+        return
+    if {*model.size_names()} - model.filled - {"context"}:
+        return
+    sizes = {name: preset["layers"] * preset["width"] ** 2 for name, preset in model.presets.items()}
+    smaller = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] < sizes[model.preset]]
+    yield from ({"model.preset": name} for name in smaller[:PRESETS])
 
 
 def command(config: Config, changes: Mapping[str, Any]) -> str:

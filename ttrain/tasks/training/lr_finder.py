@@ -162,24 +162,12 @@ def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> FoundR
 def _results(
     config: Config, run: Run, rates: list[float], losses: list[float], diverged: bool, findings: FoundRates
 ) -> dict[str, Any]:
-    rate = findings.suggested
-    source, changes = config.source, {"optimizer.lr": f"{rate:.1e}"} if rate is not None else {}
-    command = source.command(changes, without=["lr_finder"], task="train") if changes else None
-    return {
-        "model": run.model_name,
-        "optimizer": config.optimizer.name,
-        "seed": run.config.run.seed,
-        "diverged": diverged,
-        "suggested": rate,
-        "steepest": findings.steepest,
-        "lowest": findings.lowest,
-        "last": findings.last,
-        "command": command,
-        "rates": rates,
-        "losses": losses,
-        "smoothed": findings.smoothed,
-        "config": run.stored,
-    }
+    rate, command = findings.suggested, None
+    if rate is not None:
+        command = config.source.command({"optimizer.lr": f"{rate:.1e}"}, without=["lr_finder"], task="train")
+    names = {"model": run.model_name, "optimizer": config.optimizer.name, "seed": run.config.run.seed}
+    found = {"command": command, "rates": rates, "losses": losses, "diverged": diverged}
+    return {**names, **vars(findings), **found, "config": run.stored}
 
 
 def _lines(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import groupby, pairwise
 from operator import attrgetter
 from statistics import median
@@ -59,9 +60,7 @@ class Cost:
 
     @classmethod
     def of(cls, parts: Iterable[Cost]) -> Cost:
-        rows = [(part.launches, part.seconds, part.flops, part.nbytes, part.roof) for part in parts]
-        launches, seconds, flops, nbytes, roof = map(sum, zip(*rows, strict=True))
-        return cls(int(launches), seconds, int(flops), int(nbytes), roof)
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
     def cells(self, whole: float) -> tuple[str, ...]:
         """Return cells of a table: count, time, share of the step, work and rates, share of the roof."""
@@ -94,14 +93,13 @@ class NodeProfile:
         steps: Sequence[Sequence[Span]], ways: Mapping[str, str],
     ) -> NodeProfile:  # fmt: skip
         """Make a profile from the seconds of plain and of watched steps, and the spans of the latter."""
-        taken: dict[Node, list[float]] = {}
+        counts, taken = Counter(node for node, _, _ in steps[-1]), defaultdict[Node, list[float]](list)
         for spans in steps:
-            sums: dict[Node, float] = {}
+            sums = defaultdict[Node, float](float)
             for node, begin, end in spans:
-                sums[node] = sums.get(node, 0.0) + end - begin
+                sums[node] += end - begin
             for node, took in sums.items():
-                taken.setdefault(node, []).append(took)
-        counts = {node: sum(span[0] is node for span in steps[-1]) for node in taken}
+                taken[node].append(took)
         nodes = {}
         for node, seconds in taken.items():
             count, flops, nbytes = counts[node] or 1, node.op.flops(node), node.op.nbytes(node)
@@ -120,11 +118,10 @@ class NodeProfile:
 
     def by(self, key: Callable[[Node], str]) -> dict[str, Cost]:
         """Nodes of one key together, those first that take longest."""
-        groups: dict[str, list[Cost]] = {}
+        groups = defaultdict[str, list[Cost]](list)
         for node, share in self.nodes.items():
-            groups.setdefault(key(node), []).append(share)
-        found = {name: Cost.of(shares) for name, shares in groups.items()}
-        return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+            groups[key(node)].append(share)
+        return dict(sorted(((name, Cost.of(shares)) for name, shares in groups.items()), key=lambda x: -x[1].seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -47,12 +47,12 @@ class PlanReport:
 
     @property
     def arena(self) -> int:
-        return max((cost.arena for cost in self.costs.values()), default=0)
+        return self._most("arena")
 
     @property
     def outside(self) -> int:
         """The most that libraries allocate by themselves during a launch."""
-        return max((cost.outside for cost in self.costs.values()), default=0)
+        return self._most("outside")
 
     @property
     def memory(self) -> int:
@@ -61,7 +61,7 @@ class PlanReport:
 
     @property
     def host_arena(self) -> int:
-        return max((cost.host_arena for cost in self.costs.values()), default=0)
+        return self._most("host_arena")
 
     @property
     def transfers(self) -> dict[str, int]:
@@ -70,6 +70,9 @@ class PlanReport:
             name: sum(times * self.costs[step].transfers[name] for step, times in self.per_step.items())
             for name in TRANSFERS
         }
+
+    def _most(self, what: str) -> int:
+        return max((getattr(cost, what) for cost in self.costs.values()), default=0)
 
     @property
     def planned(self) -> bool:
@@ -107,13 +110,13 @@ class PlanReport:
         return Table("Parameters", ("module", "count", "share"), [*rows, ("all", f"{total:,}", "")])
 
     def _work(self) -> Table:
-        rows = []
-        for stage in STAGES:
-            flops, moved = self.flops[stage], self.moved[stage]
-            ratio = f"{flops / moved:.1f}" if moved else ""
-            rows.append((stage, format_count(flops), format_bytes(moved), ratio))
-        flops, moved = sum(self.flops.values()), sum(self.moved.values())
-        rows.append(("all", format_count(flops), format_bytes(moved), f"{flops / moved:.1f}" if moved else ""))
+        work = {stage: (self.flops[stage], self.moved[stage]) for stage in STAGES}
+        flops = sum(self.flops.values())
+        work["all"] = flops, sum(self.moved.values())
+        rows = [
+            (stage, format_count(count), format_bytes(size), f"{count / size:.1f}" if size else "")
+            for stage, (count, size) in work.items()
+        ]
         again = sum(times * sum(self.costs[name].executed_flops.values()) for name, times in self.per_step.items())
         notes = (f"Computing again to save memory adds {again / flops - 1:.1%}.",) if again > flops > 0 else ()
         return Table("One optimizer step", ("stage", "FLOP", "bytes moved", "FLOP/byte"), rows, notes)

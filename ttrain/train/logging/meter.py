@@ -1,23 +1,15 @@
-"""Speed of the steps since the last recorded one, and how it compares with the device's peak; how long a run takes.
+"""Speed of the steps since the last recorded one, and how it compares with the device's peak.
 
 The time of the loop is that of steps and of what comes with them, such as batches and lines of metrics; evaluations,
-saves and samples are apart. A long run is told before its first step, and again once some steps were timed.
+saves and samples are apart.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
-from ttrain.core.units import format_duration
 from ttrain.train.logging.metrics import Metrics
-
-WARM = 1  # steps that are not timed: the first compiles, captures and fills caches
-TIMED = 2  # steps at least that the correction is taken from,
-ENOUGH = 1.0  # and seconds of them,
-MANY = 50  # or steps where so many take less
-CLOSE = 1.2  # times as long or as short as was said: no reason to speak of the others again
 
 
 def loop_speed(tokens: float | None, seconds: float | None) -> float | None:
@@ -80,95 +72,3 @@ class Meter:
             metrics["memory_bytes"] = self._memory()
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         return metrics
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """Seconds that the rest of a run takes. `step` 0 is not known before some steps were timed."""
-
-    step: float  # of one optimizer step
-    steps: float  # that are left; of growing sequences in steps as long as the next one
-    evaluation: float = 0.0  # of one evaluation
-    evaluations: int = 0  # that are left
-
-    @property
-    def total(self) -> float:
-        return self.step * self.steps + self.evaluation * self.evaluations
-
-    def corrected(self, step: float, done: int) -> Forecast:
-        """Correct the forecast after `done` steps of `step` seconds each; evaluations change by the same factor."""
-        evaluation = self.evaluation * step / self.step if self.step else 0.0
-        return replace(self, step=step, steps=max(self.steps - done, 0), evaluation=evaluation)
-
-    def text(self) -> str:
-        """Its parts, for people."""
-        parts = f"{self.steps:.0f} steps of {format_duration(self.step)}"
-        if self.evaluation * self.evaluations >= 0.01 * self.total:
-            several = "s" if self.evaluations > 1 else ""
-            parts += f" and {self.evaluations} evaluation{several} of {format_duration(self.evaluation)}"
-        return parts
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another way to run it, as a command, and the seconds that it takes."""
-
-    command: str
-    seconds: float
-
-
-class Pace:
-    """Says how long a run takes where that is more than `limit` seconds, and what takes less."""
-
-    def __init__(
-        self, forecast: Forecast, limit: float, say: Callable[[str], None], others: Callable[[], Sequence[Alternative]]
-    ) -> None:
-        """`others` finds the other ways; it is only asked where the run is long."""
-        self._expected, self._limit, self._say, self._find = forecast, limit, say, others
-        self._others: Sequence[Alternative] | None = None  # as they were said
-        self._done, self._timed, self._seconds = 0, 0, 0.0
-
-    def announce(self) -> None:
-        """Say before the first step where the run is expected to take long."""
-        if self._expected.total > self._limit:
-            self._tell(self._expected, "is expected to take", 1.0)
-
-    def __call__(self, seconds: float) -> None:
-        """One step was done and took so long. Speaks once, when enough steps were timed."""
-        if self._limit < 0:
-            return
-        self._done += 1
-        if self._done <= WARM:
-            return
-        self._timed, self._seconds = self._timed + 1, self._seconds + seconds
-        if self._timed < TIMED or (self._seconds < ENOUGH and self._timed < MANY):
-            return
-        found = self._expected.corrected(self._seconds / self._timed, self._done)
-        ratio = found.step / self._expected.step if self._expected.step else 1.0
-        if self._others is None and found.total > self._limit:
-            self._tell(found, f"takes, by its first {self._done} steps,", ratio)
-        elif self._others is not None:
-            far = not 1 / CLOSE <= ratio <= CLOSE
-            note = f" The other ways above take {ratio:.2g} times what was said." if far and self._others else ""
-            was = format_duration(self._expected.step)
-            self._say(
-                f"By its first {self._done} steps, this run takes about {format_duration(found.total)} more: "
-                f"{found.text()}; {was} a step was expected.{note}"
-            )
-        self._limit = -1  # nothing more to say
-
-    def _tell(self, forecast: Forecast, how: str, ratio: float) -> None:
-        self._say(f"This run {how} about {format_duration(forecast.total)}: {forecast.text()}. It goes on.")
-        self._others = self._find()
-        if self._others:
-            self._say("These take less, by the same reckoning:")
-        for other in self._others:
-            self._say(f"  {format_duration(ratio * other.seconds):>11}  {other.command}")
-
-
-def evaluations_left(step: int, steps: int, every: int | None) -> int:
-    """Return how often a run evaluates after `step`: at every multiple, and at its end."""
-    if step >= steps:
-        return 0
-    due = 0 if every is None else steps // every - step // every
-    return due + (every is None or steps % every != 0)

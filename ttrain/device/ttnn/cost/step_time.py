@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import prod
 
-from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, compared, duration, simplest
+from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, duration, simplest
 from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.lowering import Lowering
 from ttrain.device.ttnn.cost.wormhole import Setting, StepEstimate, Wormhole
@@ -61,9 +61,6 @@ def wormhole_estimate(
     work: Work,
     config: TenstorrentConfig,
     engine: str,
-    tokens: int,
-    unit: str,
-    flops: int,
     constants: Constants = CONSTANTS,
     source: str = FITTED,
 ) -> Estimate:
@@ -77,16 +74,15 @@ def wormhole_estimate(
                 tried = replace(config, dispatch=dispatch, command_queues=queues)
                 overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
                 ways.append(Way(name, overrides, step.time(tried, name, constants).total))
-    best = simplest(ways)
-    share = time.dispatch / time.total
-    reason = (
-        f"{compared(best, ways)} Dispatch would take {duration(time.dispatch)} by itself, {share:.0%} of the "
-        f"step as configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. "
+    best = simplest(ways).engine
+    split = split_time(step, config, best, constants)
+    note = (
+        f"Dispatch would take {duration(time.dispatch)} by itself, {time.dispatch / time.total:.0%} of the step as "
+        f"configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. {split.text(best)}"
     )
     peak = Wormhole(chip_setting(config, engine), constants).peak_flops()
-    split = split_time(step, config, best.engine, constants)
     more = {"two_runs_ms": {key: 1e3 * value for key, value in vars(split).items()}}
-    return Estimate(time, tokens, unit, flops, peak, tuple(ways), best, reason + split.text(best.engine), more)
+    return Estimate(work, time, ways, peak, note, more)
 
 
 @dataclass(frozen=True)

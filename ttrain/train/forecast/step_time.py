@@ -1,0 +1,264 @@
+"""The time of a step on this machine, from the time of each of its kernels by itself. No step is run.
+
+Each distinct kernel of a plan is timed on example inputs or zeros, and its best time is kept. A kernel that takes long
+is timed on fewer rows, and its time scaled by operations and bytes. Where the time for measuring is over, the rest is
+estimated from these alone. A few kernels whose time is known are timed again by every plan, since the machine may have
+been busy before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttrain.core.errors import UserError
+from ttrain.core.files import replace_file
+from ttrain.core.folders import cache_folder
+from ttrain.core.spec import FLAT_ALIGNMENT
+from ttrain.core.waiting import Waiting, waited_for
+from ttrain.device.base import Device, Kernel, StepCompiler, filled
+from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
+from ttrain.graph.graph import Node
+from ttrain.graph.kinds import Kind
+from ttrain.train.forecast.peak import LEAST, Rates
+
+COMPUTE_FAMILIES = ("matmul", "attention", "loss")  # of ops that do many operations per byte
+RECORD = 30e-6  # s of Python to record a node and find memory for it, which engine=dynamic does at every step
+LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
+REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
+SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
+OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
+AGAIN = 8  # kernels of a plan whose time is known and which are timed again
+LONG = 0.15  # seconds; a kernel that is expected to take longer is timed on fewer rows where there is such a plan
+LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
+
+Timer = Callable[[Sequence[Node]], AbstractContextManager[Callable[[Node], float]]]  # for these kernels, one by one
+
+
+@dataclass
+class KernelTimes:
+    """Seconds of kernels by themselves: as kept on this machine, as measured now, or by its rates."""
+
+    timer: Timer  # opened only if something has to be measured
+    machine: str
+    rates: Rates
+    seconds: float = math.inf  # to measure for; what is left then is estimated
+    compiler: StepCompiler | None = None  # of a traced step, whose kernels go the ways that it takes
+    path: Path = field(default_factory=lambda: cache_folder() / "kernels.json")
+    clock: Callable[[], float] = time.perf_counter
+    measured: int = 0
+    estimated: int = 0
+    refused: str = ""  # why nothing could be measured
+
+    @property
+    def note(self) -> str:
+        """Return a note on kernels that were estimated; empty where all were measured."""
+        why = self.refused or "plan.seconds=<more> times more"
+        kernels = "kernel was" if self.estimated == 1 else "kernels were"
+        told = f"; {self.estimated} {kernels} not timed but estimated from FLOPs and bytes ({why})"
+        return told if self.estimated else ""
+
+    def of(self, work: Work, fewer: Work | None = None) -> dict[Node, float]:
+        """Return the seconds of every node. What was measured is kept, also where somebody interrupts.
+
+        `fewer` is the same work as planned on fewer rows.
+        """
+        keys, kernels, counts = {}, {}, Counter[str]()
+        for (repeats, nodes), (_, small) in zip(work.nodes, (fewer or work).nodes, strict=True):
+            alike = [node.op for node in nodes] == [node.op for node in small]
+            for node, part in zip(nodes, small if alike else nodes, strict=True):
+                key = keys[node] = self._key(node)
+                kernels[key] = node, part if self.rates.seconds(node) > LONG else node
+                counts[key] += repeats
+        known = self._read()
+        if self.seconds > 0:
+            self._measure(known, kernels, counts)
+        self.estimated = len(kernels.keys() - known.keys())
+        slowness = self._slowness({node: known[key] for key, (node, _) in kernels.items() if key in known})
+        return {
+            node: known[key] if key in known else self.rates.seconds(node) * slowness.get(node.op.family, 1.0)
+            for node, key in keys.items()
+        }
+
+    def _measure(
+        self, known: dict[str, float], kernels: Mapping[str, tuple[Node, Node]], counts: Mapping[str, int]
+    ) -> None:
+        """Time kernels while there is time, each in two launches at least, and keep the best time of each.
+
+        Those come first that take most of the step.
+        """
+        weight = {key: counts[key] * known.get(key, self.rates.seconds(node)) for key, (node, _) in kernels.items()}
+        old = [key for key in kernels if key in known]
+        chosen = sorted(kernels.keys() - known.keys(), key=lambda key: -weight[key])
+        chosen += {*random.choices(old, [weight[key] for key in old], k=AGAIN)} if old else ()
+        end = self.clock() + self.seconds
+        try:
+            with self.timer([kernels[key][1] for key in chosen]) as seconds:
+                for key in waited_for(chosen, "Timing kernels"):
+                    node, timed = kernels[key]
+                    if self.clock() + 2 * self.rates.seconds(timed) < end:
+                        scale = self.rates.seconds(node) / self.rates.seconds(timed)
+                        known[key] = min(scale * seconds(timed), known.get(key, math.inf))
+                        self.measured += 1
+        except UserError as error:
+            self.refused = str(error)
+        finally:
+            self.seconds = max(end - self.clock(), 0.0)
+            if self.measured:
+                self._write(known)
+
+    def _slowness(self, known: Mapping[Node, float]) -> dict[str, float]:
+        """Return how many times as long as by the rates kernels of a family take. A mere launch teaches nothing."""
+        sums: dict[str, tuple[float, float]] = {}
+        for node, seconds in known.items():
+            if (plain := self.rates.seconds(node)) > 2 * LEAST:
+                before = sums.get(node.op.family, (0.0, 0.0))
+                sums[node.op.family] = before[0] + seconds, before[1] + plain
+        return {family: measured / plain for family, (measured, plain) in sums.items()}
+
+    def _key(self, node: Node) -> str:
+        specs = [str(None if value is None else value.spec) for value in (*node.inputs, *node.outputs)]
+        way = ""
+        if self.compiler is not None:
+            chosen = self.compiler.kernels[node.op.name].way
+            way = " compiled" if chosen is None else f" {chosen(*node.specs, node.attributes)}"
+        settings = (f"{name}={value}" for name, value in sorted(node.attributes.items()))
+        text = " ".join([f"{self.machine}{way}", node.op.name, *specs, *settings])
+        return f"{node.op.name} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
+
+    def _read(self) -> dict[str, float]:
+        try:
+            return {key: float(value) for key, value in json.loads(self.path.read_text("utf-8")).items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write(self, known: dict[str, float]) -> None:
+        others = self._read()
+        best = others | {key: min(seconds, others.get(key, math.inf)) for key, seconds in known.items()}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps(best, indent=0, sort_keys=True) + "\n")
+        except OSError:  # a home that can't be written: every plan measures
+            pass
+
+
+def host_time(work: Work, seconds: Mapping[Node, float], engine: str) -> StepTime:
+    """Return the time of a step on `engine` by the seconds of its kernels."""
+    compute = bandwidth = 0.0
+    for repeats, nodes in work.nodes:
+        for node in nodes:
+            if node.op.family in COMPUTE_FAMILIES:
+                compute += repeats * seconds[node]
+            else:
+                bandwidth += repeats * seconds[node]
+    # Python launches kernels one by one, unless they are captured or compiled.
+    dispatch, host_input = LAUNCH * work.launches * (engine != "traced"), work.inputs * 5e-6 + work.input_bytes / 4e9
+    total = compute + bandwidth + dispatch + host_input
+    return StepTime(total, dispatch, compute, bandwidth, host_input, work.launches)
+
+
+def host_estimate(work: Work, times: Mapping[str, StepTime], engine: str, peak: float) -> Estimate:
+    """Estimate by the times of this machine's kernels: of engines static, traced or both, `engine` among them.
+
+    dynamic launches what static does, and so is an engine of a plugin taken to.
+    """
+    by = dict(times)
+    if "static" in by:
+        static, more = by["static"], by["static"].launches * RECORD
+        by["dynamic"] = replace(static, dispatch=static.dispatch + more, total=static.total + more)
+    ways = [Way(name, f"engine={name}", by[name].total) for name in ("static", "traced", "dynamic") if name in by]
+    time, note = by.get(engine) or by["static"], ""
+    if time.dispatch:
+        share = f"{time.dispatch / time.total:.0%} of the step"
+        note = f"{time.launches} launches take Python {duration(time.dispatch)}, {share}."
+    return Estimate(work, time, ways, peak, note)
+
+
+def machine_name(device: str, threads: int | None) -> str:
+    """Return the conditions that a time holds for: the machine, the number of threads and the version of torch."""
+    from importlib.metadata import version
+
+    parts = [device, platform.node(), platform.machine(), os.cpu_count(), threads, version("torch")]
+    return " ".join(map(str, parts))
+
+
+@contextmanager
+def timing(
+    device: Callable[[], Device], compiler: StepCompiler | None, nodes: Sequence[Node]
+) -> Iterator[Callable[[Node], float]]:
+    """Open a device, and compile what is compiled. Yield what times one of the nodes. See `Timer`."""
+    with closing(device()) as opened:
+        table, others = opened.kernels, np.zeros(OTHER, np.uint8)
+        if compiler is not None:
+            with Waiting("Compiling kernels"):
+                compiler.prepare(nodes)
+            table = compiler.kernels
+        yield partial(_timed, opened, table, others)
+
+
+def _timed(device: Device, table: Mapping[str, Kernel], others: np.ndarray, node: Node) -> float:
+    """Return the lower quartile of the seconds of some launches."""
+    launch, scale = _bound(device, table, node)
+    launch()
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(times) < REPEATS and (not times or time.perf_counter() < end):
+        others += 1  # in a step, other kernels have used the cache since this one's inputs were made
+        start = time.perf_counter()
+        launch()
+        device.synchronize()
+        times.append(time.perf_counter() - start)
+    return scale * sorted(times)[len(times) // 4]
+
+
+def _bound(device: Device, table: Mapping[str, Kernel], node: Node) -> tuple[Callable[[], Any], float]:
+    """Return a launch of the node's kernel on memory of its own, and the factor from its time to the node's.
+
+    Inputs lie side by side, as state does that one update takes together.
+    """
+    node, scale = _cut(node)
+    aliases, kernel = node.op.aliases(node), table[node.op.name]
+    ends = accumulate(
+        -(-value.spec.size // FLAT_ALIGNMENT) * FLAT_ALIGNMENT * value.spec.dtype.itemsize for value in node.values
+    )
+    offsets = [0, *ends]
+    arena, places = device.allocate_arena(offsets[-1], "a kernel to be timed"), iter(offsets)
+    ins = [None if value is None else device.place(arena, next(places), value.spec) for value in node.inputs]
+    for buffer, value in zip(ins, node.inputs, strict=True):
+        if value is not None and value.kind is Kind.INPUT:
+            device.upload(buffer, filled(value.spec, value.example))
+    outs = [
+        ins[aliases[index]] if index in aliases else device.allocate(output.spec)
+        for index, output in enumerate(node.outputs)
+    ]
+    workspace = [device.allocate(spec) for spec in kernel.workspace_specs(*node.specs, node.attributes)]
+    return device.bind(kernel, ins, outs, node.attributes, workspace), scale
+
+
+def _cut(node: Node) -> tuple[Node, float]:
+    """Return the node with shorter lists of state, where they are large, and how many times its work the whole is."""
+    count, total = node.attributes.get("count", 0), sum(value.spec.nbytes for value in node.values)
+    if count < 2 or total <= LIMIT:
+        return node, 1.0
+    kept = max(1, int(count * LIMIT / total))
+    single = sum(not name.endswith("*") for name in node.op.inputs)
+    listed = (len(node.inputs) - single) // count * count  # the lists come first, one after another
+    inputs = tuple(value for place, value in enumerate(node.inputs) if place >= listed or place % count < kept)
+    outputs = tuple(value for place, value in enumerate(node.outputs) if place % count < kept)
+    shorter = Node(node.op, inputs, {**node.attributes, "count": kept}, outputs)
+    return shorter, total / sum(value.spec.nbytes for value in shorter.values)
