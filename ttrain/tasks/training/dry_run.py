@@ -18,51 +18,21 @@ from ttrain.train.settings import without_phases
 if TYPE_CHECKING:
     from ttrain.device.base import Device
     from ttrain.engine.base import Step
-    from ttrain.train.runs.run_directory import RunDirectory
-    from ttrain.train.steps.dry_run import StepCosts
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
 
 def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
-    """The largest step, on a device that computes no values. Raises OutOfResources where the board does not take it."""
+    """Run the largest step on a device that computes no values. Raises OutOfResources where the board does not take it.
+
+    A device that tells what steps cost leaves a record, never a checkpoint. On another one each step is built, and one
+    is launched; nothing stays.
+    """
     config = dataclasses.replace(run.config, train=without_phases(run.config.train))
     run = dataclasses.replace(run, config=config)
-    (_costed if device.step_facts() else _built)(run, device, say)
-
-
-def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
-    """Run some steps on a device that only tells what steps cost. Write a record, never a checkpoint.
-
-    Raises OutOfResources where the board does not take the step.
-    """
-    held = run.origin.held
-    with ExitStack() as stack:
-        mine = held if held is not None and is_dry_run(held.path) else None
-        folder = mine or stack.enter_context(closing(run.claim(device)))
-        warning = f"DRY RUN on {device.name}: values are not computed, nothing is trained or saved."
-        say(warning)
-        steps: dict[str, Step] = {}
-        try:
-            result, counters = _measured(run, device, folder, warning, steps)
-        except Exception as error:
-            failure = _failure(run, device, steps, error)
-            if isinstance(failure, TtrainError):
-                plain = {"accepted": False, "reason": str(failure)}
-                reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
-                folder.write_summary({"computes": False, **reason})
-            raise failure from error
-        steps.clear()
-        engines = {run.config.engine.name: result.dispatch_ms, **_others(run, device, say)}
-        result = dataclasses.replace(result, engines=engines)
-        folder.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
-        for line in result.lines():
-            say(line)
-        say(f"{warning} Run: {folder.path}")
-
-
-def _built(run: Run, device: Device, say: Callable[[str], None]) -> None:
-    """Builds all steps and launches one on a device that computes nothing; leaves nothing behind."""
+    if device.step_facts():
+        _costed(run, device, say)
+        return
     with closing(run.open(device)) as session:
         run.stepper(session, session.build_training())(1)
         say(
@@ -71,18 +41,39 @@ def _built(run: Run, device: Device, say: Callable[[str], None]) -> None:
         )
 
 
-def _measured(
-    run: Run, device: Device, folder: RunDirectory, warning: str, steps: dict[str, Step]
-) -> tuple[StepCosts, dict[str, int]]:
-    """Measure by the configured engine, and record the run. `steps` takes what is built."""
+def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
+    """Run some steps, and record what they cost or why the board does not take them."""
     from ttrain.train.steps.dry_run import measure
 
-    with closing(run.open(device)) as session:
-        steps.update(session.build_training())
-        run.record(folder, session, steps, {"dry_run": warning})
-        names = session.graph.train_steps()
-        result = measure(device, run.stepper(session, steps), {name: steps[name] for name in names})
-        return result, asdict(session.engine.counters)
+    held = run.origin.held
+    with ExitStack() as stack:
+        mine = held if held is not None and is_dry_run(held.path) else None
+        folder = mine or stack.enter_context(closing(run.claim(device)))
+        warning = f"DRY RUN on {device.name}: values are not computed, nothing is trained or saved."
+        say(warning)
+        steps: dict[str, Step] = {}
+        try:
+            with closing(run.open(device)) as session:
+                steps.update(session.build_training())
+                run.record(folder, session, steps, {"dry_run": warning})
+                trained = {name: steps[name] for name in session.graph.train_steps()}
+                result = measure(device, run.stepper(session, steps), trained)
+                counters = asdict(session.engine.counters)
+        except Exception as error:
+            failure = _failure(run, device, steps, error)
+            if isinstance(failure, TtrainError):
+                plain = {"accepted": False, "reason": str(failure)}
+                reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
+                folder.write_summary({"computes": False, **reason})
+            raise failure from error
+        del session, trained  # the board holds one engine at a time
+        steps.clear()
+        engines = {run.config.engine.name: result.dispatch_ms, **_others(run, device, say)}
+        result = dataclasses.replace(result, engines=engines)
+        folder.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
+        for line in result.lines():
+            say(line)
+        say(f"{warning} Run: {folder.path}")
 
 
 def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, float]:
