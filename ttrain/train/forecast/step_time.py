@@ -105,7 +105,7 @@ class KernelTimes:
         weight = {key: counts[key] * known.get(key, self.rates.seconds(node)) for key, (node, _) in kernels.items()}
         old = [key for key in kernels if key in known]
         chosen = sorted(kernels.keys() - known.keys(), key=lambda key: -weight[key])
-        chosen += {*random.choices(old, [weight[key] for key in old], k=AGAIN)} if old else ()
+        chosen += dict.fromkeys(random.choices(old, [weight[key] for key in old], k=AGAIN)) if old else ()
         end = self.clock() + self.seconds
         try:
             with self.timer([kernels[key][1] for key in chosen]) as seconds:
