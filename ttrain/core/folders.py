@@ -1,10 +1,11 @@
-"""The cache folder of ttrain, and a replacement for a home folder that can't be written."""
+"""Folders of results by date, the cache folder of ttrain, and a replacement for a home folder that can't be written."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 from ttrain.core.errors import ConfigError
@@ -13,6 +14,21 @@ from ttrain.core.errors import ConfigError
 _LIBRARIES = {
     "MPLCONFIGDIR": "matplotlib", "WANDB_CONFIG_DIR": "wandb", "WANDB_DATA_DIR": "wandb", "TRITON_CACHE_DIR": "triton",
 }  # fmt: skip
+
+
+def dated_folder(root: Path, label: str, now: datetime) -> Path:
+    """Make `root/<date>/<time>_<label>`, with a number appended where others took that name first. Raises OSError."""
+    day = root / now.strftime("%Y-%m-%d")
+    day.mkdir(parents=True, exist_ok=True)
+    name = "_".join(filter(None, (now.strftime("%H-%M-%S"), label)))
+    path, number = day / name, 1
+    while True:
+        try:
+            path.mkdir()  # fails where it exists: of many processes exactly one gets it
+            return path
+        except FileExistsError:
+            number += 1
+            path = day / f"{name}_{number}"
 
 
 def cache_folder() -> Path:

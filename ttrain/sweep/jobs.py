@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 
 from ttrain.config.compose import Composed, Composer
 from ttrain.config.schema import Config
@@ -25,15 +26,14 @@ class Job:
     number: int
     overrides: tuple[str, ...]  # as the command line of the job has them
     axes: dict[str, str] = field(default_factory=dict)  # swept key -> value as written
+    name: str = ""  # its folder in the sweep's
     config: Config | None = None
     problem: str | None = None
 
     @property
     def key(self) -> str:
-        """Return what makes it the same job when the sweep is run again."""
-        return json.dumps(
-            sorted(override for override in self.overrides if not override.startswith(("hydra.", "run.dir=")))
-        )
+        """Text that makes it the same job when the sweep is run again."""
+        return json.dumps(sorted(each for each in self.overrides if not each.startswith(("hydra.", "run.dir="))))
 
     @property
     def numbered(self) -> list[str]:
@@ -41,11 +41,16 @@ class Job:
         return [f"hydra.job.num={self.number}", f"hydra.job.id='{self.number}'"]
 
     @property
-    def name(self) -> str:
-        """The job's folder: its number, and what is special about it."""
+    def default_name(self) -> str:
+        """The job's number, and what is special about it."""
         label = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.axes.items())
         label = re.sub(r"[^\w.,=+-]+", "_", label)[:_LONGEST_NAME].strip("._,")
         return f"{self.number:03d}_{label}" if label else f"{self.number:03d}"
+
+    @property
+    def run_dir(self) -> str | None:
+        """The run directory that a training job was given, None where it has that of the sweep."""
+        return None if self.config is None or self.config.task.name != "train" else self.config.run.dir
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class SweepOverrides:
 
     @classmethod
     def read(cls, composer: Composer, master: Composed) -> SweepOverrides:
-        """Overrides of the command line, after those of `hydra.sweeper.params` in a config file."""
+        """Read overrides of the command line, after those of `hydra.sweeper.params` in a config file."""
         params = master.root.hydra.sweeper.get("params") or {}
         parsed, problems = composer.parsed([f"{key}={value}" for key, value in params.items()], sweep=True)
         if problems:
@@ -88,13 +93,11 @@ class SweepOverrides:
 
     def setting(self, key: str, master: Composed) -> Any:
         """A key of the section `sweep`: from the overrides where they give it, else as composed."""
-        for override in self.overrides:
-            if override.key_or_group == f"sweep.{key}":
-                return override.value()
-        return master.job.sweep.get(key)
+        given = [override.value() for override in self.overrides if override.key_or_group == f"sweep.{key}"]
+        return given[0] if given else master.job.sweep.get(key)
 
     def combinations(self) -> list[Job]:
-        """Every combination in the order of the overrides, the last axis fastest; not composed yet."""
+        """Return every combination in the order of the overrides, the last axis fastest; not composed yet."""
         for override in self.swept:
             if not override.is_discrete_sweep():
                 raise ConfigError(
@@ -113,9 +116,24 @@ class SweepOverrides:
             jobs.append(Job(number, own, axes))
         return jobs
 
+    def example(self) -> Job:
+        """Return a job with the first value of every swept key, to check the overrides that all jobs share."""
+        if not self.swept:
+            raise ConfigError("sweep.search: nothing to search. Give ranges, such as optimizer.lr=interval(1e-4,1e-2).")
+        axes = {}
+        for override in self.swept:
+            sweep = override.value()
+            first = sweep.start if isinstance(sweep, IntervalSweep) else next(iter(override.sweep_string_iterator()))
+            axes[override.key_or_group] = str(first)
+        return self.job_of(axes)
+
+    def job_of(self, axes: dict[str, str]) -> Job:
+        """Return the job of values that a search chose; it has no number yet."""
+        return Job(-1, (*self.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
+
 
 def _alternatives(override: Override) -> list[str]:
-    """The override as each job has it."""
+    """Return the override as each job has it."""
     key = override.get_key_element()
     if override.is_sweep_override():
         return [f"{key}={value}" for value in override.sweep_string_iterator()]
@@ -123,10 +141,9 @@ def _alternatives(override: Override) -> list[str]:
 
 
 def compose_job(composer: Composer, job: Job, own: Sequence[str] = ()) -> Job:
-    """The job with its checked config, or with the problem that it has. `own` are the overrides of the sweep itself."""
+    """Give the job its checked config, or the problem that it has. `own` are the overrides of the sweep itself."""
     try:
-        composed = composer.compose([*job.overrides, *own, *job.numbered])
-        job.config = composer.check(composed)
+        job.config = composer.typed([*job.overrides, *own, *job.numbered])
     except ConfigError as error:
         job.problem = str(error)
     return job
@@ -134,14 +151,10 @@ def compose_job(composer: Composer, job: Job, own: Sequence[str] = ()) -> Job:
 
 def check_directories(jobs: Sequence[Job]) -> None:
     """Raises ConfigError where two jobs were given one run directory."""
-    taken: dict[str, Job] = {}
-    for job in jobs:
-        wanted = None if job.config is None or job.config.task.name != "train" else job.config.run.dir
-        if wanted is None:
-            continue
-        if wanted in taken:
-            raise ConfigError(
-                f"run.dir={wanted}: two jobs of the sweep would write there. Leave run.dir out, or give "
-                f"run.dir='{wanted}/${{hydra:job.num}}'."
-            )
-        taken[wanted] = job
+    given = Counter(job.run_dir for job in jobs if job.run_dir is not None)
+    twice = [folder for folder, count in given.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"run.dir={twice[0]}: two jobs of the sweep would write there. Leave run.dir out, or give "
+            f"run.dir='{twice[0]}/${{hydra:job.num}}'."
+        )

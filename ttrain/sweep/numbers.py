@@ -20,7 +20,7 @@ Numbers = dict[str, Any]
 
 
 def output_override(config: Config, folder: Path, attempt: int) -> tuple[str | None, Path | None]:
-    """(key that a job has to be given so that its results come to `folder`, or None; where they are).
+    """Return the key that brings the results of a job to `folder`, None where none does, and where they are.
 
     A benchmark refuses a folder that holds results, so each attempt has one of its own.
     """
@@ -35,25 +35,27 @@ def output_override(config: Config, folder: Path, attempt: int) -> tuple[str | N
 
 
 def numbers_of(task: str, run: Path, output: Path | None) -> Numbers:
-    """Numbers by name, for the columns of a table; those of training are always there, None where not known."""
+    """Return numbers by name, for the columns of a table; those of training are always there, None where not known."""
     if task == "plan" and output is not None:
         return _plan(read_json(output))
     if task == "bench" and output is not None:
         return dict(read_json(output / "results.json").get("numbers") or {})
     if task != "train":
         return {}
-    results = read_json(run / "summary.json") or _newest(run)
+    results = read_json(run / "summary.json")
+    for line in read_metrics(run / METRICS) if not results else ():  # the newest of each
+        results.update({key: value for key, value in line.items() if value is not None})
     results["tokens_per_s"] = loop_speed(results.get("tokens"), results.get("seconds")) or results.get("tokens_per_s")
     return {**results, **{key: results.get(key) for key in TRAINING}}
 
 
 def columns(task: str, numbers: Numbers) -> Numbers:
-    """The numbers that a table has room for."""
+    """Return the numbers that a table has room for."""
     return {key: numbers.get(key) for key in TRAINING} if task == "train" else numbers
 
 
 def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
-    """The number that a job is judged by: the one wanted, or where that was left to us the one usual for its task."""
+    """Return the number that judges a job: the one wanted, or where none was asked for the usual one of its task."""
     return _OBJECTIVE.get(task, wanted) if wanted == SweepConfig().objective and wanted not in numbers else wanted
 
 
@@ -76,27 +78,15 @@ def measured(run: Path, objective: str) -> list[float]:
 
 
 def as_number(value: Any) -> float | None:
-    """A float where it is a number, else None."""
+    """Return a float where it is a number, else None."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _newest(run: Path) -> Numbers:
-    newest: Numbers = {}
-    for line in read_metrics(run / METRICS):
-        newest.update({key: value for key, value in line.items() if value is not None})
-    return newest
-
-
 def _plan(plan: dict[str, Any]) -> Numbers:
-    if not plan:
-        return {}
-    expected, largest = plan.get("expected") or {}, plan.get("largest") or {}
-    found: Numbers = {
-        "parameters": plan.get("parameters", {}).get("total"),
-        "flops_per_step": plan.get("flops_per_step", {}).get("total"),
-        "memory_bytes": plan.get("memory", {}).get("total"),
-        "step_ms": expected.get("step_ms"),
-        "tokens_per_s": expected.get("tokens_per_s"),
-    }
-    found |= {f"largest_{key}": value.get("value") for key, value in largest.items() if isinstance(value, dict)}
+    expected = plan.get("expected") or {}
+    totals = {"parameters": "parameters", "flops_per_step": "flops_per_step", "memory": "memory_bytes"}
+    found: Numbers = {name: plan.get(key, {}).get("total") for key, name in totals.items()}
+    found |= {key: expected.get(key) for key in ("step_ms", "tokens_per_s")}
+    largest = (plan.get("largest") or {}).items()
+    found |= {f"largest_{key}": value.get("value") for key, value in largest if isinstance(value, dict)}
     return {key: value for key, value in found.items() if value is not None}

@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -42,36 +43,24 @@ def failure_text(log: Path, start: int) -> tuple[str, str | None]:
 
 
 def rows(folder: SweepFolder, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """One record a job: its number, swept values, state and results."""
+    """Return one record a job: its number, swept values, state and results."""
     found = []
-    for job in jobs:
-        status = folder.status(job)
-        task, numbers = job_numbers(folder, job, status)
-        found.append(
-            {
-                "job": job.number,
-                **job.axes,
-                "state": status.get("state", "missing"),
-                **columns(task, numbers),
-                "objective": status.get("objective"),
-                "seconds": status.get("seconds"),
-                "exit_code": status.get("exit_code"),
-                "reason": status.get("reason"),
-                "folder": folder.job_folder(job).name,
-            }
-        )
+    for job, status in ((job, folder.status(job)) for job in jobs):
+        first = {"job": job.number, **job.axes, "state": status.get("state", "missing")}
+        last = {key: status.get(key) for key in _LAST} | {"folder": job.name}
+        found.append({**first, **columns(*job_numbers(folder, job, status)), **last})
     return found
 
 
 def job_numbers(folder: SweepFolder, job: Job, status: Status) -> tuple[str, Numbers]:
-    """Task and numbers of a job, by what its status says of where they are."""
+    """Return the task and the numbers of a job, by what its status says of where they are."""
     task, output = str(status.get("task", "train")), status.get("output")
     run = folder.path / str(status.get("run", job.name))
     return task, numbers_of(task, run, None if output is None else folder.path / str(output))
 
 
 def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """The records as CSV."""
+    """Write the records as CSV."""
     text = io.StringIO()
     names = sorted(dict.fromkeys(key for record in records for key in record), key=lambda key: key in _LAST)
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -81,7 +70,7 @@ def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> None:
-    """One line a job on the terminal."""
+    """Print one line a job."""
     shown = {"step": "step", "train/loss": "train/loss", "objective": objective, "tokens_per_s": "tokens/s"}
     training = any(record.get("step") is not None for record in records)
     if any(record.get("val/bits_per_byte") is not None for record in records):
@@ -112,42 +101,26 @@ def _cell(key: str, value: Any) -> str:
     return f"{value:.4g}" if key.endswith("_ms") else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> list[Path]:
-    """One SVG per swept key: the objective of every finished job, and the mean of each value."""
-    drawn = []
+def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> None:
+    """Draw one SVG per swept key: the objective of every finished job, and the mean of each value."""
     for key in axes:
         judged = [r for r in records if r.get(key) and r["objective"] is not None and r["state"] != PRUNED]
-        points = [(r[key], float(r["objective"])) for r in judged]
-        chart = _axis_chart(key, points, objective)
+        points: list[tuple[Any, float]] = [(r[key], float(r["objective"])) for r in judged]
+        with suppress(ValueError):  # values that are words stay words
+            points = [(float(text), value) for text, value in points]
+        xs = dict.fromkeys(x for x, _ in points)
+        numeric = bool(xs) and not any(isinstance(x, str) for x in xs)
+        log = numeric and min(xs) > 0 and max(xs) / min(xs) > _WIDE
+        means = [(x, fmean(y for other, y in points if other == x)) for x in (sorted(xs) if numeric else xs)]
+        series = [Series("jobs", points, line=False), Series("mean", means, dashed=numeric, line=numeric)]
+        chart = line_chart(series, f"{objective} over {key}", key, objective, log_x=log)
         if chart:
-            path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', key)}.svg"
-            replace_file(path, chart + "\n")
-            drawn.append(path)
-    return drawn
+            replace_file(folder / f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', key)}.svg", chart + "\n")
 
 
 def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -> None:
-    """evaluations.svg: what each job's evaluations found, up to where it finished or was pruned."""
-    runs = {job.number: folder.path / str(folder.status(job).get("run", job.name)) for job in jobs}
-    series = [Series(str(number), list(enumerate(measured(run, objective), 1))) for number, run in runs.items()]
+    """Draw evaluations.svg: what each job's evaluations found, up to where it finished or was pruned."""
+    series = [Series(str(job.number), list(enumerate(measured(folder.run_of(job), objective), 1))) for job in jobs]
     chart = line_chart(series, f"{objective} of {len(jobs)} jobs", "evaluation", objective)
     if chart:
         replace_file(folder.path / "evaluations.svg", chart + "\n")
-
-
-def _axis_chart(key: str, points: Sequence[tuple[str, float]], objective: str) -> str:
-    numbers = [number for text, _ in points if (number := _number(text)) is not None]
-    numeric = bool(points) and len(numbers) == len(points)
-    xs: list[Any] = numbers if numeric else [text for text, _ in points]
-    placed = [(x, y) for x, (_, y) in zip(xs, points, strict=True)]
-    means = [(x, fmean(y for other, y in placed if other == x)) for x in (sorted(set(xs)) if numeric else set(xs))]
-    log = numeric and min(numbers) > 0 and max(numbers) / min(numbers) > _WIDE
-    series = [Series("jobs", placed, line=False), Series("mean", means, dashed=numeric, line=numeric)]
-    return line_chart(series, f"{objective} over {key}", key, objective, log_x=log)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

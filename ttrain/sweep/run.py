@@ -1,4 +1,4 @@
-"""Running a sweep: which jobs are left, a fresh process for each, and what became of it."""
+"""Running a sweep: a fresh process for each job, and what became of it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from ttrain.config.schema import SweepConfig
 from ttrain.core.cores import default_threads
-from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
+from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
-from ttrain.sweep.folder import FINISHED, LOG, PRUNED, Status, SweepFolder, relative
+from ttrain.sweep.folder import DONE, FINISHED, LOG, PRUNED, Status, SweepFolder, now
 from ttrain.sweep.jobs import Job
 from ttrain.sweep.numbers import as_number, measured, objective_key, objective_problem, output_override
 from ttrain.sweep.outcome import failure_text, job_numbers
+from ttrain.sweep.sources import Grid
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override
 from ttrain.train.runs.run_directory import RECORD
@@ -28,38 +27,6 @@ from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
 _POLL_SECONDS = 0.05
 _ON_CPU = ("cpu", "null")
-
-
-class Source(Protocol):
-    """Source of the next job."""
-
-    def next(self) -> Job | None:
-        """A job to start now; None where there is none, now or ever."""
-        ...
-
-    def tell(self, job: Job, status: Status) -> None:
-        """A job that `next` gave has ended."""
-        ...
-
-    def hopeless(self, job: Job, run: Path) -> bool:
-        """Return whether the job, which runs in that directory, is not worth finishing."""
-        ...
-
-
-class Queue:
-    """Jobs in a fixed order."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = list(jobs)
-
-    def next(self) -> Job | None:
-        return self._jobs.pop(0) if self._jobs else None
-
-    def tell(self, job: Job, status: Status) -> None:
-        return
-
-    def hopeless(self, job: Job, run: Path) -> bool:
-        return False
 
 
 @dataclass
@@ -80,14 +47,14 @@ class Runner:
         self, folder: SweepFolder, settings: SweepConfig, flags: Sequence[str], say: Callable[[str], None]
     ) -> None:
         """`flags` come before the overrides of every job, such as --config-dir."""
-        self.folder, self.settings, self._flags, self._say = folder, settings, list(flags), say
+        self.folder, self.settings, self.flags, self._say = folder, settings, tuple(flags), say
         self._running: list[_Running] = []
         self._waiting: Job | None = None  # taken from the source, but there is no room on the card yet
         self.failed: list[int] = []  # exit codes
         self.interrupted = False
         self._unknown_objective = False
 
-    def run(self, source: Source) -> None:
+    def run(self, source: Grid) -> None:
         """Runs until the source has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
         with PassOn(lambda: [running.child for running in self._running]) as signals:
             while True:
@@ -110,22 +77,18 @@ class Runner:
     def _gives_up(self) -> bool:
         return self._unknown_objective or (self.settings.fail_fast and bool(self.failed))
 
-    def refuse(self, job: Job) -> None:
-        """Records a job whose config is wrong."""
-        self.failed.append(EXIT_USER)
-        status = self._status(job, [])
-        self.folder.write_status(job, {**status, "state": "failed", "exit_code": EXIT_USER, "reason": job.problem})
-        self._say(f"job {job.name} failed: {job.problem}")
-
-    def _start_jobs(self, source: Source) -> None:
+    def _start_jobs(self, source: Grid) -> None:
         while len(self._running) < self.settings.parallel:
             job = self._waiting or source.next()
             self._waiting = None
             if job is None:
                 return
             if job.problem is not None:
-                self.refuse(job)
-                source.tell(job, self.folder.status(job))
+                self.failed.append(EXIT_USER)
+                status = {**self._status(job, []), "state": "failed", "exit_code": EXIT_USER, "reason": job.problem}
+                self.folder.write_status(job, status)
+                self._say(f"job {job.name} failed: {job.problem}")
+                source.tell(job, status)
                 if self.settings.fail_fast:
                     return
                 continue
@@ -137,21 +100,20 @@ class Runner:
 
     def _start(self, job: Job, on_card: bool) -> None:
         overrides, output = self._overrides(job)
-        status = {**self._status(job, overrides), "state": "running", "pid": None}
+        status = {**self._status(job, overrides), "state": "running"}
         if output is not None:
-            status["output"] = relative(output, self.folder.path)
+            status["output"] = os.path.relpath(output, self.folder.path)
         path = self.folder.job_folder(job)
         log = path / LOG
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
-        command = [*srun, *PROGRAM, *self._flags, *overrides, *job.numbered]
-        child = Child(command, self._environment(), log)
+        child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
         self._say(f"job {job.name} started: {path}")
 
     def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
-        """The overrides of the job, and where its results go if it does not train.
+        """Return the overrides of the job, and where its results go if it does not train.
 
         A training job gets a run directory, and continues the run that it has there; another one a place for results.
         """
@@ -168,19 +130,17 @@ class Runner:
         return overrides, None
 
     def _run_directory(self, job: Job) -> Path:
-        given = None if job.config is None or job.config.task.name != "train" else job.config.run.dir
-        return self.folder.job_folder(job) if given is None else Path(given)
+        return self.folder.job_folder(job) if job.run_dir is None else Path(job.run_dir)
 
     def _status(self, job: Job, overrides: Sequence[str]) -> Status:
-        before = self.folder.status(job)
         return {
             "job": job.number,
             "task": "train" if job.config is None else job.config.task.name,
             "axes": job.axes,
             "overrides": list(overrides) or list(job.overrides),
-            "run": relative(self._run_directory(job), self.folder.path),
-            "attempts": before.get("attempts", 0) + 1,
-            "started": _now(),
+            "run": os.path.relpath(self._run_directory(job), self.folder.path),  # so that the sweep can be moved
+            "attempts": self.folder.status(job).get("attempts", 0) + 1,
+            "started": now(),
         }
 
     def _environment(self) -> dict[str, str]:
@@ -191,57 +151,55 @@ class Runner:
             environment["OMP_NUM_THREADS"] = str(max(1, default_threads() // self.settings.parallel))
         return environment
 
-    def _collect(self, source: Source) -> None:
+    def _collect(self, source: Grid) -> None:
         for running in list(self._running):
             code = running.child.poll()
-            if code is None:
-                continue
-            self._running.remove(running)
-            status = self._ended(running, code)
-            self.folder.write_status(running.job, status)
-            source.tell(running.job, status)
+            if code is not None:
+                self._running.remove(running)
+                status = self._ended(running, code)
+                self.folder.write_status(running.job, status)
+                source.tell(running.job, status)
 
-    def _prune(self, source: Source) -> None:
-        """Ends the jobs that are not worth to be finished, as Ctrl-C does: what they have is saved."""
+    def _prune(self, source: Grid) -> None:
+        """End the jobs that are not worth to be finished, as Ctrl-C does: what they have is saved."""
         for running in self._running:
             if not running.pruned and source.hopeless(running.job, self._run_directory(running.job)):
                 running.pruned = True
                 running.child.send(signal.SIGTERM)
 
     def _ended(self, running: _Running, code: int) -> Status:
-        job, status = running.job, dict(running.status)
+        """Return the last status of a job, and tell the user."""
+        job, wanted = running.job, self.settings.objective
         seconds = time.monotonic() - running.started
-        status |= {"exit_code": code, "ended": _now(), "seconds": round(seconds, 3)}
+        status = {**running.status, "exit_code": code, "ended": now(), "seconds": round(seconds, 3)}
         task, numbers = job_numbers(self.folder, job, status)
-        key = objective_key(task, numbers, self.settings.objective)
-        status["objective"] = as_number(numbers.get(key))
-        reached = "" if status["objective"] is None else f", {key} {status['objective']:.6g}"
-        if code == 0 and (problem := objective_problem(task, numbers, self.settings.objective)):
-            self._unknown_objective = True
-            self.failed.append(EXIT_USER)
-            self._say(f"job {job.name} failed: {problem}")
-            return {**status, "state": "failed", "reason": problem}
-        if code == 0:
-            self._say(f"job {job.name} finished in {format_duration(seconds)}{reached}")
+        key = objective_key(task, numbers, wanted)
+        objective, reason, trace = as_number(numbers.get(key)), None, None
+        problem = objective_problem(task, numbers, wanted) if code == 0 else None
+        if code == 0 and problem is None:
+            state, told = FINISHED, f"finished in {format_duration(seconds)}"
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
             reason = dry_run or numbers.get("caution")
-            return {**status, "state": FINISHED, **({} if reason is None else {"reason": reason})}
-        if running.pruned and code in (EXIT_INTERRUPTED, -signal.SIGTERM):
-            found = measured(self._run_directory(job), self.settings.objective)
+        elif running.pruned and code in (EXIT_INTERRUPTED, -signal.SIGTERM):
+            found = measured(self._run_directory(job), wanted)
             best = min if self.settings.direction == "minimize" else max
-            status["objective"] = best(filter(math.isfinite, found), default=None)
+            objective = best(filter(math.isfinite, found), default=None)
             reason = f"pruned after {len(found)} evaluation(s)"
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
-            self._say(f"job {job.name} was {reason}{reached}")
-            return {**status, "state": PRUNED, "reason": reason}
-        if code == EXIT_INTERRUPTED:
-            self._say(f"job {job.name} was interrupted; its state is saved")
-            return {**status, "state": "interrupted", "reason": "interrupted"}
-        reason, trace = failure_text(self.folder.job_folder(job) / LOG, running.log_start)
-        reason = f"{describe_exit(code)}{': ' if reason else ''}{reason}" if code < 0 or not reason else reason
-        self.failed.append(code)
-        self._say(f"job {job.name} failed: {reason.splitlines()[0]}")
-        return {**status, "state": "failed", "reason": reason, "traceback": trace}
+            state, told = PRUNED, f"was {reason}"
+        elif code == EXIT_INTERRUPTED:
+            state, told, reason = "interrupted", "was interrupted; its state is saved", "interrupted"
+        else:
+            if problem is None:
+                problem, trace = failure_text(self.folder.job_folder(job) / LOG, running.log_start)
+                problem = ": ".join(filter(None, [describe_exit(code) if code < 0 or not problem else "", problem]))
+            else:
+                self._unknown_objective, code = True, EXIT_USER
+            self.failed.append(code)
+            state, told, reason = "failed", f"failed: {problem.splitlines()[0]}", problem
+        reached = f", {key} {objective:.6g}" if state in DONE and objective is not None else ""
+        self._say(f"job {job.name} {told}{reached}")
+        return {**status, "objective": objective, "state": state, "reason": reason, "traceback": trace}
 
     @property
     def exit_code(self) -> int:
@@ -250,16 +208,10 @@ class Runner:
             return EXIT_INTERRUPTED
         if not self.failed:
             return 0
-        return self.failed[0] if self.failed[0] in (EXIT_USER, 75) else EXIT_FAILURE
+        return self.failed[0] if self.failed[0] in (EXIT_USER, EXIT_DEVICE_BUSY) else EXIT_FAILURE
 
 
 def _on_card(job: Job) -> bool:
     """Return whether the job holds a device that takes one process at a time."""
-    if job.config is None:
-        return False
-    name = job.config.device.name
+    name = "cpu" if job.config is None else job.config.device.name
     return name not in _ON_CPU and (name != "auto" or Path("/dev/nvidiactl").exists())
-
-
-def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ttrain.core.errors import UserError
+from ttrain.core.folders import dated_folder
 
 RESULTS = "results.json"
 
@@ -24,17 +25,6 @@ def claim(key: str, wanted: str | None, root: Path, label: str, now: datetime) -
             (folder / RESULTS).touch()  # shows now whether files can be written
             (folder / RESULTS).unlink()
             return folder
-        day = root / now.strftime("%Y-%m-%d")
-        day.mkdir(parents=True, exist_ok=True)
-        name = f"{now.strftime('%H-%M-%S')}_{label}"
-        number = 1
-        while True:
-            folder = day / (name if number == 1 else f"{name}_{number}")
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                number += 1
-                continue
-            return folder
+        return dated_folder(root, label, now)
     except OSError as error:
         raise UserError(f"{key}={wanted or root}: can't be written ({error.strerror}). Give {key}=<folder>.") from error

@@ -22,13 +22,13 @@ from typing import IO, Any
 
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import lock_file, replace_file, to_json
+from ttrain.core.folders import dated_folder
 from ttrain.train.checkpoint.checkpoint import UNFINISHED
 from ttrain.train.checkpoint.retention import put_back_replaced
 from ttrain.train.logging.metrics import METRICS, read_metrics
 
 RECORD = "run.json"
 LOCK = ".lock"
-_MAX_CLAIMS = 10_000
 _STARTING = ".starting"  # marks a folder that is about to become a run
 _LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a moment
 
@@ -132,22 +132,12 @@ class RunDirectory:
 
     @classmethod
     def _claim_new(cls, root: Path, label: str, now: datetime, fill: Callable[[RunDirectory], None]) -> RunDirectory:
-        parent = root / now.strftime("%Y-%m-%d")
-        name = f"{now.strftime('%H-%M-%S')}_{label}"
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            for number in range(1, _MAX_CLAIMS):
-                path = parent / (name if number == 1 else f"{name}_{number}")
-                try:
-                    path.mkdir()  # fails where it exists: of many processes exactly one gets it
-                except FileExistsError:
-                    continue
-                run = cls._hold(path)
-                run._made = True
-                return run._start(fill)
+            run = cls._hold(dated_folder(root, label, now))
+            run._made = True
+            return run._start(fill)
         except OSError as error:
-            raise _not_writable(parent, error) from None
-        raise UserError(f"{parent} has {_MAX_CLAIMS} runs named {name}. Give run.dir=<a new folder>.")
+            raise _not_writable(root, error) from None
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
