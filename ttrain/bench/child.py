@@ -32,7 +32,6 @@ from ttrain.core.errors import TtrainError
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _LONGEST = 240  # characters of a reason
 # Of torch's error classes: how they end, since their modules move between versions.
 _NO_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "CppWrapperCodeGenError")
@@ -52,16 +51,8 @@ def make_contender(name: str, case: Case, device: DeviceConfig, engine: EngineCo
     return EngineContender(case, device, engine, mode)
 
 
-def return_free_memory() -> None:
-    """Collect garbage, and let the allocator give back what is free where it can (glibc)."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
-
-
 class PeakMemory:
-    """Peak in bytes since the last reset: resident size on the host (Linux: VmHWM), or torch's allocator on a GPU."""
+    """Peak in bytes since the last reset: resident size on the host (VmHWM), or torch's allocator on a GPU."""
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
@@ -76,21 +67,16 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             return True
         with suppress(OSError):
-            _RESET.write_text("5", "ascii")  # see proc(5): the peak becomes the present size
+            Path("/proc/self/clear_refs").write_text("5", "ascii")  # see proc(5): the peak becomes the present size
             return True
         return False
 
     def peak(self) -> int:
-        """Return the peak; where there is no /proc, that of the whole life of the process."""
+        """Return the peak."""
         if self._cuda:
             return torch.cuda.max_memory_allocated()
-        with suppress(OSError):
-            lines = _STATUS.read_text("ascii", errors="replace").splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 class Measured:
@@ -117,7 +103,10 @@ class Measured:
             small.close()
             if isinstance(self._case.work, TrainingWork):
                 _ = self._case.batches
-            return_free_memory()
+            gc.collect()
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: give back what is free
+            if trim is not None:
+                trim(0)
         name = self._device.name
         usage = PeakMemory(name == "cuda" or (name == "auto" and torch.cuda.is_available()))
         base = usage.now()
@@ -137,9 +126,10 @@ class Measured:
             reset = usage.reset()
             list(_losses(self._contender, self._step + 1))
             self._contender.synchronize()
-            found |= {"base_bytes": base, "peak_bytes": max(peak, usage.peak())}
-            found |= {"steady_bytes": usage.peak() if reset else None}
-            found |= {"planned_bytes": self._contender.planned_bytes()}
+            found |= {
+                "base_bytes": base, "peak_bytes": max(peak, usage.peak()),
+                "steady_bytes": usage.peak() if reset else None, "planned_bytes": self._contender.planned_bytes(),
+            }  # fmt: skip
         return found
 
     def write_weights(self, file: str) -> None:

@@ -6,30 +6,36 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ttrain.bench.engines import session_of
-from ttrain.bench.entrants import Entrant
 from ttrain.bench.results import COST_MODEL, CaseResult
+from ttrain.bench.seats import Seat
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
-from ttrain.device.info import info_of
+from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.engine.settings import EngineConfig
 
 
-def enter_times(case: Case, found: CaseResult, entrants: Sequence[Entrant]) -> None:
-    """Enter the time of every entrant into its row."""
-    for row, entrant in zip(found.rows, entrants, strict=True):
-        device = info_of(entrant.device).held(entrant.device, case.precision)
+def modelled(device: DeviceConfig) -> bool:
+    """Return True if times have to come from the model of a device, because it is not here."""
+    info = info_of(device)
+    return info.mode(device) != MOCK and not info.present(device)
+
+
+def enter_times(case: Case, found: CaseResult, seats: Sequence[Seat]) -> None:
+    """Enter the time of every contender into its row."""
+    for row, seat in ((seat.row, seat) for seat in seats):
+        device = info_of(seat.device).held(seat.device, case.precision)
         model = info_of(device).time_model(device)
         found.basis, found.device = COST_MODEL, model.describe()
         if isinstance(case.work, ProductWork):
             held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
-            total, bound = model.product(case.work.size, held, entrant.own)
+            total, bound = model.product(case.work.size, held, seat.own)
         else:
-            total, bound = model.step(_planned(case, device), entrant.own)
-        row.status, row.description = "ok", f"cost model of engine={entrant.own}"
+            total, bound = model.step(_planned(case, device), seat.own)
+        row.status, row.description = "ok", f"cost model of engine={seat.own}"
         row.round_ms, row.fastest_ms = [total], total
-        row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(entrant.own)}
+        row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(seat.own)}
 
 
 def _planned(case: Case, device: DeviceConfig) -> Work:

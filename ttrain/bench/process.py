@@ -49,9 +49,9 @@ class Worker:
                 port = probe.getsockname()[1]
             shared = [_rank(rank, ranks, port, device["threads"]) | shared[0] for rank in range(ranks)]
         command = [sys.executable, "-m", "ttrain.bench.child"]
-        self.children = [
-            Child(command, {**_importable(), **each}, self._log, signal.SIGKILL, piped=True) for each in shared
-        ]
+        root = str(Path(ttrain.__file__).resolve().parent.parent)  # so that it finds this very ttrain
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        self.children = [Child(command, {**path, **each}, self._log, signal.SIGKILL, piped=True) for each in shared]
         self._rest = [b""] * ranks
         try:
             self.ask({**order, "device": device})
@@ -63,9 +63,8 @@ class Worker:
         """Give a command to all processes and return the answer of the first. Raises WorkerFailed."""
         self.tell(*command)
         answers = [self._answer(number) for number in range(len(self.children))]
-        for answer in answers:
-            if "failed" in answer:
-                raise WorkerFailed(answer["failed"])
+        if failed := next((answer["failed"] for answer in answers if "failed" in answer), None):
+            raise WorkerFailed(failed)
         return answers[0]["ok"]
 
     def tell(self, *command: Any) -> None:
@@ -84,17 +83,13 @@ class Worker:
                 raise WorkerFailed(f"nothing happened for {waited}; the measuring process was ended")
             read = os.read(child.stdout.fileno(), 1 << 16)
             if not read:
-                code = child.wait()
-                raise WorkerFailed(f"the measuring process ended: {describe_exit(code or 0)}{self._last_words()}")
+                words = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines()]
+                last = f": {next(filter(None, reversed(words)), '')[:240]}".rstrip(": ")
+                raise WorkerFailed(f"the measuring process ended: {describe_exit(child.wait() or 0)}{last}")
             self._rest[number] += read
         line, _, self._rest[number] = self._rest[number].partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def _last_words(self) -> str:
-        """Return the last line that a process printed."""
-        lines = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1][:240]}" if lines else ""
 
     def close(self) -> None:
         """Let the processes give back what they hold, and end them."""
@@ -115,12 +110,6 @@ def _rank(rank: int, ranks: int, port: int, threads: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _importable() -> dict[str, str]:
-    """Return the environment in which a process finds this very ttrain, wherever we were started."""
-    root = str(Path(ttrain.__file__).resolve().parent.parent)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-
-
 def caches(folder: Path) -> dict[str, str]:
     """Return the environment in which a process keeps all code that it compiles below a folder."""
     kinds = {
@@ -136,14 +125,11 @@ class Neighbour:
     """Processes that keep cores busy. They stand still but while they are let run."""
 
     def __init__(self, worker: Worker | None = None) -> None:
-        """`worker` does its steps for ever; without one a process keeps one core busy."""
-        self._worker = worker
-        busy = [sys.executable, "-c", "while True: pass"]
+        """A `worker` that has started does its steps for ever; without one a process keeps one core busy."""
         if worker is None:
-            self._children = [Child(busy, orphaned=signal.SIGKILL)]
+            self._children = [Child([sys.executable, "-c", "while True: pass"], orphaned=signal.SIGKILL)]
         else:
             self._children = worker.children
-            worker.ask("start", False)
             worker.tell("repeat")
         self._send(signal.SIGSTOP)
 
@@ -164,7 +150,4 @@ class Neighbour:
         """End them."""
         for child in self._children:
             child.kill()
-        if self._worker is not None:
-            self._worker.close()
-        for child in self._children:
             child.wait()

@@ -40,62 +40,25 @@ class PlainMLP(nn.Module):
         return F.mse_loss(self.layers[-1](x), targets)
 
 
-class PlainAttention(nn.Module):
-    """Causal self-attention [B, T, C] -> [B, T, C] on PyTorch's fused kernel."""
+class PlainBlock(nn.Module):
+    """[B, T, C] -> [B, T, C]: causal self-attention on PyTorch's fused kernel, and a GELU between two layers."""
 
     def __init__(self, width: int, heads: int, bias: bool) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
-        self.c_proj = nn.Linear(width, width, bias=bias)
         self.heads = heads
+        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
+        sizes = {"c_attn": (width, 3 * width), "c_proj": (width, width)}
+        self.attn = nn.ModuleDict({name: nn.Linear(*size, bias=bias) for name, size in sizes.items()})
+        sizes = {"c_fc": (width, 4 * width), "c_proj": (4 * width, width)}
+        self.mlp = nn.ModuleDict({name: nn.Linear(*size, bias=bias) for name, size in sizes.items()})
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in self.c_attn(x).split(C, 2))
+        projected = self.attn["c_attn"](self.ln_1(x)).split(C, 2)
+        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2) for part in projected)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-
-
-class PlainFeedForward(nn.Module):
-    """[B, T, C] -> [B, T, C], four times as wide in between."""
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width, bias=bias)
-        self.c_proj = nn.Linear(4 * width, width, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
-class PlainBlock(nn.Module):
-    def __init__(self, width: int, heads: int, bias: bool) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width, bias=bias)
-        self.attn = PlainAttention(width, heads, bias)
-        self.ln_2 = nn.LayerNorm(width, bias=bias)
-        self.mlp = PlainFeedForward(width, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class PlainTrunk(nn.Module):
-    """tokens int64 [B, T] -> hidden states [B, T, C]."""
-
-    def __init__(self, layers: int, heads: int, width: int, context: int, vocabulary: int, bias: bool) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(vocabulary, width)
-        self.wpe = nn.Embedding(context, width)
-        self.h = nn.ModuleList(PlainBlock(width, heads, bias) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width, bias=bias)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.h:
-            x = block(x)
-        return self.ln_f(x)
+        x = x + self.attn["c_proj"](y.transpose(1, 2).reshape(B, T, C))
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
 
 class PlainGPT(nn.Module):
@@ -103,13 +66,21 @@ class PlainGPT(nn.Module):
 
     def __init__(self, layers: int, heads: int, width: int, context: int, vocabulary: int, bias: bool) -> None:
         super().__init__()
-        self.transformer = PlainTrunk(layers, heads, width, context, vocabulary, bias)
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(vocabulary, width),
+            "wpe": nn.Embedding(context, width),
+            "h": nn.ModuleList(PlainBlock(width, heads, bias) for _ in range(layers)),
+            "ln_f": nn.LayerNorm(width, bias=bias),
+        })  # fmt: skip
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+        self.lm_head.weight = self.transformer["wte"].weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.lm_head(self.transformer(tokens))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        parts: Any = self.transformer
+        x = parts["wte"](tokens) + parts["wpe"](torch.arange(tokens.shape[1], device=tokens.device))
+        for block in parts["h"]:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(parts["ln_f"](x)).flatten(0, 1), targets.flatten())
 
 
 class TransformersLlama(nn.Module):

@@ -57,10 +57,6 @@ class Row:
         self.round_ms.append(1e3 * statistics.median(seconds))
         self.fastest_ms = min(1e3 * min(seconds), self.fastest_ms or math.inf)
 
-    def fail(self, why: str) -> None:
-        """Take it out of the contest."""
-        self.status, self.reason = "failed", why
-
 
 @dataclass
 class CaseResult:

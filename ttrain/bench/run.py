@@ -5,29 +5,24 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from math import ceil
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ttrain.bench.contender import loss_difference, problem
-from ttrain.bench.entrants import Entrant, modelled
-from ttrain.bench.modelled import enter_times
-from ttrain.bench.process import Neighbour, Worker, WorkerFailed, caches
+from ttrain.bench.modelled import enter_times, modelled
+from ttrain.bench.process import Neighbour, Worker, caches
 from ttrain.bench.results import MOCKED, SIMULATED, CaseResult, Result, Row, finite
+from ttrain.bench.seats import Seat, failing, take_turns
 from ttrain.bench.settings import BenchConfig
 from ttrain.bench.workload import Case
+from ttrain.core.cores import OtherWork, affinity_cores
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.device.info import MOCK, SIMULATOR, info_of
 
-Clock = Callable[[], float]
-LEAST_ROUNDS = 3
-MOST_STEPS = 2000  # per turn
-NOTICE_SECONDS = 0.3  # an engine looks for neighbours ten times a second
 COMPILERS = ("traced", "compile", "compile_all")  # keep machine code on disk: a cold start differs from a warm one
 # Who is built first: whoever no longer fits into memory side by side with the others is left out.
 _ORDER = ("eager", "compile", "static", "traced", "compile_all", "dynamic")
@@ -38,83 +33,17 @@ _TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
 
 
 @dataclass
-class Seat:
-    """A contender at a case, with its row, its process and the size of its turns."""
-
-    entrant: Entrant
-    row: Row
-    open: Callable[..., Worker]  # (entrant, environment) -> a process that has built nothing yet
-    worker: Worker | None = None  # stays from turn to turn; None: started anew for each
-    step_seconds: float = 0.0
-    settle: int = 1  # steps that warm the caches up again and are not timed
-    timed: int = 1
-    beside: Neighbour | None = None  # runs meanwhile
-
-    def size(self, turn_seconds: float) -> None:
-        """Fit a turn into `turn_seconds`: at least one untimed and one timed step. Beside a neighbour it begins with
-        steps in which it can be noticed.
-        """
-        step_seconds = max(self.step_seconds, 1e-9)
-        steps = min(max(round(turn_seconds / step_seconds), 2), MOST_STEPS)
-        settle = max(1, steps // 5)
-        self.timed = steps - settle
-        noticed = 0 if self.beside is None else min(ceil(NOTICE_SECONDS / step_seconds), 10 * MOST_STEPS)
-        self.settle = max(settle, noticed)
-
-    def turn(self, each: bool) -> None:
-        """Settle, time, and enter the times into the row."""
-        with nullcontext() if self.beside is None else self.beside.running():
-            if self.worker is not None:
-                self.row.turn(self.worker.ask("turn", self.settle, self.timed, each))
-                return
-            with self.once() as (worker, _):
-                self.row.turn(worker.ask("turn", self.settle, self.timed, each))
-
-    @contextmanager
-    def once(
-        self, environment: Mapping[str, str] | None = None, memory: bool = False
-    ) -> Iterator[tuple[Worker, dict[str, Any]]]:
-        """Start a process, give it with what its start found, and end it."""
-        worker = self.open(self.entrant, environment)
-        try:
-            answer = worker.ask("start", memory)
-            self.row.description = answer["description"]
-            yield worker, answer
-        finally:
-            worker.close()
-
-
-def take_turns(
-    seats: Sequence[Seat], rounds: int, seconds: float, each: bool, seed: int, clock: Clock = time.perf_counter
-) -> Iterator[int]:
-    """Give everybody a turn in every round, in random order, until all rounds are done or the time is up after
-    LEAST_ROUNDS. Yield the number of rounds done. Who fails takes no further part.
-    """
-    order, stop = random.Random(seed), clock() + seconds
-    for number in range(rounds):
-        if number >= LEAST_ROUNDS and clock() >= stop:
-            return
-        shuffled = [seat for seat in seats if seat.row.status != "failed"]
-        order.shuffle(shuffled)
-        for seat in shuffled:
-            with _failing(seat.row):
-                seat.turn(each)
-        yield number + 1
-
-
-@dataclass
 class Bench:
     """One run of a benchmark. `save` is called whenever `result` has grown, `say` with every finished stage."""
 
     config: BenchConfig
-    entrants: list[Entrant]
+    seats: list[Seat]
     seed: int
     plugins: list[str]
     result: Result
     save: Callable[[], None]
     say: Callable[[str], None] = print
     make_worker: Callable[..., Worker] = Worker
-    _folder: Path = field(default_factory=Path)
 
     def run(self) -> None:
         """Measure everything. Interrupted by KeyboardInterrupt, what was found so far is in `result`."""
@@ -122,30 +51,21 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="ttrain-bench-", ignore_cleanup_errors=True) as folder:
             for size in dict.fromkeys(self.config.size):
                 for precision in dict.fromkeys(self.config.precision):
-                    self._folder = Path(folder) / f"{size} {precision}"
                     # The factors of a product stay on the device anyway.
-                    self._case(Case(size, precision, self.seed, resident and not size.startswith("mm")))
+                    case = Case(size, precision, self.seed, resident and not size.startswith("mm"))
+                    self._case(case, Path(folder) / f"{size} {precision}")
                     self.save()
         self.result.complete = True
         self.save()
 
-    def _case(self, case: Case) -> None:
-        entrants = [entrant for entrant in self.entrants if entrant.can_do(case)]
-        found = CaseResult.of(case, [Row(entrant.name, entrant.side) for entrant in entrants])
+    def _case(self, case: Case, folder: Path) -> None:
+        seats = [seat.at(case, folder, self.plugins, self.make_worker) for seat in self.seats if seat.can_do(case)]
+        found = CaseResult.of(case, [seat.row for seat in seats])
         self.result.cases.append(found)
-        if any(modelled(entrant.device) for entrant in entrants):
+        if any(modelled(seat.device) for seat in seats):
             with self._stage(found, "cost model"):
-                enter_times(case, found, entrants)
+                enter_times(case, found, seats)
             return
-
-        def opened(entrant: Entrant, environment: Mapping[str, str] | None = None) -> Worker:
-            order = {
-                "case": case.plain(), "name": entrant.own, "mode": entrant.mode, "plugins": self.plugins,
-                "device": asdict(entrant.device), "engine": asdict(entrant.engine),
-            }  # fmt: skip
-            return self.make_worker(order, self._folder, entrant.ranks, environment)
-
-        seats = [Seat(entrant, row, opened) for entrant, row in zip(entrants, found.rows, strict=True)]
         if "start" in self.config.measure:
             self._starts(found, seats, case.seed)
         if "memory" in self.config.measure:
@@ -157,7 +77,7 @@ class Bench:
     def _stage(self, found: CaseResult, label: str, row: Row | None = None) -> Iterator[None]:
         """Say how long a stage took, and why its contender failed where it did."""
         started = time.monotonic()
-        with nullcontext() if row is None else _failing(row):
+        with nullcontext() if row is None else failing(row):
             yield
         why = f": {row.reason}" if row is not None and row.reason else ""
         passed = format_duration(time.monotonic() - started)
@@ -169,9 +89,9 @@ class Bench:
         order = random.Random(seed)
         for number in range(self.config.starts):
             for seat in order.sample(seats, len(seats)):
-                row, environment = seat.row, caches(self._folder / f"caches{number}" / seat.entrant.name)
+                row, environment = seat.row, caches(seat.folder / f"caches{number}" / seat.name)
                 samples = {"cold ": row.cold_s, "warm ": row.warm_s}
-                for heat, kept in samples.items() if seat.entrant.own in COMPILERS else [("", row.warm_s)]:
+                for heat, kept in samples.items() if seat.own in COMPILERS else [("", row.warm_s)]:
                     if row.status != "failed":
                         with self._stage(found, f"{heat}start of ", row), seat.once(environment) as (_, answer):
                             kept.append(answer["first_step_s"])
@@ -180,8 +100,8 @@ class Bench:
     def _memory(self, found: CaseResult, seats: Sequence[Seat]) -> None:
         for row, seat in ((seat.row, seat) for seat in seats if seat.row.status != "failed"):
             with self._stage(found, "memory of ", row), seat.once(_TRIMMING, memory=True) as (_, answer):
-                row.base_bytes, row.peak_bytes = answer["base_bytes"], answer["peak_bytes"]
-                row.steady_bytes, row.planned_bytes = answer["steady_bytes"], answer["planned_bytes"]
+                for key in ("base_bytes", "peak_bytes", "steady_bytes", "planned_bytes"):
+                    setattr(row, key, answer[key])
 
     def _steps(self, found: CaseResult, listed: Sequence[Seat], seed: int) -> None:
         """Build everybody, check that they do the same work, and let them take turns."""
@@ -191,33 +111,35 @@ class Bench:
                 seats += [beside for seat in list(seats) for beside in self._beside(found, seat, opened)]
             for seat in seats:
                 seat.size(self.config.seconds / (self.config.rounds * len(seats)))
-            cpu, each = _CpuShare(), found.device.get("name") == "cpu" or found.basis == MOCKED
+            others, each = OtherWork(children=True), found.device.get("name") == "cpu" or found.basis == MOCKED
             with self._stage(found, "steps"):
-                for _ in take_turns(seats, self.config.rounds, self.config.seconds, each, seed):
-                    found.others_cpu = cpu.others()
+                try:
+                    take_turns(seats, self.config.rounds, self.config.seconds, each, seed)
+                finally:
+                    found.others_cpu = others.cores() / affinity_cores()
             for seat in seats:
                 if seat.worker is not None and seat.beside is None and seat.row.status == "ok":
-                    with _failing(seat.row):
+                    with failing(seat.row):
                         self._facts(found, seat.row, seat.worker)
 
     def _build(self, found: CaseResult, listed: Sequence[Seat], opened: ExitStack) -> list[Seat]:
         """Start and check contenders one after the other; the first one is the reference of the others."""
         reference: tuple[str, list[float]] | None = None
         largest, seats = 0, list[Seat]()
-        for seat in sorted(listed, key=lambda each: _ORDER.index(each.entrant.own)):
-            row, free, device = seat.row, psutil.virtual_memory().available, seat.entrant.device
+        for seat in sorted(listed, key=lambda each: _ORDER.index(each.own)):
+            row, free, device = seat.row, psutil.virtual_memory().available, seat.device
             if len(seats) > 1 and largest * _SPARE > free:
                 row.status = "left out"
                 row.reason = f"the largest so far needs {format_bytes(largest)}, {format_bytes(free)} are free"
                 continue
             with self._stage(found, "building ", row), ExitStack() as one:
                 worker, answer = one.enter_context(seat.once())
-                largest = max(largest, answer["rss"] * seat.entrant.ranks)
+                largest = max(largest, answer["rss"] * seat.ranks)
                 row.losses, seat.step_seconds = [finite(loss) for loss in answer["losses"]], answer["step_seconds"]
                 if info_of(device).mode(device) == MOCK:
                     row.status, found.basis = "ok", MOCKED
                 else:
-                    reference = self._check(found, row, worker, answer["losses"], reference)
+                    reference = self._check(found, seat, worker, answer["losses"], reference)
                 if not found.device or info_of(device).exclusive(device):
                     self._facts(found, row, worker)
                 if not info_of(device).exclusive(device):
@@ -229,13 +151,13 @@ class Bench:
     def _check(
         self,
         found: CaseResult,
-        row: Row,
+        seat: Seat,
         worker: Worker,
         losses: list[float],
         reference: tuple[str, list[float]] | None,
     ) -> tuple[str, list[float]]:
         """Compare a contender with the reference, or make it that where there is none. Return the reference."""
-        weights = str(self._folder / "weights")
+        row, weights = seat.row, str(seat.folder / "weights")
         if reference is None:
             worker.ask("write_weights", weights)
             row.status, row.checked_against = "ok", row.contender
@@ -260,37 +182,7 @@ class Bench:
         row.checked_against, row.beside = seat.row.checked_against, self.config.beside
         found.rows.append(row)
         with self._stage(found, "neighbour of ", row):
-            same = None
-            if self.config.beside == "same":
-                same, _ = opened.enter_context(seat.once())
-            near = Neighbour(same)
+            near = Neighbour(opened.enter_context(seat.once())[0] if self.config.beside == "same" else None)
             opened.callback(near.close)
             return [replace(seat, row=row, beside=near)]
         return []
-
-
-@contextmanager
-def _failing(row: Row) -> Iterator[None]:
-    """Take a contender out whose process fails."""
-    try:
-        yield
-    except WorkerFailed as error:
-        row.fail(str(error))
-
-
-class _CpuShare:
-    """Share of all cores that other processes used since the start."""
-
-    def __init__(self) -> None:
-        self._busy, self._own, self._start = self._read()
-
-    def _read(self) -> tuple[float, float, float]:
-        times, process = psutil.cpu_times(), psutil.Process()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        own = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-        return sum(times[:8]) - idle, sum(each.user + each.system for each in own), time.perf_counter()
-
-    def others(self) -> float:
-        busy, own, now = self._read()
-        elapsed = max(now - self._start, 1e-9) * (psutil.cpu_count() or 1)
-        return max(0.0, (busy - self._busy) - (own - self._own)) / elapsed

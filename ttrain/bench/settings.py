@@ -116,17 +116,11 @@ def size_problem(size: str) -> str | None:
     """Return why a size can't be done, as a sentence, or None."""
     if size in NAMED_SIZES:
         return None
-    shape, product = PERCEPTRON.fullmatch(size), PRODUCT.fullmatch(size)
-    if shape is not None:
-        given = [int(number or 2) for number in shape.groups()]
-        names = ("rows", "width", "layers")
-        over = [
-            f"{name} must be at most {most}"
-            for name, number, most in zip(names, given, _LARGEST_PERCEPTRON, strict=True)
-            if number > most
-        ]
+    if (shape := PERCEPTRON.fullmatch(size)) is not None:
+        given = zip(("rows", "width", "layers"), shape.groups(), _LARGEST_PERCEPTRON, strict=True)
+        over = [f"{name} must be at most {most}" for name, number, most in given if int(number or 2) > most]
         return f"bench.size={size}: {', '.join(over)}." if over else None
-    if product is not None:
+    if (product := PRODUCT.fullmatch(size)) is not None:
         over_limit = int(product[1]) > _LARGEST_PRODUCT
         return f"bench.size={size}: must be at most mm{_LARGEST_PRODUCT}." if over_limit else None
     if size.isdecimal():

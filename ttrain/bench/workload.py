@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -215,7 +215,3 @@ class Case:
         from ttrain.train.steps.step_graph import StepGraph
 
         return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))
-
-    def plain(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {"size": self.size, "precision": self.precision, "seed": self.seed, "resident": self.resident}

@@ -36,7 +36,9 @@ def core_limits() -> dict[str, int]:
 class OtherWork:
     """Measures the CPU contention: what other processes take of the cores that this process may use."""
 
-    def __init__(self) -> None:
+    def __init__(self, children: bool = False) -> None:
+        """With `children` those of this process are no others."""
+        self._children = children
         self._last = self._read()
 
     def cores(self) -> float:
@@ -45,13 +47,15 @@ class OtherWork:
         elapsed, busy, own = (now - before for now, before in zip(self._last, last, strict=True))
         return max(0.0, busy - own) / max(elapsed, 1e-9)
 
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
+    def _read(self) -> tuple[float, float, float]:
         import psutil
 
         mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         each = [times for number, times in enumerate(psutil.cpu_times(percpu=True)) if mine is None or number in mine]
-        return time.monotonic(), sum(t.user + t.system + getattr(t, "nice", 0.0) for t in each), time.process_time()
+        busy, own = sum(t.user + t.system + getattr(t, "nice", 0.0) for t in each), time.process_time()
+        if self._children:
+            own += sum(sum(child.cpu_times()[:2]) for child in psutil.Process().children(recursive=True))
+        return time.monotonic(), busy, own
 
 
 def affinity_cores() -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.entrants import entrants_of, modelled
+from ttrain.bench.modelled import modelled
 from ttrain.bench.report import print_result
 from ttrain.bench.results import Result, read_earlier
 from ttrain.bench.run import Bench
+from ttrain.bench.seats import seats_of
 from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import Interrupted, UserError
@@ -41,8 +40,8 @@ def run(config: Config) -> None:
         settings = replace(settings, baselines=[])
     for device, _ in variants.values():
         _check_here(settings.measure, device)
-    entrants = entrants_of(settings, variants)
-    if not entrants:
+    seats = seats_of(settings, variants)
+    if not seats:
         raise UserError("bench.engines=[]: nobody takes part. Name at least one.")
     folder = claim("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
     result = Result(name, asdict(settings), _environment(config), notes=notes)
@@ -51,9 +50,11 @@ def run(config: Config) -> None:
         replace_file(folder / RESULTS, to_json(result.to_dict()))
 
     interrupted = False
-    with _sigterm_as_ctrl_c():
+    with ExitStack() as stack:
+        with suppress(ValueError):  # only the main thread may: SIGTERM, too, ends in saved results
+            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         try:
-            Bench(settings, entrants, config.run.seed, config.plugins, result, save, _say).run()
+            Bench(settings, seats, config.run.seed, config.plugins, result, save, _say).run()
         except KeyboardInterrupt:
             interrupted = True
     save()
@@ -98,16 +99,3 @@ def _environment(config: Config) -> dict[str, Any]:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """While entered, SIGTERM raises KeyboardInterrupt, so that it too ends in saved results."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
