@@ -114,7 +114,7 @@ def inline_commands() -> Iterator[str]:
     """Commands in running text and in the comments of recipes."""
     for page in PAGES:
         yield from (span for span in spans(page) if re.match(r"(python -m )?ttrain \S", span))
-    for recipe in sorted((REPO / "recipes").glob("*.yaml")):
+    for recipe in sorted((REPO / "conf" / "recipe").glob("*.yaml")):
         yield from re.findall(r"^#\s+(python -m ttrain .*)$", recipe.read_text("utf-8"), re.MULTILINE)
 
 
@@ -156,7 +156,6 @@ def write_files(page: Path, place: Path) -> None:
 def composed(overrides: list[str]) -> list[Config]:
     """The checked config of a command; of a sweep those of the first and the last job, of a search an example."""
     from ttrain.sweep.jobs import SweepOverrides, compose_job
-    from ttrain.sweep.search import example
 
     flags, overrides = parse_arguments(overrides)
     with Composer(flags.config_name, flags.config_dir) as composer:
@@ -165,7 +164,7 @@ def composed(overrides: list[str]) -> list[Config]:
         master = composer.compose(overrides, sweep=True)
         assert not master.problems
         sweep = SweepOverrides.read(composer, master)
-        found = sweep.combinations() if sweep.setting("search", master) is None else [example(sweep)]
+        found = sweep.combinations() if sweep.setting("search", master) is None else [sweep.example()]
         jobs = [compose_job(composer, job) for job in (found[0], *found[1:][-1:])]
     assert not [job.problem for job in jobs if job.problem]
     return [job.config for job in jobs if job.config is not None]
@@ -361,7 +360,7 @@ def dead_names(page: Path) -> Iterator[str]:
         linked = (page.parent / name).resolve() if name else page
         if "://" not in target and not (linked.exists() and (not anchor or anchor in anchors(linked))):
             yield target
-    folders = tuple(f"{name}/" for name in ("conf", "docs", "examples", "recipes", "tests", "ttrain", ".ci"))
+    folders = tuple(f"{name}/" for name in ("conf", "docs", "examples", "tests", "ttrain", ".ci"))
     for span in spans(page):
         if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span) and not (REPO / span).exists():
             yield span

@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("my/model/mine.yaml").write_text(
         "defaults: [nano-gpt]\nlayers: 1\nwidth: 24\nheads: 2\ncontext: 16\n", "utf-8"
     )
-    shutil.copytree(packaged("conf"), "conf")
+    shutil.copytree(packaged(), "conf")
     with open("conf/config.yaml", "a", encoding="utf-8") as file:
         file.write(model)
     Path("book.txt").write_text("river stone lamp garden winter " * 200, "utf-8")
@@ -65,8 +65,9 @@ def test_a_command_composes_to_the_config_that_it_comes_from(files: list[str]) -
     assert (alternative.model, alternative.precision.name, alternative.run.dir) == (config.model, "bf16", None)
 
 
-@pytest.mark.parametrize("task", ["train", "lr_finder", "eval", "prepare"])
-@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+@pytest.mark.parametrize(
+    ("task", "files"), zip(["train", "lr_finder", "eval", "prepare"], FILES.values(), strict=True), ids=FILES
+)
 def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any) -> None:
     if task == "train":
         assert main([*files, *TINY, 'run.dir="a,b"']) == 0
@@ -91,10 +92,8 @@ def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any
     elif task == "eval":
         assert main([*files, *TINY, "run.dir=run"]) == 0
         assert main([*files, "task=eval", "run.dir=run", "eval.text=[book.txt]", "eval.out=o.json", *TINY[1:3]]) == 0
-        assert (
-            f"python -m ttrain {files[0].partition('=')[0]} "
-            in json.loads(Path("o.json").read_text("utf-8"))["command"]
-        )
+        command = json.loads(Path("o.json").read_text("utf-8"))["command"]
+        assert f"python -m ttrain {files[0].partition('=')[0]} " in command
     else:
         assert main([*files, *TINY, "task=prepare", "prepare.dir=tok ens"]) == 0
         (command,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train on it: "))

@@ -47,10 +47,9 @@ NEEDS = {
 
 
 def shipped_options() -> list[str]:
-    """Every YAML under conf/ and recipes/ as the override that chooses it, except the two that are always there."""
-    conf = packaged("conf")
-    found = [f"{path.parent.relative_to(conf)}={path.stem}" for path in sorted(conf.rglob("*.yaml"))]
-    return [*found, *(f"recipe={path.stem}" for path in sorted(packaged("recipes").glob("*.yaml")))]
+    """Every YAML under conf/ as the override that chooses it."""
+    conf = packaged()
+    return [f"{path.parent.relative_to(conf)}={path.stem}" for path in sorted(conf.rglob("*.yaml"))]
 
 
 ALWAYS_THERE = (".=config",)
@@ -69,7 +68,7 @@ def test_the_number_of_shipped_yaml_files_is_known() -> None:
 
 
 def test_every_built_in_name_is_chosen_by_some_option() -> None:
-    conf = packaged("conf")
+    conf = packaged()
     for group, name in BUILT_IN:
         assert any(
             re.search(rf"^ *name: '?{name}'?$", file.read_text("utf-8"), re.M) for file in (conf / group).glob("*")
@@ -94,24 +93,14 @@ def test_a_key_that_no_yaml_mentions_can_be_set_without_plus() -> None:
     assert (config.optimizer.eps, config.optimizer.lr_multipliers, config.model.tied) == (1e-9, {"head": 0.5}, False)
 
 
-def test_the_name_of_a_group_decides_its_dataclass() -> None:
+def test_options_and_what_they_bring() -> None:
     assert isinstance(load(["optimizer=sgd", "optimizer.momentum=0.5"]).optimizer, SGDConfig)
-
-
-def test_mlp_brings_regression_data() -> None:
-    config = load(["model=mlp"])
-    assert isinstance(config.model, MLPConfig)
-    assert isinstance(config.data, RegressionConfig)
-
-
-def test_gpt2_is_124m_and_its_preset_can_be_changed() -> None:
+    config = load(["model=mlp", "train.batch_size=${data.examples}"])
+    assert isinstance(config.model, MLPConfig) and isinstance(config.data, RegressionConfig)
+    assert config.train.batch_size == 8192
     assert load(["model=gpt2"]).model.preset == "124M"
     assert load(["model=gpt2", "model.preset=1.5B"]).model.preset == "1.5B"
-
-
-def test_null_is_a_device_on_the_command_line() -> None:
-    assert load(["device=null"]).device.name == "null"
-    assert load(["+device=null"]).device.name == "null"
+    assert load(["device=null"]).device.name == load(["+device=null"]).device.name == "null"
 
 
 @pytest.mark.parametrize("written", ["null", "'null'"])
@@ -133,10 +122,6 @@ def test_the_command_line_wins_over_recipe_and_debug() -> None:
 def test_whole_floats_are_integers_and_quoted_numbers_are_numbers() -> None:
     config = load(["train.steps=1e3", 'optimizer.lr="0.5"', "train.batch_size='8'"])
     assert (config.train.steps, config.optimizer.lr, config.train.batch_size) == (1000, 0.5, 8)
-
-
-def test_interpolation_reaches_keys_of_the_schema() -> None:
-    assert load(["train.batch_size=${data.examples}", "model=mlp"]).train.batch_size == 8192
 
 
 @pytest.mark.parametrize(

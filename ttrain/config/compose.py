@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
-from ttrain.config.files import RECIPE_GROUP, YAML, ConfigFiles, store_options
+from ttrain.config.files import YAML, ConfigFiles, store_options
 from ttrain.config.hydra_keys import ignored, refused
 from ttrain.config.overrides import parse
 from ttrain.config.renamed import instead
@@ -86,8 +86,7 @@ class Composer:
         registry.load_installed_plugins()
         registry.load_plugins(_plugins(overrides))
         parsed, problems = self.parsed(overrides, sweep)
-        recipes = " ".join(str(override.input_line) for override in parsed if override.key_or_group == RECIPE_GROUP)
-        store_options(None if self.files.flags or "glob(" in recipes else recipes)  # a user's file may name any
+        store_options()
         with self.one_sentence(problems):
             single = [override for override in parsed if not override.is_sweep_override()]
             root = self._compose(self._lines(single))

@@ -1,16 +1,14 @@
-"""Config files by name: ours, those of --config-dir, recipes, and the options that plugins add."""
+"""Config files by name: ours, those of --config-dir, and the options that plugins add."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
 
 import ttrain
 from ttrain.config import registry
@@ -20,15 +18,13 @@ from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 
 MAIN_CONFIG = "config"
-RECIPE_GROUP = "recipe"
 YAML = ".yaml"
 
 
-def packaged(folder: str) -> Path:
-    """`conf` or `recipes`: inside the installed package, or beside it in a clone."""
+def packaged() -> Path:
+    """Return `conf`: inside the installed package, or beside it in a clone."""
     package = Path(ttrain.__file__).resolve().parent
-    inside = package / folder
-    return inside if inside.is_dir() else package.parent / folder
+    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
 
 
 class Default(NamedTuple):
@@ -47,7 +43,7 @@ class ConfigFiles:
         given = {"--config-dir": own, "--config-name": name, "--config-path": main}
         self.flags = tuple(part for flag, value in given.items() if value is not None for part in (flag, str(value)))
         self.only_theirs = main is not None
-        ours = packaged("conf") if main is None else _folder("--config-path", main)
+        ours = packaged() if main is None else _folder("--config-path", main)
         added = None if own is None else _added_folder(own, ours)
         file = _find_config(MAIN_CONFIG if name is None else name, added, ours)
         self.name, self.folders = file.stem, list(dict.fromkeys(filter(None, (file.parent, added, ours))))
@@ -55,18 +51,15 @@ class ConfigFiles:
     def groups(self) -> list[str]:
         """Every group of ours and of the user's folders."""
         folders = {path.name for folder in self.folders for path in folder.iterdir() if path.is_dir()}
-        return sorted(group for group in {RECIPE_GROUP, *folders} if self.options(group))
+        return sorted(group for group in folders if self.options(group))
 
     def is_group(self, name: str) -> bool:
         """True if a folder or plugins hold options of that name."""
-        known = name in registry.groups() or name == RECIPE_GROUP
-        return known or any((folder / name).is_dir() for folder in self.folders)
+        return name in registry.groups() or any((folder / name).is_dir() for folder in self.folders)
 
     def options(self, group: str) -> list[str]:
         """Options of a group; for the empty one the configs that --config-name may name."""
-        folders = [folder / group for folder in self.folders]
-        folders += [packaged("recipes")] if group == RECIPE_GROUP else []
-        found = {path.stem for folder in folders for path in folder.glob(f"*{YAML}")}
+        found = {path.stem for folder in self.folders for path in (folder / group).glob(f"*{YAML}")}
         return sorted(found | {row.name for row in registry.rows() if row.group == group and _is_added(row)})
 
     def defaults(self) -> set[str]:
@@ -107,10 +100,8 @@ class ConfigFiles:
 
     def _read(self, path: str) -> tuple[dict[Any, Any], str | None]:
         """The values of a file and the package that it declares; nothing where there is none."""
-        group, _, name = path.rpartition("/")
-        recipes = [packaged("recipes") / name] if group == RECIPE_GROUP else []
-        for file in (*(folder / path for folder in self.folders), *recipes):
-            if (found := file.with_name(f"{file.name}{YAML}")).is_file():
+        for folder in self.folders:
+            if (found := folder / f"{path}{YAML}").is_file():
                 text = found.read_text("utf-8")
                 values, package = yaml.safe_load(text), re.match(r"#\s*@package\s+(\S+)", text)
                 return values if isinstance(values, dict) else {}, package and package[1]
@@ -121,23 +112,10 @@ def _is_added(row: registry.Component) -> bool:
     return (row.group, row.name) not in BUILT_IN
 
 
-def store_options(named: str | None) -> None:
-    """Tell Hydra of options that are no file in its folders: plugins' components, and the recipes that a text names.
-
-    None stands for all recipes.
-    """
-    store = ConfigStore.instance()
+def store_options() -> None:
+    """Tell Hydra of plugins' components, which are options and no files."""
     for row in filter(_is_added, registry.rows()):
-        store.store(group=row.group, name=row.name, node={"name": row.name}, provider="plugin")
-    for path in packaged("recipes").glob(f"*{YAML}"):
-        if named is None or path.stem in named:
-            _store_recipe(path)
-
-
-@cache  # read once a process
-def _store_recipe(path: Path) -> None:
-    node = OmegaConf.load(path)
-    ConfigStore.instance().store(path.stem, node, RECIPE_GROUP, "_global_", "recipes")
+        ConfigStore.instance().store(group=row.group, name=row.name, node={"name": row.name}, provider="plugin")
 
 
 def _flat(values: Any, prefix: str) -> Iterator[str]:
