@@ -172,17 +172,10 @@ def test_what_hydra_refuses_is_said_in_one_sentence(override: str, part: str) ->
     assert problem.startswith(part)
 
 
-@pytest.mark.parametrize(
-    "override", ["model._target_=os.system", "+a.b._target_=os.system", "train.steps={_target_: x}"]
-)
-def test_target_is_refused_on_the_command_line(override: str) -> None:
-    assert any("_target_ is refused" in problem for problem in problems(override))
-
-
-def test_target_is_refused_for_hydras_own_part() -> None:
-    assert problems("hydra.launcher._target_=os.system") == [
-        "hydra.launcher._target_=os.system: the key _target_ is refused."
-    ]
+@pytest.mark.parametrize("key", ["model._target_", "+a.b._target_", "hydra.launcher._target_", "train.steps"])
+def test_target_is_refused_on_the_command_line(key: str) -> None:
+    value = "{_target_: x}" if key == "train.steps" else "os.system"
+    assert any("_target_ is refused" in problem for problem in problems(f"{key}={value}"))
 
 
 @pytest.mark.parametrize(
@@ -216,17 +209,13 @@ def test_a_plugin_can_be_named_on_the_command_line_only(tmp_path: Path) -> None:
         ("- a\n- b\n", "mine"),
         ("defaults: [mine]\n", "includes itself"),
         ("defaults: [modle/x]\n", "there is no config modle/x.yaml."),
+        (b"run: {dir: \xff}\n", "utf-8"),
     ],
 )
-def test_a_broken_file(tmp_path: Path, text: str, part: str) -> None:
-    write(tmp_path, "mine.yaml", text)
+def test_a_broken_file(tmp_path: Path, text: str | bytes, part: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
     (problem,) = problems(config_dir=tmp_path, config_name="mine")
     assert part in problem
-
-
-def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_bytes(b"run: {dir: \xff}\n")
-    assert problems(config_dir=tmp_path, config_name="mine")
 
 
 def test_a_file_that_would_hide_behind_ours(tmp_path: Path) -> None:
@@ -239,18 +228,14 @@ def test_a_file_that_would_hide_behind_ours(tmp_path: Path) -> None:
 
 def test_a_file_without_a_name_chooses_nothing(tmp_path: Path) -> None:
     write(tmp_path, "optimizer/mine.yaml", "lr: 0.1\n")
-    assert problems("optimizer=mine", config_dir=tmp_path) == [
-        "optimizer: has no name, so nothing is chosen. "
-        "Valid: adafactor, adamw, lion, muon, normuon, schedule_free, sgd."
-    ]
+    (problem,) = problems("optimizer=mine", config_dir=tmp_path)
+    assert problem.startswith("optimizer: has no name, so nothing is chosen. Valid: adafactor, adamw, ")
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
     write(tmp_path, "text.txt", "abcdefgh" * 200)
     config = load([f"data.path={tmp_path / 'text.txt'}", "model.vocabulary=3"])
-    with pytest.raises(
-        ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8 or more"
-    ):
+    with pytest.raises(ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8"):
         build_dataset(config.data, config.model, [])
 
 
@@ -265,32 +250,24 @@ def test_what_a_recipe_sets_is_its_own(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("old", [*RENAMED, "precision=half", "data.order=dealt", "optimise"])
-def test_what_went_is_answered_on_the_command_line_and_in_a_recorded_config(
-    old: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    later = {"precision=half": "precision=bf16", "data.order=dealt": "data.order=random", "optimise": "optimizer"}
-    monkeypatch.setattr(renamed, "RENAMED", {**RENAMED, **later})
-    answer = {**RENAMED, **later}[old]
-    answer = answer if " " in answer else f"It is now {answer}."
-    key, _, value = old.partition("=")
-    (problem,) = problems(f"{key}={value or 1}")
-    assert problem.startswith(old) and problem.endswith(answer)
-    saved: Any = to_dict(load())
-    section, _, name = key.partition(".")
-    if section in (*ALWAYS_GIVEN, "recipe"):
-        return  # a run that goes on takes nothing of it from its record
-    if name:
-        saved[section][name] = value or 1
-    else:
-        saved[section] = {"name": value or 1}
-    with pytest.raises(ConfigError) as caught:
-        continued(saved, load(["resume=auto", "run.dir=x"]))
-    assert caught.value.problems[0].endswith(answer)
+LATER = {"precision=half": "precision=bf16", "data.order=dealt": "data.order=random", "optimise": "optimizer"}
 
 
-def test_a_new_name_is_one_of_today() -> None:
-    for new in RENAMED.values():
-        if " " not in new:
-            section, _, name = new.partition("=")[0].partition(".")
-            assert hasattr(getattr(load(), section), name) or (not name and hasattr(load(), section))
+def test_what_went_is_answered_on_the_command_line_and_in_a_recorded_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renamed, "RENAMED", {**RENAMED, **LATER})
+    now, given = load(), load(["resume=auto", "run.dir=x"])
+    for old, new in {**RENAMED, **LATER}.items():
+        answer, (key, _, value) = new if " " in new else f"It is now {new}.", old.partition("=")
+        (problem,) = problems(f"{key}={value or 1}")
+        assert problem.startswith(old) and problem.endswith(answer)
+        section, _, name = key.partition(".")
+        if " " not in new and old not in LATER:
+            group, _, key_now = new.partition("=")[0].partition(".")
+            assert hasattr(getattr(now, group), key_now) if key_now else hasattr(now, group)
+        if section in (*ALWAYS_GIVEN, "recipe"):
+            continue  # a run that goes on takes nothing of it from its record
+        saved: Any = to_dict(now)
+        saved[section] = {**saved[section], name: value or 1} if name else {"name": value or 1}
+        with pytest.raises(ConfigError) as caught:
+            continued(saved, given)
+        assert caught.value.problems[0].endswith(answer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ttrain import __version__
 from ttrain.cli import main, parse_arguments
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
@@ -61,6 +62,7 @@ def test_text_that_may_be_any_text_stays_as_it_is(key: str, text: str) -> None:
 
 
 def test_a_text_key_keeps_words_that_other_keys_read() -> None:
+    assert value("train.steps=5", "train.steps=6") == 6  # the last counts
     assert value("runs.root=True") == "True"
     assert value("runs.root=None") == "None"  # it has to have a value, so this is one
     assert value("run.dir='[1]'") == "[1]"
@@ -98,10 +100,6 @@ def test_numbers_spaces_quotes_and_dashes(argument: str, expected: Any) -> None:
     assert value(argument) == expected
 
 
-def test_the_last_of_a_key_given_twice_counts() -> None:
-    assert value("train.steps=5", "train.steps=6") == 6
-
-
 @pytest.mark.parametrize(
     ("argument", "part"),
     [
@@ -126,7 +124,7 @@ def test_short_flags(capsys: Any) -> None:
     assert main(["-h"]) == 0
     assert "train.steps=1000" in capsys.readouterr().out
     assert main(["-V"]) == 0
-    assert capsys.readouterr().out.startswith("ttrain ")
+    assert capsys.readouterr().out == f"ttrain {__version__}\n"
 
 
 @pytest.mark.parametrize(

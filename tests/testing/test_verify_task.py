@@ -98,8 +98,8 @@ def test_an_op_without_cases_is_told(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_an_mlp_and_recomputed_blocks_with_dropout_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "passed" in verified(capsys, "verify.skip_ops=true", "model.dropout=0.2", "model.recompute=block")
-    assert main(["task=verify", "device=cpu", "model=mlp", "verify.skip_ops=true", "model.activation=gelu"]) == 0
+    assert "passed" in verified(capsys, "verify.ops=none", "model.dropout=0.2", "model.recompute=block")
+    assert main(["task=verify", "device=cpu", "model=mlp", "verify.ops=none", "model.activation=gelu"]) == 0
 
 
 def test_a_tenstorrent_device_is_verified_by_reference_functions(capsys: pytest.CaptureFixture[str]) -> None:

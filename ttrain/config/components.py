@@ -62,49 +62,38 @@ class TaskConfig:
 
 TASKS = ("train", "sample", "chat", "eval", "export", "plan", "prepare", "runs", "report", "verify", "profile", "bench",
          "doctor")  # fmt: skip
-for _task in TASKS:
-    register("task", _task, config=TaskConfig, target=f"ttrain.tasks.{_task}:run")
-register("task", "lr_finder", config=TaskConfig, target="ttrain.tasks.training.lr_finder:run")
-
-register("model", "mlp", config=MLPConfig, target="ttrain.models.mlp:MLP")
-register("model", "gpt", config=GPTConfig, target="ttrain.models.gpt:GPT")
-register("model", "llama", config=LlamaConfig, target="ttrain.models.llama:Llama")
-register("model", "agillm", config=AGILLMConfig, target="ttrain.models.agillm:AGILLM")
-
-for _engine in ("dynamic", "static", "traced"):
-    register("engine", _engine, config=EngineConfig, target=f"ttrain.config.targets:{_engine}_engine")
-
-for _device in ("auto", "cpu", "cuda"):
-    register("device", _device, config=DeviceConfig, target=f"ttrain.device.torch.device:{_device}")
-register("device", "null", config=DeviceConfig, target="ttrain.config.targets:null_device")
-for _names in FAMILIES:
-    for _device, (_config, _target) in loaded(_names).items():
-        register("device", _device, config=_config, target=_target)
-
-register("optimizer", "sgd", config=SGDConfig, target="ttrain.optim.sgd:SGD")
-register("optimizer", "adamw", config=AdamWConfig, target="ttrain.optim.adamw:AdamW")
-register("optimizer", "lion", config=LionConfig, target="ttrain.optim.lion:Lion")
-register("optimizer", "adafactor", config=AdafactorConfig, target="ttrain.optim.adafactor:Adafactor")
-register("optimizer", "schedule_free", config=ScheduleFreeConfig, target="ttrain.optim.schedule_free:ScheduleFree")
-register("optimizer", "muon", config=MuonConfig, target="ttrain.optim.muon:Muon")
-register("optimizer", "normuon", config=NorMuonConfig, target="ttrain.optim.muon:NorMuon")
-
-for _shape in ("constant", "linear", "cosine", "wsd"):
-    register("schedule", _shape, config=ScheduleConfig, target=f"ttrain.optim.schedules:{_shape}")
-
-register("data", "text", config=TextConfig, target="ttrain.data.text:open_text")
-register("data", "tokens", config=TokensConfig, target="ttrain.data.tokens:open_tokens")
-register("data", "documents", config=DocumentsConfig, target="ttrain.data.documents:open_documents")
-register("data", "regression", config=RegressionConfig, target="ttrain.data.regression:open_regression")
-
-for _precision in PRECISIONS:
-    register("precision", _precision, config=PrecisionConfig, target=PrecisionConfig)
-
-for _way in ("none", "ddp", "zero1"):
-    register("parallel", _way, config=ParallelConfig, target=ParallelConfig)
-
-register("logger", "console", config=LoggerConfig, target="ttrain.config.targets:no_views")
-register("logger", "jsonl", config=LoggerConfig, target="ttrain.config.targets:no_views")
-register("logger", "wandb", config=WandbConfig, target="ttrain.config.targets:wandb_views")
+# Group, config, target in which {} stands for the name, names.
+ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
+    ("task", TaskConfig, "ttrain.tasks.{}:run", TASKS),
+    ("task", TaskConfig, "ttrain.tasks.training.lr_finder:run", ("lr_finder",)),
+    ("model", MLPConfig, "ttrain.models.mlp:MLP", ("mlp",)),
+    ("model", GPTConfig, "ttrain.models.gpt:GPT", ("gpt",)),
+    ("model", LlamaConfig, "ttrain.models.llama:Llama", ("llama",)),
+    ("model", AGILLMConfig, "ttrain.models.agillm:AGILLM", ("agillm",)),
+    ("engine", EngineConfig, "ttrain.config.targets:{}_engine", ("dynamic", "static", "traced")),
+    ("device", DeviceConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
+    ("device", DeviceConfig, "ttrain.config.targets:null_device", ("null",)),
+    *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),
+    ("optimizer", SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
+    ("optimizer", AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
+    ("optimizer", LionConfig, "ttrain.optim.lion:Lion", ("lion",)),
+    ("optimizer", AdafactorConfig, "ttrain.optim.adafactor:Adafactor", ("adafactor",)),
+    ("optimizer", ScheduleFreeConfig, "ttrain.optim.schedule_free:ScheduleFree", ("schedule_free",)),
+    ("optimizer", MuonConfig, "ttrain.optim.muon:Muon", ("muon",)),
+    ("optimizer", NorMuonConfig, "ttrain.optim.muon:NorMuon", ("normuon",)),
+    ("schedule", ScheduleConfig, "ttrain.optim.schedules:{}", ("constant", "linear", "cosine", "wsd")),
+    ("data", TextConfig, "ttrain.data.text:open_text", ("text",)),
+    ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
+    ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
+    ("data", RegressionConfig, "ttrain.data.regression:open_regression", ("regression",)),
+    ("precision", PrecisionConfig, PrecisionConfig, PRECISIONS),
+    ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
+    ("logger", LoggerConfig, "ttrain.config.targets:no_views", ("console", "jsonl")),
+    ("logger", WandbConfig, "ttrain.config.targets:wandb_views", ("wandb",)),
+)
+for _group, _config, _target, _names in ROWS:
+    for _name in _names:
+        _named = _target.format(_name) if isinstance(_target, str) else _target
+        register(_group, _name, config=_config, target=_named)
 
 BUILT_IN = frozenset((row.group, row.name) for row in rows())

@@ -13,11 +13,10 @@ from hydra.errors import OverrideParseException
 
 from ttrain.config import registry
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import NO_VALUE, VERBATIM, expected, hints_of, section_type, without_none
+from ttrain.config.validate import NO_VALUE, expected, hints_of, section_type, without_none
 from ttrain.core.errors import ConfigError
 from ttrain.train.runs.record import as_text
 
-FREE_TEXT = tuple(f"{section}.{name}" for section, name in zip(("sample", "data", "sample"), VERBATIM, strict=True))
 OPTIONAL_GROUPS = ("recipe", "debug")  # of which none may be chosen
 # What a word processor or a web page makes of quotes and minus signs. No number, name or list holds one of them.
 TYPOGRAPHIC = str.maketrans("“”„‘’‚\u00a0‐‑‒–—−", "\"\"\"''' ------")
@@ -33,9 +32,10 @@ def parse(override: str, sweep: bool = False) -> Override:
     override = _spelt_out(override, sweep)
     if override.startswith("="):
         raise ConfigError(_syntax_problem(override, []))
-    hints = list(_hints(override))
+    declared = list(_declared(override))
+    hints = [hint for hint, _ in declared]
     text_key = any(without_none(hint) is str for hint in hints)
-    if text_key and not sweep and _key(override) in FREE_TEXT and not _is_quoted(override):
+    if not sweep and any(verbatim for _, verbatim in declared) and not _is_quoted(override):
         override = _quoted(override)
     parser = OverridesParser.create()
     try:
@@ -57,7 +57,7 @@ def _spelt_out(override: str, sweep: bool) -> str:
     key = key.strip()
     if not equals or not key:
         return override
-    if not any(without_none(hint) is str for hint in _hints(override)) and not value.isascii():
+    if not any(without_none(hint) is str for hint, _ in _declared(override)) and not value.isascii():
         value = value.translate(TYPOGRAPHIC)
     if key == "supervise" and value and value[0] not in "{$":
         return f"supervise.enabled={value}"
@@ -98,23 +98,19 @@ def _quoted(override: str) -> str:
     return f"{key}={as_text(value)}"
 
 
-def _hints(override: str) -> Iterator[Any]:
-    """The key's type in every schema that its section may have; none for an override that is no key of ours."""
+def _declared(override: str) -> Iterator[tuple[Any, bool]]:
+    """Yield the key's type in every schema that its section may have, and True where it takes text verbatim.
+
+    An override that is no key of ours has none.
+    """
     section, _, name = _key(override).partition(".")
     if "=" not in override or section not in sections():
         return
-    for schema in _schemas(section):
-        hints = hints_of(schema)
-        if (name or section) in hints:
-            yield hints[name or section]
-
-
-def _schemas(section: str) -> Iterator[type[Any]]:
-    """Dataclasses that declare the section's keys; for a single option the root itself."""
-    if section in registry.groups():
-        yield from (row.config for row in registry.rows() if row.group == section)
-    else:
-        yield section_type(section, None) or Config
+    schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None) or Config]
+    for schema in schemas:
+        if (name or section) in (hints := hints_of(schema)):
+            rules = schema.__dataclass_fields__[name or section].metadata
+            yield hints[name or section], bool(rules.get("verbatim"))
 
 
 def _syntax_problem(override: str, hints: list[Any]) -> str:

@@ -17,6 +17,7 @@ RENAMED: dict[str, str] = {
     "device.make_room": "device.yield_cores",
     "device.products": "device.matmul",
     "guard.search_seconds": "Leave it out: no steps are repeated. guard.nonfinite=skip names the first bad tensor.",
+    "lr_finder.rise": "Leave it out: task=lr_finder stops where the loss has risen by half of what it had fallen.",
     "optimizer.group_lr": "optimizer.lr_multipliers",
     "precision=bf16_pure": "precision=bf16_true",
     "ramp": "lr_finder",
@@ -33,12 +34,15 @@ RENAMED: dict[str, str] = {
     "recipe=bench-subdevices": "Give task=bench bench=core_grid device=n300.",
     "recipe=bench-wormhole": "Give task=bench bench=wormhole device=n300.",
     "schedule.final": "schedule.min_lr_ratio",
+    "supervise.max_backoff": "Leave it out: a restart waits at most 300 s.",
+    "supervise.on_restart_timeout": "Leave it out: the command may take 300 s.",
     "task=lr": "task=lr_finder",
     "train.accumulation": "train.gradient_accumulation",
     "train.block_schedule": "train.length_schedule",
     "train.block_steps": "train.phase_steps",
     "train.eval_batches": "Give train.eval_sequences: it counts sequences, not batches.",
     "verify.golden": "Leave it out: a card's reference functions are a device of the tests now.",
+    "verify.skip_ops": "Give verify.ops=none.",
 }
 
 

@@ -100,7 +100,6 @@ class LrFinderConfig:
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)
     steps: int = option(200, "most steps; fewer if the loss diverges", minimum=10)
-    rise: float = option(0.5, "rise of the loss, as a share of its fall before, that counts as divergence", above=0)
     out: str | None = option(
         None, "folder for results.json and plot.png; null claims one below outputs/lr_finder", path=True
     )

@@ -21,12 +21,15 @@ from ttrain.config.schema import Config, Source, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
-from ttrain.core.options import default_of, key_of, option_problems, rules_of
+from ttrain.core.options import default_of, key_of, rules_of, value_problems
 
-TYPE_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+KINDS = {
+    NoneType: "null", int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list",
+    dict: "a mapping",
+}  # fmt: skip
+MANY = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
 NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
-VERBATIM = ("prompt", "separator", "system")  # text that may be any text
-MANY_WORDS = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
+_REFUSED = object()
 
 
 @dataclass
@@ -42,14 +45,13 @@ class Findings:
         self.bad_sections.update(sections_)
 
     def with_recipe(self, problem: str) -> str:
-        """The problem with the recipe or preset that set its key, which the user did not give himself."""
+        """Return the problem with the recipe or preset that set its key, which the user did not give himself."""
         key, _, rest = problem.partition("=")
         value, told, advice = rest.partition(": ")
-        if not told or "(set in" in problem:
-            return problem
-        if not self.origins().get(key, "").startswith(("recipe/", "debug/")):
-            return problem
-        return f"{key}={value}{self.origin(key)}: {advice}"
+        named = (
+            self.origins().get(key, "").startswith(("recipe/", "debug/")) if told and "(set in" not in rest else False
+        )
+        return f"{key}={value}{self.origin(key)}: {advice}" if named else problem
 
     def origin(self, key: str) -> str:
         file = self.origins().get(key)
@@ -57,7 +59,7 @@ class Findings:
 
 
 def typed_config(values: Mapping[str, Any], source: Source | None = None, findings: Findings | None = None) -> Config:
-    """The typed config of plain nested values, such as a composed tree or the config saved in a checkpoint.
+    """Return the typed config of plain nested values, such as a composed tree or the config saved in a checkpoint.
 
     Keys that are left out take their defaults. Raises ConfigError with all problems, those already in `findings` first.
     """
@@ -74,12 +76,6 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
             section = _section(name, values[name], found)
             if section is not _REFUSED:
                 setattr(config, name, section)
-    for name in sections():
-        part = getattr(config, name)
-        if is_dataclass(part):
-            bounds = list(option_problems(part, name))
-            found.problems += bounds
-            found.bad_sections |= {name} if bounds else set()
     found.problems += rule_problems(config, found.bad_sections)
     if found.problems:
         raise ConfigError(list(dict.fromkeys(map(found.with_recipe, found.problems))))
@@ -113,7 +109,7 @@ def rule_problems(config: Config, bad_sections: Set[str] = frozenset()) -> list[
 
 
 def section_type(section: str, name: Any) -> type[Any] | None:
-    """The dataclass that a section's keys are checked against, None for a single option.
+    """Return the dataclass that a section's keys are checked against, None for a single option.
 
     For a component group it depends on the `name`; an unregistered name gives None too.
     """
@@ -125,9 +121,9 @@ def section_type(section: str, name: Any) -> type[Any] | None:
 
 
 def _section(section: str, value: Any, found: Findings) -> Any:
-    """The typed section, or the value of a single option; _REFUSED where it is reported."""
+    """Return the typed section, or the value of a single option; _REFUSED where it is reported."""
     if section not in registry.groups() and section_type(section, None) is None:
-        return _convert(Config, section, section, value, found)
+        return _convert(Config, Config.__dataclass_fields__[section], section, value, found)
     if value is None and section in registry.groups():
         found.add(f"{section}: nothing is chosen. Give {section}=<option>; --help lists the options.", section)
     elif not isinstance(value, Mapping):
@@ -140,8 +136,8 @@ def _section(section: str, value: Any, found: Findings) -> Any:
 
 
 def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Findings) -> Any:
-    """An instance of the schema with every acceptable value; the others are reported and keep their default."""
-    known = {key_of(declared): declared.name for declared in fields(schema)}
+    """Return an instance with every acceptable value; the others are reported and keep their default."""
+    known = {key_of(declared): declared for declared in fields(schema)}
     accepted = {}
     for key, value in values.items():
         path = f"{section}.{key}"
@@ -150,45 +146,44 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
         if key not in known:
             hint = instead(path) or _suggest(section, str(key), schema)
             found.add(f"{path}: unknown key{found.origin(path)}. {hint}")
-            continue
-        if hint := instead(f"{path}={value}"):
+        elif hint := instead(f"{path}={value}"):
             found.add(f"{path}={value}: no such choice{found.origin(path)}. {hint}", section)
-            continue
-        converted = _convert(schema, known[key], path, value, found)
-        if converted is not _REFUSED:
-            accepted[known[key]] = converted
+        elif (converted := _convert(schema, known[key], path, value, found)) is not _REFUSED:
+            accepted[known[key].name] = converted
+            for problem in value_problems(path, converted, known[key].metadata):
+                found.add(problem, section)
     return schema(**accepted)
 
 
-_REFUSED = object()
-
-
-def _convert(schema: type[Any], key: str, path: str, value: Any, found: Findings) -> Any:
-    """The value as its declared type, by OmegaConf's rules; whole floats such as 1e3 are integers too."""
-    hint = hints_of(schema)[key]
-    section = path.partition(".")[0]
+def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, found: Findings) -> Any:
+    """Return the value as its declared type, by OmegaConf's rules; whole floats such as 1e3 are integers too."""
+    hint, rules = hints_of(schema)[declared.name], declared.metadata
+    section, bare = path.partition(".")[0], without_none(hint)
     if value == "???":
-        many = typing.get_origin(without_none(hint)) is list
-        value = "[<value>]" if many else "<value>"
-        found.add(f"{path}: has no value{found.origin(path)}; give one with {path}={value}.", section)
+        wanted = "[<value>]" if typing.get_origin(bare) is list else "<value>"
+        found.add(f"{path}: has no value{found.origin(path)}; give one with {path}={wanted}.", section)
         return _REFUSED
-    bare = without_none(hint)
-    if value is None or (isinstance(value, str) and key not in VERBATIM):
-        value = _meant(value, hint, schema.__dataclass_fields__[key])
-    if schema.__dataclass_fields__[key].metadata.get("one") and isinstance(value, str | int):
+    if value is None or (isinstance(value, str) and not rules.get("verbatim")):
+        value = _meant(value, hint, declared)
+    if rules.get("one") and isinstance(value, str | int):
         value = [value]
     if bare is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
         converted = value if _has_type(value, hint) else _converted(value, hint)
     except (OmegaConfBaseException, ValueError):
-        found.add(
-            f"{path}={_shown(value)}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}."
-            + _as_list(path, value, hint),
-            section,
-        )
+        shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        problem = f"{path}={shown}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}."
+        if isinstance(value, str) and bare == list[str]:
+            problem += f" Write {path}=[{'' if value == NO_VALUE else value}]."
+        found.add(problem, section)
         return _REFUSED
-    return _at_home(converted) if schema.__dataclass_fields__[key].metadata.get("path") else converted
+    if rules.get("path"):  # no shell replaces a `~` behind `key=`
+        if isinstance(converted, list):
+            return [str(at_home(each)) for each in converted]
+        return str(at_home(converted)) if isinstance(converted, str) and converted.startswith("~") else converted
+    return converted
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -198,7 +193,7 @@ def _has_type(value: Any, hint: Any) -> bool:
         return bare is not hint
     if typing.get_origin(bare) is list:
         return type(value) is list and all(type(each) is typing.get_args(bare)[0] for each in value)
-    return bare in TYPE_WORDS and type(value) is bare
+    return bare in MANY and type(value) is bare
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -225,83 +220,46 @@ def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
     return text
 
 
-def _at_home(path: Any) -> Any:
-    """A path or a list of them with the home folder for a leading `~`, which no shell replaces behind `key=`."""
-    if isinstance(path, list):
-        return [_at_home(each) for each in path]
-    return str(at_home(path)) if isinstance(path, str) and path.startswith("~") else path
-
-
 @cache
 def _slot(hint: Any) -> type[Any]:
-    """A dataclass with one field `value` of the type."""
+    """Return a dataclass with one field `value` of the type."""
     return make_dataclass("Slot", [("value", hint)])
 
 
 def expected(hint: Any) -> str:
-    """A type hint in words, such as `an integer or null`."""
+    """Return a type hint in words, such as `an integer or null`."""
     bare = without_none(hint)
-    origin = typing.get_origin(bare)
-    if origin is list:
-        words = f"a list of {MANY_WORDS[typing.get_args(bare)[0]]}"
-    elif origin is dict:
-        words = f"a mapping of names to {MANY_WORDS[typing.get_args(bare)[1]]}"
+    kind, parts = typing.get_origin(bare), typing.get_args(bare)
+    if kind is list:
+        words = f"a list of {MANY[parts[0]]}"
+    elif kind is dict:
+        words = f"a mapping of names to {MANY[parts[1]]}"
     else:
-        words = TYPE_WORDS.get(bare, getattr(bare, "__name__", str(bare)))
+        words = KINDS.get(bare, getattr(bare, "__name__", str(bare)))
     return words if bare is hint else f"{words} or null"
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
+@cache
 def hints_of(schema: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields by name, evaluated once."""
-    if schema not in _HINTS:
-        _HINTS[schema] = typing.get_type_hints(schema)
-    return _HINTS[schema]
+    """Return the types of a dataclass's fields by name."""
+    return typing.get_type_hints(schema)
 
 
 def without_none(hint: Any) -> Any:
-    """`X` for the type hint `X | None`, any other hint as it is."""
+    """Return `X` for the type hint `X | None`, any other hint as it is."""
     if typing.get_origin(hint) in (UnionType, typing.Union):
         rest = [part for part in typing.get_args(hint) if part is not NoneType]
         return rest[0] if len(rest) == 1 else hint
     return hint
 
 
-def _as_list(path: str, value: Any, hint: Any) -> str:
-    """Return how to write one text where a list of them is wanted; empty for everything else."""
-    if not isinstance(value, str) or without_none(hint) != list[str]:
-        return ""
-    return f" Write {path}=[{'' if value == NO_VALUE else value}]."
-
-
 def _given(value: Any, hint: Any) -> str:
-    """The kind of a value in words; of a list or a mapping, where one is wanted, also of what it holds."""
+    """Return the kind of a value in words; of a list or a mapping, where one is wanted, also of what it holds."""
     inside: Any = ()
     if typing.get_origin(without_none(hint)) is type(value):
         inside = value.values() if isinstance(value, dict) else value
-    kinds = sorted({_kind(each) for each in inside})
-    return _kind(value) + (f" with {' and '.join(kinds)} in it" if kinds else "")
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    words = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
-    }
-    return words.get(type(value), type(value).__name__)
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    kinds = sorted({KINDS.get(type(each), type(each).__name__) for each in inside})
+    return KINDS.get(type(value), type(value).__name__) + (f" with {' and '.join(kinds)} in it" if kinds else "")
 
 
 def _name_problem(section: str, name: Any) -> str:
@@ -323,13 +281,13 @@ def _suggest(section: str, key: str, schema: type[Any]) -> str:
 
 
 def _suggest_root(key: str) -> str:
-    """Another section's key of the same name, else the nearest section."""
+    """Return another section's key of the same name, else the nearest section."""
     owner = owner_of(key)
     return f"Did you mean '{owner}.{key}'?" if owner else did_you_mean(key, sections())
 
 
 def owner_of(key: str) -> str | None:
-    """The first section that has a key of that name, None where none has."""
+    """Return the first section that has a key of that name, None where none has."""
     for section in sections():
         default = default_of(Config.__dataclass_fields__[section])
         if is_dataclass(default) and key in {declared.name for declared in fields(default)} and key != "name":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, field, fields
 from types import FunctionType
 from typing import Any
@@ -27,16 +27,18 @@ def option(
     path: bool = False,
     changes: str = "function",
     one: bool = False,
+    verbatim: bool = False,
 ) -> Any:
     """A dataclass field with its meaning, unit and bounds.
 
     `minimum` and `maximum` are inclusive, `above` and `below` exclusive; in a list or mapping each number obeys.
     A `path` names a file or folder, and a leading `~` in it stands for the home folder. `changes` is for keys of a
-    model, see models/identity.py. `one` lets a single value stand for a list of it. A mutable default is copied per
-    instance.
+    model, see models/identity.py. `one` lets a single value stand for a list of it. A `verbatim` text is taken as it
+    stands. A mutable default is copied per instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, "one": one, **bounds}
+    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, "one": one, "verbatim": verbatim}
+    metadata |= bounds
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
@@ -55,50 +57,41 @@ def rule(check: Rule) -> Rule:
 
 
 def rules_of(section: Any) -> Iterator[Rule]:
-    """The rules of a config dataclass, those of its bases first."""
+    """Yield the rules of a config dataclass, those of its bases first."""
     for kind in reversed(type(section).__mro__):
         yield from (check for check in vars(kind).values() if isinstance(check, FunctionType) and check in _RULES)
 
 
 def key_of(declared: Field[Any]) -> str:
-    """The key of a field: its name, without the underscore that sets it apart from a word of Python."""
+    """Return the key of a field: its name, without the underscore that sets it apart from a word of Python."""
     return declared.name.rstrip("_")
 
 
 def as_keys(config: Any) -> dict[str, Any]:
-    """A config dataclass as plain values by key."""
+    """Return a config dataclass as plain values by key."""
     values = asdict(config)
     return {key_of(declared): values[declared.name] for declared in fields(config)}
 
 
 def default_of(declared: Field[Any]) -> Any:
-    """The default value of a dataclass field, however it was declared."""
+    """Return the default value of a dataclass field, however it was declared."""
     if declared.default is not MISSING:
         return declared.default
     return declared.default_factory() if declared.default_factory is not MISSING else None
 
 
-def option_problems(config: Any, prefix: str) -> Iterable[str]:
-    """Every field of a config dataclass that lies outside its declared choices or bounds, one sentence each."""
-    for declared in fields(config):
-        value, rules = getattr(config, declared.name), declared.metadata
-        key = f"{prefix}.{key_of(declared)}" if prefix else key_of(declared)
-        if value is None or not rules:
-            continue
-        for path, item in _items(key, value):
-            if rules.get("choices") and item not in rules["choices"]:
-                yield f"{path}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
-            if rules.get("path") and (not item.strip() or "\0" in item):
-                yield f"{path}={item!r}: must be the path of a file or folder."
-            if isinstance(item, int | float) and not isinstance(item, bool):
-                yield from _bound_problems(path, item, rules)
-
-
-def _items(key: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """A value, or each one that it holds, with the key that an error names."""
+def value_problems(key: str, value: Any, rules: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each part of a value that lies outside the choices or bounds of its option."""
+    items: Iterable[tuple[str, Any]] = [(key, item) for item in value] if isinstance(value, list) else [(key, value)]
     if isinstance(value, dict):
-        return [(f"{key}.{name}", item) for name, item in value.items()]
-    return [(key, item) for item in value] if isinstance(value, list) else [(key, value)]
+        items = [(f"{key}.{name}", item) for name, item in value.items()]
+    for path, item in items if rules and value is not None else ():
+        if rules.get("choices") and item not in rules["choices"]:
+            yield f"{path}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
+        if rules.get("path") and (not item.strip() or "\0" in item):
+            yield f"{path}={item!r}: must be the path of a file or folder."
+        if isinstance(item, int | float) and not isinstance(item, bool):
+            yield from _bound_problems(path, item, rules)
 
 
 def _bound_problems(key: str, number: float, rules: Any) -> Iterable[str]:

@@ -45,7 +45,7 @@ class TextConfig(DataConfig):
         path=True,
     )
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
-    separator: str = option("\n", "text between two files; \\n is a line break")
+    separator: str = option("\n", "text between two files; \\n is a line break", verbatim=True)
     max_bytes: int | None = option(None, "most bytes to read; null reads all", minimum=1)
     tokenizer: str = option(
         "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json", path=True

@@ -32,7 +32,7 @@ def run(config: Config) -> None:
     from ttrain.testing.verifier import Verifier, chosen_ops
 
     settings, dtype = config.verify, config.precision.compute
-    chosen = [] if settings.skip_ops else chosen_ops(settings.ops)
+    chosen = [] if settings.ops == ["none"] else chosen_ops(settings.ops, "verify.ops=")
     with closing(build.build_device(config.device, config.precision)) as device:
         if not device.computes:
             raise ConfigError(

@@ -11,8 +11,7 @@ from ttrain.core.options import option
 class VerifyConfig:
     """Settings of task=verify, which compares ops and models with PyTorch in fp64."""
 
-    ops: list[str] = option([], "names or families of ops; empty takes all")
-    skip_ops: bool = option(False, "verify the model only")
+    ops: list[str] = option([], "names or families of ops; empty takes all, none takes no op", one=True)
     model: bool = option(True, "verify the gradients of the configured model too")
     rows: int = option(2, "sequences or examples of the model's batch", minimum=1)
     engines: str = option(

@@ -25,14 +25,17 @@ from ttrain.testing.trials import Trial, reach, run_trials, trials
 Each = Callable[[Sequence[Trial]], Iterable[Trial]]
 
 
-def chosen_ops(names: Sequence[str]) -> list[Op]:
-    """Return ops by name or family; all where none is named. Raises ConfigError with the nearest valid name."""
+def chosen_ops(names: Sequence[str], key: str = "") -> list[Op]:
+    """Return ops by name or family; all where none is named.
+
+    Raises ConfigError with the nearest valid name, after the `key` that the name was given to.
+    """
     families = {op.family for op in REGISTRY.values()}
     for name in names:
         if name not in REGISTRY and name not in families:
-            raise ConfigError(f"verify.ops={name}: no such op or family. {did_you_mean(name, {*REGISTRY, *families})}")
+            raise ConfigError(f"{key}{name}: no such op or family. {did_you_mean(name, {*REGISTRY, *families})}")
         if name in REGISTRY and not cases_of(REGISTRY[name]):
-            raise ConfigError(f"verify.ops={name}: the op has no cases to run. Declare some: see docs/extending.md.")
+            raise ConfigError(f"{key}{name}: the op has no cases to run. Declare some: see docs/extending.md.")
     return [op for op in REGISTRY.values() if not names or op.name in names or op.family in names]
 
 

@@ -254,13 +254,11 @@ class SuperviseConfig:
         None, "watch training from a parent process; null does if another supervise key is given"
     )
     max_restarts: int = option(3, "restarts in a row without a new checkpoint before it gives up", minimum=0)
-    backoff: float = option(2.0, "seconds before a restart, doubled while there is no progress", minimum=0)
-    max_backoff: float = option(300.0, "longest wait before a restart in seconds", minimum=0)
+    backoff: float = option(2.0, "seconds before a restart, doubled up to 300 while there is no progress", minimum=0)
     hang_timeout: float | None = option(
         1800.0, "seconds without a sign of life before the child is killed; null waits forever", above=0
     )
     on_restart: str | None = option(None, "shell command before every restart, such as a card reset; command line only")
-    on_restart_timeout: float = option(300.0, "seconds that on_restart may take", above=0)
 
     def wanted(self, explicit: Collection[str]) -> bool:
         """Return True if training is to run under a supervisor; `explicit` are the keys that the user gave."""

@@ -32,6 +32,7 @@ class SampleConfig(CheckpointConfig):
         None,
         "text to continue; null takes held-out text at the end of a run, and a line break or the token between "
         "documents for task=sample",
+        verbatim=True,
     )
     prompts: str | None = option(
         None,
@@ -41,7 +42,7 @@ class SampleConfig(CheckpointConfig):
     results: str | None = option(
         None, "JSON-lines file for the samples of sample.prompts; null writes to stdout", path=True
     )
-    system: str | None = option(None, "task=chat: system message of the conversation")
+    system: str | None = option(None, "task=chat: system message of the conversation", verbatim=True)
     tokens: int = option(200, "most tokens per sample", minimum=1)
     stop: list[str] = option(
         [],

@@ -35,7 +35,7 @@ def test_rates_of_a_curve_with_known_answers(steep: float, end: float, noise: fl
     losses = losses_of(rates, steep, end, noise)
     stopped = next(n for n in range(1, 201) if has_diverged(losses[:n].tolist(), settings))
     assert end < rates[stopped - 1] < 6 * end
-    found = find(rates[:stopped], losses[:stopped].tolist(), settings.rise)
+    found = find(rates[:stopped], losses[:stopped].tolist())
     assert found.steepest is not None and found.lowest is not None and found.last is not None
     assert found.steepest == pytest.approx(steep, rel=1.0 if noise else 0.1)
     assert steep < found.lowest <= found.last and end / 1.5 < found.last < 3 * end

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ttrain.train.steps.step import Rates
 
 ROOT = Path("outputs/lr_finder")
+RISE = 0.5  # share of what the loss has fallen by which it rises again where it diverges
 _NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
 
 
@@ -63,7 +64,7 @@ def run(config: Config) -> dict[str, Any]:
         for warning in run.warnings:
             console.say(f"WARNING: {warning}")
         rates, losses, diverged = _losses(run, device, settings, console, stop)
-    findings = find(rates, losses, settings.rise)
+    findings = find(rates, losses)
     results = _results(config, run, rates, losses, diverged, findings)
     replace_file(folder / RESULTS, to_json(results))
     _draw(results, folder / "plot.png")
@@ -127,8 +128,7 @@ def _rising(run: Run, settings: LrFinderConfig) -> Callable[[int], Rates]:
 def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     """Return whether the newest losses have risen above the lowest.
 
-    Their mean has to be above the lowest such mean by more than noise, and by more than lr_finder.rise of what it had
-    fallen.
+    Their mean has to be above the lowest such mean by more than noise, and by more than RISE of what it had fallen.
     """
     size = window(settings.steps)
     if len(losses) < 3 * size:
@@ -136,10 +136,10 @@ def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     sums = np.cumsum([0.0, *losses])
     means = (sums[size:] - sums[:-size]) / size
     noise = _NOISE * float(np.median(np.abs(np.asarray(losses[size:]) - means[:-1])))
-    return bool(means[-1] > means.min() + max(noise, settings.rise * (means[0] - means.min())))
+    return bool(means[-1] > means.min() + max(noise, RISE * (means[0] - means.min())))
 
 
-def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> FoundRates:
+def find(rates: Sequence[float], losses: Sequence[float]) -> FoundRates:
     """Find learning rates by the losses, over rates that rise by equal factors."""
     size = window(len(losses))
     if len(losses) < 3 * size:
@@ -153,7 +153,7 @@ def find(rates: Sequence[float], losses: Sequence[float], rise: float) -> FoundR
     if gained <= noise or lowest == 0:
         return FoundRates(trend.tolist())
     steepest = int(np.argmin(np.gradient(trend)[: lowest + 1]))
-    above = np.flatnonzero(trend[lowest:] > trend[lowest] + max(noise, rise * gained))
+    above = np.flatnonzero(trend[lowest:] > trend[lowest] + max(noise, RISE * gained))
     last = lowest + int(above[0]) - 1 if len(above) else len(rates) - 1
     suggested = math.sqrt(rates[steepest] * rates[lowest])
     return FoundRates(trend.tolist(), suggested, rates[steepest], rates[lowest], rates[last])

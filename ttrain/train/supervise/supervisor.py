@@ -26,6 +26,8 @@ from ttrain.train.supervise.child import Child, PassOn, describe_exit
 from ttrain.train.supervise.heartbeat import VARIABLE
 
 _POLL_SECONDS = 0.1
+LONGEST_WAIT = 300.0  # seconds before a restart
+HOOK_SECONDS = 300.0  # that supervise.on_restart may take
 _DUMP_SECONDS = 2.0  # for a hung child to print where it is
 NONFINITE = "NonFiniteError"
 
@@ -144,7 +146,7 @@ class Supervisor:
         """Says what happened, waits, and runs on_restart."""
         self.restarts += 1
         config = self._config
-        wait = min(config.backoff * 2 ** (self.failures - 1), config.max_backoff)
+        wait = min(config.backoff * 2 ** (self.failures - 1), LONGEST_WAIT)
         start = f"step {self._reached}" if self._reached >= 0 else "the beginning"
         self._note(
             "restart",
@@ -161,10 +163,10 @@ class Supervisor:
     def _run_hook(self, command: str) -> None:
         """The user's own command; the restart goes on whatever becomes of it."""
         try:
-            done = subprocess.run(command, shell=True, timeout=self._config.on_restart_timeout, check=False)
+            done = subprocess.run(command, shell=True, timeout=HOOK_SECONDS, check=False)
             result = describe_exit(done.returncode)
         except subprocess.TimeoutExpired:
-            result = f"ended after {self._config.on_restart_timeout:g} s"
+            result = f"ended after {HOOK_SECONDS:g} s"
         self._note("on_restart", f"supervise.on_restart ({command}): {result}.")
 
     def _note(self, kind: str, message: str, **facts: Any) -> None:
