@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ CHUNK_BYTES = 1 << 22
 
 
 def write_synced(path: Path, data: bytes) -> str:
-    """Writes a new file, waits until it is on the disk, and returns the SHA-256 of what was handed over."""
+    """Write a new file, wait until it is on the disk, and return the SHA-256 of what was handed over."""
     digest, view = hashlib.sha256(), memoryview(data)
     with open(path, "xb") as file:
         for start in range(0, len(view), CHUNK_BYTES):
@@ -31,7 +32,7 @@ def write_synced(path: Path, data: bytes) -> str:
 
 
 def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) -> None:
-    """Replaces a file in one step: readers see the old content or the new one, never a part.
+    """Replace a file in one step: readers see the old content or the new one, never a part.
 
     `content` may write it, to the path beside that it is given.
     """
@@ -52,7 +53,7 @@ def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) ->
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder beside to fill, which takes the name of the new one once it is whole, or is removed."""
+    """Give a folder beside to fill, which takes the name of the new one once it is whole, or is removed."""
     beside = _beside(folder)
     try:
         _remove_left(folder)
@@ -70,18 +71,16 @@ def _beside(path: Path) -> Path:
 
 
 def _remove_left(path: Path) -> None:
-    """Removes what processes that are gone have left beside a path."""
+    """Remove what processes that are gone have left beside a path."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         number = left.name.split(".")[-2]
-        if not number.isdecimal() or (os.name == "posix" and still_runs(int(number))):
+        if not number.isdecimal() or still_runs(int(number)):
             continue
         shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def still_runs(process: int) -> bool:
     """True if a process of this machine may still run."""
-    if os.name != "posix":  # elsewhere the question would stop it
-        return True
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
@@ -92,7 +91,7 @@ def still_runs(process: int) -> bool:
 
 
 def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> None:
-    """Replaces the file that a key of the config names, with `folders` making those around it.
+    """Replace the file that a key of the config names, with `folders` making those around it.
 
     Raises UserError where it can't be written.
     """
@@ -105,7 +104,7 @@ def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> N
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
+    """Return the object in a JSON file; empty where there is none."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -114,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Gives a file that nobody changes a second name; a file system without hard links gets a copy."""
+    """Give a file that nobody changes a second name; a file system without hard links gets a copy."""
     try:
         os.link(source, target)
     except OSError:
@@ -123,7 +122,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until what was written to a file, by whatever handle, is on the disk."""
+    """Wait until what was written to a file, by whatever handle, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,17 +131,12 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on the disk. Where directories can't be opened, does nothing."""
-    if os.name == "posix":
-        sync_file(path)
+    """Wait until the names in a directory are on the disk."""
+    sync_file(path)
 
 
 def lock_file(file: IO[str]) -> bool:
     """Lock a file for this process, and return True if that worked. The lock ends with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system
-        return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -153,17 +147,13 @@ def lock_file(file: IO[str]) -> bool:
 
 
 def hold_for_reading(path: Path) -> IO[str]:
-    """The opened file, which `lock_file` fails to lock until it is closed or dropped. Others may hold it as well.
+    """Return the opened file, which `lock_file` fails to lock until it is closed. Others may hold it as well.
 
     Waits while a process locks it, as one does for the moment in which it removes it.
     """
     file = open(path, encoding="utf-8")  # noqa: SIM115 - held by the caller
-    try:
-        import fcntl
-
+    with suppress(OSError):  # of a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)
-    except (ImportError, OSError):  # not a POSIX system, or a file system without locks
-        pass
     return file
 
 
