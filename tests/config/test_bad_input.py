@@ -37,11 +37,9 @@ def write(folder: Path, name: str, text: str) -> Path:
     [
         ("train.stpes=5", "train.stpes", "'steps'"),
         ("+train.stpes=5", "train.stpes", "'steps'"),
-        ("++train.stpes=5", "train.stpes", "'steps'"),
         ("optimzer.lr=1", "optimzer", "'optimizer'"),
         ("lr=1", "lr", "'optimizer.lr'"),
         ("+sede=1", "sede", "Valid: "),
-        ("sample.topk=3", "sample.topk", "'top_k'"),
         ("run.dri=x", "run.dri", "'dir'"),
         ("optimizer.momentum=0.9", "optimizer.momentum", "optimizer sgd"),
     ],
@@ -71,21 +69,16 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
     [
         ("train.steps=abc", "train.steps='abc': must be an integer, got text."),
         ("train.steps=1.5", "train.steps=1.5: must be an integer, got a number."),
-        ("train.steps=true", "train.steps=True: must be an integer, got true or false."),
         ("train.steps=null", "train.steps=null: must be an integer, got null."),
-        ("train.keep_best=2", "train.keep_best=2: must be true or false, got an integer."),
         ("optimizer.lr=[1]", "optimizer.lr=[1]: must be a number, got a list."),
         ("optimizer.betas=0.9", "optimizer.betas=0.9: must be a list of numbers, got a number."),
-        ("optimizer.lr_multipliers=3", "optimizer.lr_multipliers=3: must be a mapping of names to numbers, got an integer."),  # noqa: E501
+        ("optimizer.lr_multipliers=3", "optimizer.lr_multipliers=3: must be a mapping of names to numbers, got an integer."),
         ("optimizer.lr_multipliers.a=x", "optimizer.lr_multipliers={'a': 'x'}: must be a mapping of names to numbers, got a mapping with text in it."),  # noqa: E501
-        ("sample.top_k=x", "sample.top_k='x': must be an integer or null, got text."),
-        ("data.path=[a]", "data.path=['a']: must be text or null, got a list."),
         ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),
         ("runs.root=null", "runs.root=null: must be text, got null."),
         ("report.run=3", "report.run=3: must be a list of texts, got an integer."),
         ("optimizer.freeze=blocks", "optimizer.freeze='blocks': must be a list of texts, got text. Write optimizer.freeze=[blocks]."),  # noqa: E501
         ("data=documents", "data.sources: has no value (set in data/documents.yaml); give one with data.sources=[<value>]."),  # noqa: E501
-        ("data=text", "data.path: has no value (set in data/text.yaml); give one with data.path=<value>."),
     ],
 )  # fmt: skip
 def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: str) -> None:
@@ -97,7 +90,6 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: 
     [
         (["train.steps=0"], "train.steps=0: must be at least 1."),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be at least 0."),
-        (["optimizer.lr=nan"], "optimizer.lr=nan: must be a finite number."),
         (["model.dropout=1"], "model.dropout=1.0: must be less than 1."),
         (["model.activation=gelo"], "model.activation=gelo: no such choice. Did you mean 'gelu'?"),
         (["model.heads=3"], "model.heads=3: must divide model.width=128. Nearest that does: 2."),

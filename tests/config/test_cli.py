@@ -71,9 +71,7 @@ def test_nothing_is_written_and_the_folder_stays(ran: list[Config], tmp_path: Pa
     ("overrides", "expected"),
     [
         (["--train.steps=7"], ["train.steps=7"]),
-        (["--train.steps=7", "--model=mlp", "a=b"], ["train.steps=7", "model=mlp", "a=b"]),
         (["--run.dir=x", "-m", "--optimizer.lr=0.1,0.2"], ["run.dir=x", "optimizer.lr=0.1,0.2"]),
-        (["--sample.prompt=a=b --c"], ["sample.prompt=a=b --c"]),
         (["a=b", "--cfg=job", "c=d"], ["a=b", "c=d"]),
         (["--config-dir=conf", "--config-name", "x", "+a=b", "~c"], ["+a=b", "~c"]),
     ],

@@ -24,13 +24,10 @@ _BASES = {
 
 def table(result: Values, earlier: Values | None = None) -> list[list[str]]:
     """Return a line of titles and a line per case and contender. Columns in which nothing stands are left out."""
-    titles = [title for title, _ in _COLUMNS] + (["earlier ms", "x earlier"] if earlier else [])
+    rows = [(case, row) for case in result["cases"] for row in case["rows"]]
     before = {} if earlier is None else dict(_medians(earlier))
-    lines = [
-        [cell(case, row) for _, cell in _COLUMNS] + (_before(case, row, before) if earlier else [])
-        for case in result["cases"]
-        for row in case["rows"]
-    ]
+    lines = [[*_cells(*both).values(), *(_before(*both, before) if earlier else [])] for both in rows]
+    titles = [*(_cells(*rows[0]) if rows else ()), *(["earlier ms", "x earlier"] if earlier else [])]
     used = [column for column in range(len(titles)) if any(line[column] for line in lines)]
     return [[line[column] for column in used] for line in [titles, *lines]]
 
@@ -43,52 +40,36 @@ def _medians(result: Values) -> Iterator[tuple[tuple[str, str, str], float]]:
 
 
 def _before(case: Values, row: Values, before: Mapping[tuple[str, str, str], float]) -> list[str]:
-    median, then = _median(row), before.get((case["size"], case["precision"], row["contender"]))
-    return [ms(then), f"{then / median:.2f}" if then and median else ""]
+    median, then = _at(row, "step_ms", "median"), before.get((case["size"], case["precision"], row["contender"]))
+    return [ms(then), _factor(then / median if then and median else None)]
 
 
-def _median(row: Values) -> float | None:
-    return (row.get("step_ms") or {}).get("median")
+def _at(values: Any, *keys: str) -> Any:
+    """Return what lies at a path of keys, None where that ends early."""
+    for key in keys:
+        values = (values or {}).get(key)
+    return values
 
 
-def _quartiles(case: Values, row: Values) -> str:
-    steps = row.get("step_ms") or {}
-    return f"{ms(steps['q1'])} – {ms(steps['q3'])}" if steps.get("q1") and steps["q1"] != steps["q3"] else ""
+def _span(low: float | None, high: float | None, form: Callable[[float | None], str]) -> str:
+    return f"{form(low)} – {form(high)}" if low and low != high else ""
 
 
-def _times(case: Values, row: Values) -> str:
-    times = row.get("times_as_fast")
-    return f"{times['ratio']:.2f}" if times else ""
+def _factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
-def _interval(case: Values, row: Values) -> str:
-    times = row.get("times_as_fast") or {}
-    return f"{times['low']:.2f} – {times['high']:.2f}" if times.get("low") and times["low"] != times["high"] else ""
-
-
-def _rate(case: Values, row: Values) -> str:
-    speed = row.get("units_per_s")
-    return f"{format_count(speed)} {case['unit']}" if speed else ""
-
-
-def _seconds(key: str) -> Callable[[Values, Values], str]:
-    def cell(case: Values, row: Values) -> str:
-        samples = row.get(key) or []
-        spread = f" ({min(samples):.1f} – {max(samples):.1f})" if len(samples) > 1 else ""
-        return f"{statistics.median(samples):.1f} s{spread}" if samples else ""
-
-    return cell
+def _seconds(samples: Sequence[float] | None) -> str:
+    if not samples:
+        return ""
+    spread = f" ({min(samples):.1f} – {max(samples):.1f})" if len(samples) > 1 else ""
+    return f"{statistics.median(samples):.1f} s{spread}"
 
 
 def used_bytes(row: Values) -> int | None:
     """Return the peak of later steps, or of all where only that is known, above what the process held before."""
     base, peak = row.get("base_bytes"), row.get("steady_bytes") or row.get("peak_bytes")
     return None if base is None or peak is None else int(peak - base)
-
-
-def _roof(case: Values, row: Values) -> str:
-    roof, median = (row.get("facts") or {}).get("roof"), _median(row)
-    return percent(roof["ms"] / median) if roof and median else ""
 
 
 def ms(value: float | None) -> str:
@@ -109,31 +90,35 @@ def _off(expected: float | None, found: float | None) -> str:
     return f"{100 * (expected / found - 1):+.0f} %" if expected and found else ""
 
 
-_COLUMNS: Sequence[tuple[str, Callable[[Values, Values], str]]] = (
-    ("size", lambda case, row: case["size"]),
-    ("precision", lambda case, row: case["precision"]),
-    ("contender", lambda case, row: row["contender"]),
-    ("basis", lambda case, row: "" if case["basis"] == "measured" else case["basis"]),
-    ("ms/step", lambda case, row: ms(_median(row))),
-    ("quartiles", _quartiles),
-    ("x", _times),
-    ("95 %", _interval),
-    ("per second", _rate),
-    ("TFLOP/s", lambda case, row: f"{row['flops_per_s'] / 1e12:.3g}" if row.get("flops_per_s") else ""),
-    ("mfu", lambda case, row: percent(row.get("mfu"))),
-    ("roof ms", lambda case, row: ms(((row.get("facts") or {}).get("roof") or {}).get("ms"))),
-    ("of roof", _roof),
-    ("bound by", lambda case, row: (row.get("facts") or {}).get("bound_by", "")),
-    ("planned ms", lambda case, row: ms(row.get("planned_ms"))),
-    ("off by", lambda case, row: _off(row.get("planned_ms"), _median(row))),
-    ("cold start", _seconds("cold_s")),
-    ("warm start", _seconds("warm_s")),
-    ("planned memory", lambda case, row: _bytes(row.get("planned_bytes"))),
-    ("memory", lambda case, row: _bytes(used_bytes(row))),
-    ("off", lambda case, row: _off(row.get("planned_bytes"), used_bytes(row))),
-    ("of process", lambda case, row: _bytes(row.get("peak_bytes"))),
-    ("same work", lambda case, row: "yes" if row["status"] == "ok" and row.get("checked_against") else ""),
-)
+def _cells(case: Values, row: Values) -> dict[str, str]:
+    """Return the cells of a contender at a case by the titles of their columns."""
+    steps, times, roof = row.get("step_ms") or {}, row.get("times_as_fast") or {}, _at(row, "facts", "roof", "ms")
+    median, speed = steps.get("median"), row.get("units_per_s")
+    return {
+        "size": case["size"],
+        "precision": case["precision"],
+        "contender": row["contender"],
+        "basis": "" if case["basis"] == "measured" else case["basis"],
+        "ms/step": ms(median),
+        "quartiles": _span(steps.get("q1"), steps.get("q3"), ms),
+        "x": _factor(times.get("ratio")),
+        "95 %": _span(times.get("low"), times.get("high"), _factor),
+        "per second": f"{format_count(speed)} {case['unit']}" if speed else "",
+        "TFLOP/s": f"{row['flops_per_s'] / 1e12:.3g}" if row.get("flops_per_s") else "",
+        "mfu": percent(row.get("mfu")),
+        "roof ms": ms(roof),
+        "of roof": percent(roof / median if roof and median else None),
+        "bound by": _at(row, "facts", "bound_by") or "",
+        "planned ms": ms(row.get("planned_ms")),
+        "off by": _off(row.get("planned_ms"), median),
+        "cold start": _seconds(row.get("cold_s")),
+        "warm start": _seconds(row.get("warm_s")),
+        "planned memory": _bytes(row.get("planned_bytes")),
+        "memory": _bytes(used_bytes(row)),
+        "off": _off(row.get("planned_bytes"), used_bytes(row)),
+        "of process": _bytes(row.get("peak_bytes")),
+        "same work": "yes" if row["status"] == "ok" and row.get("checked_against") else "",
+    }
 
 
 def notes(result: Values, earlier: Values | None = None) -> list[str]:
