@@ -1,9 +1,8 @@
 """The cases of ops: their inputs, drawn alike every time, and what PyTorch makes of them in fp64.
 
-An op declares the cases that it is run on; of one without shapes they follow from the shapes that the op declares. Or
-others show them: one that declares none is run on what the bodies and
-gradients of those that do record of it, on the very numbers that reach it there. So the op of a gradient needs no cases
-of its own.
+An op declares the cases that it is run on. The shapes of a case may be left out: they follow from those that the op
+declares. An op without cases is run where the bodies and gradients of others record it, on the very numbers that reach
+it there. So the op of a gradient needs no cases of its own.
 """
 
 from __future__ import annotations
