@@ -66,14 +66,15 @@ class PlainGPT(nn.Module):
 
     def __init__(self, layers: int, heads: int, width: int, context: int, vocabulary: int, bias: bool) -> None:
         super().__init__()
+        embedding = nn.Embedding(vocabulary, width)
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(vocabulary, width),
+            "wte": embedding,
             "wpe": nn.Embedding(context, width),
             "h": nn.ModuleList(PlainBlock(width, heads, bias) for _ in range(layers)),
             "ln_f": nn.LayerNorm(width, bias=bias),
         })  # fmt: skip
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.lm_head.weight = embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         parts: Any = self.transformer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from pathlib import Path
@@ -79,10 +79,10 @@ class Seat:
 
     def turn(self, each: bool) -> None:
         """Settle, time, and enter the times into the row."""
-        with (
-            nullcontext() if self.beside is None else self.beside.running(),
-            self.once() if self.worker is None else nullcontext((self.worker, {})) as (worker, _),
-        ):
+        with ExitStack() as stack:
+            if self.beside is not None:
+                stack.enter_context(self.beside.running())
+            worker = self.worker or stack.enter_context(self.once())[0]
             self.row.turn(worker.ask("turn", self.settle, self.timed, each))
 
     @contextmanager

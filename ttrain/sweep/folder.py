@@ -78,7 +78,7 @@ class SweepFolder:
     def adopt(self, jobs: Sequence[Job]) -> list[Job]:
         """Give jobs the numbers that they had before, and new ones to new jobs. Return those that got another one."""
         known = {entry["key"]: entry for entry in self.content["jobs"]}
-        free, moved = max((entry["number"] for entry in known.values()), default=-1) + 1, []
+        free, moved = max((entry["number"] for entry in known.values()), default=-1) + 1, list[Job]()
         for job in jobs:
             entry = known.get(job.key)
             number = free if entry is None else entry["number"]

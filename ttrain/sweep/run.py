@@ -174,7 +174,9 @@ class Runner:
         status = {**running.status, "exit_code": code, "ended": now(), "seconds": round(seconds, 3)}
         task, numbers = job_numbers(self.folder, job, status)
         key = objective_key(task, numbers, wanted)
-        objective, reason, trace = as_number(numbers.get(key)), None, None
+        objective = as_number(numbers.get(key))
+        reason: str | None = None
+        trace: str | None = None
         problem = objective_problem(task, numbers, wanted) if code == 0 else None
         if code == 0 and problem is None:
             state, told = FINISHED, f"finished in {format_duration(seconds)}"
