@@ -148,6 +148,7 @@ def test_all_problems_come_at_once() -> None:
         ("model=gpt3", "model=gpt3: no such option. Did you mean 'gpt2'? Valid: agillm, gpt2, llama, mlp, nano-gpt."),
         ("logger=null", "logger=null: no such option. Valid: console, jsonl, wandb."),
         ("recipe=none", "recipe=none: no such option."),
+        ("recipe=bench-gpt", "recipe=bench-gpt: no such option. Give task=bench bench=<preset>"),
         ("+debug=fats", "debug=fats: no such option. Did you mean 'fast'?"),
         ("model={layers: 3}", "model={layers: 3}: model takes the name of an option."),
         ("optimizer.name=sgd", "optimizer.name=sgd: a component is chosen by its group; give optimizer=sgd."),

@@ -17,8 +17,7 @@ from ttrain.device.ttnn.settings import NAMES, TenstorrentConfig
 
 FOLDER = PACKAGE / "device" / "ttnn"
 WORDS = re.compile(rf"(?i)\b({'|'.join(NAMES)})\b|ttnn|tenstorrent|wormhole|blackhole|tt[-_]metal|tt[-_]smi|bfloat8_b")
-# The table of families, and that of recipes that went.
-NAMED_HERE = {"ttrain.config.components": 1, "ttrain.config.renamed": 6}
+NAMED_HERE = {"ttrain.config.components": 1}  # the table of families
 
 
 def outside() -> list[Path]:

@@ -21,18 +21,6 @@ RENAMED: dict[str, str] = {
     "optimizer.group_lr": "optimizer.lr_multipliers",
     "precision=bf16_pure": "precision=bf16_true",
     "ramp": "lr_finder",
-    "recipe=bench-core-grid": "Give task=bench bench=core_grid device=n300.",
-    "recipe=bench-depth": "Give task=bench bench=depth.",
-    "recipe=bench-dispatch": "Give task=bench bench=dispatch device=n300.",
-    "recipe=bench-gpt": "Give task=bench bench=gpt bench.size=nano.",
-    "recipe=bench-gpt2": "Give task=bench bench=gpt2.",
-    "recipe=bench-matmul": "Give task=bench bench=matmul.",
-    "recipe=bench-memory": "Give task=bench bench=memory.",
-    "recipe=bench-mlp": "Give task=bench bench=mlp.",
-    "recipe=bench-shapes": "Give task=bench bench=shapes.",
-    "recipe=bench-startup": "Give task=bench bench=startup.",
-    "recipe=bench-subdevices": "Give task=bench bench=core_grid device=n300.",
-    "recipe=bench-wormhole": "Give task=bench bench=wormhole device=n300.",
     "schedule.final": "schedule.min_lr_ratio",
     "supervise.max_backoff": "Leave it out: a restart waits at most 300 s.",
     "supervise.on_restart_timeout": "Leave it out: the command may take 300 s.",
@@ -48,5 +36,7 @@ RENAMED: dict[str, str] = {
 
 def instead(old: str) -> str:
     """Return the sentence that answers a key, section or `key=option` that went; empty for any other."""
+    if old.startswith("recipe=bench-"):
+        return "Give task=bench bench=<preset>; --help lists the presets."
     new = RENAMED.get(old, "")
     return new if " " in new or not new else f"It is now {new}."
