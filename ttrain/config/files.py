@@ -16,6 +16,7 @@ from ttrain.config.components import BUILT_IN
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
+from ttrain.core.options import leaves
 
 MAIN_CONFIG = "config"
 YAML = ".yaml"
@@ -87,8 +88,8 @@ class ConfigFiles:
         """Dotted keys that a file sets; `package` is where Hydra puts them, None for what the file says."""
         values, declared = self._read(path)
         package = (declared or path.rpartition("/")[0].replace("/", ".")) if package is None else package
-        prefix = "" if package in ("", "_global_") else f"{package}."
-        yield from _flat({key: value for key, value in values.items() if key != "defaults"}, prefix)
+        own = {key: value for key, value in values.items() if key != "defaults"}
+        yield from leaves(own, "" if package == "_global_" else package) if own else ()
 
     def _defaults(self, path: str) -> Iterator[Default]:
         entries = self._read(path)[0].get("defaults")
@@ -116,14 +117,6 @@ def store_options() -> None:
     """Tell Hydra of plugins' components, which are options and no files."""
     for row in filter(_is_added, registry.rows()):
         ConfigStore.instance().store(group=row.group, name=row.name, node={"name": row.name}, provider="plugin")
-
-
-def _flat(values: Any, prefix: str) -> Iterator[str]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _folder(flag: str, given: str | Path) -> Path:

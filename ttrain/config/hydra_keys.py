@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ttrain.core.options import differences
+from ttrain.core.options import differences, leaves
 
 _HEEDED = re.compile(
     r"hydra\.(mode|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
@@ -53,19 +52,11 @@ def refused(plain: DictConfig, given: DictConfig, origin: Callable[[str], str | 
             yield from ignored([group])
     before, now = (OmegaConf.to_container(each, resolve=False) for each in (plain, given))
     for key, _, value in differences(before, now, "hydra"):
-        for path in _leaves(key, value):
+        for path in leaves(value, key):
             if path.rpartition(".")[2] in ("_target_", "()", "class"):
                 yield f"{path}: refused (set in {origin(path)}); a config file can't name code."
             elif not _OF_HYDRA.fullmatch(path):
                 yield from ignored([path], f" (set in {origin(path)})")
-
-
-def _leaves(key: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for name, part in value.items():
-            yield from _leaves(f"{key}.{name}", part)
-    else:
-        yield key
 
 
 def _instead(name: str) -> str:

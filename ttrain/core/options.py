@@ -117,3 +117,12 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any
             yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else str(key))
     elif old != new:
         yield prefix, old, new
+
+
+def leaves(value: Any, key: str) -> Iterator[str]:
+    """Yield the dotted keys below `key` of all that is no mapping, or an empty one."""
+    if isinstance(value, dict) and value:
+        for name, part in value.items():
+            yield from leaves(part, f"{key}.{name}" if key else str(name))
+    else:
+        yield key
