@@ -14,7 +14,7 @@ from tests.bench.pretend import ONE_THREAD, SMALL, case, small_sizes  # noqa: F4
 from ttrain.bench import workload
 from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.child import make_contender
-from ttrain.bench.contender import STEPS, Contender, loss_difference, problem, weight_difference, write_weights
+from ttrain.bench.contender import Contender, loss_difference, problem
 from ttrain.bench.workload import NAMED, Case, ProductWork, work_of
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
@@ -24,15 +24,15 @@ pytestmark = pytest.mark.usefixtures("small_sizes")
 
 def losses_of(contender: Contender) -> list[float]:
     contender.build()
-    return [contender.loss(contender.step(number)) for number in range(1, STEPS + 1)]
+    return list(contender.first_losses())
 
 
 def compared(given: Case, contender: Contender, folder: Path) -> tuple[float, str | None]:
     """The difference of losses from eager PyTorch, and the problem if there is one."""
     reference = PyTorchContender("eager", given, ONE_THREAD)
     expected, losses = losses_of(reference), losses_of(contender)
-    write_weights(given, reference, folder / "weights")
-    loss, way = loss_difference(losses, expected), weight_difference(given, contender, folder / "weights")
+    reference.write_weights(str(folder / "weights"))
+    loss, way = loss_difference(losses, expected), contender.weight_difference(str(folder / "weights"))
     return loss, problem(given.precision, loss, way, "eager")
 
 

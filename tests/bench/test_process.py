@@ -118,7 +118,7 @@ class Clocked:
 
 def test_settling_steps_are_not_timed_and_step_numbers_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     contender, measured = Clocked(), child.Measured.__new__(child.Measured)
-    measured._contender, measured._step = contender, 5  # type: ignore[assignment]
+    measured.contender, measured._step = contender, 5  # type: ignore[assignment]
     monkeypatch.setattr(child.gc, "collect", lambda: 0)
     monkeypatch.setattr(child.time, "perf_counter", lambda: contender.now)
     assert measured.turn(2, 3, True) == pytest.approx([0.5] * 3)

@@ -116,7 +116,7 @@ def test_the_roof_adds_up_the_kernels_of_the_plan(monkeypatch: pytest.MonkeyPatc
     contender: Any = EngineContender.__new__(EngineContender)
     contender.built = SimpleNamespace(plan=SimpleNamespace(launched=launched))
     contender.device, contender._device_config = SimpleNamespace(name="cpu"), SimpleNamespace(index=0)
-    contender._case = SimpleNamespace(dtypes=SimpleNamespace(compute="fp32"))
+    contender.case = SimpleNamespace(dtypes=SimpleNamespace(compute="fp32"))
     moved = 4 * (100 * 200 + 200 * 300 + 100 * 300), 4 * 2 * 200 * 300
     for rate, expected in ((1e9, sum(moved) / 1e6), (1e7, 12e6 / 1e7 + moved[1] / 1e6)):
         monkeypatch.setattr("ttrain.train.forecast.peak.measured_rates", lambda *_, r=rate: Rates(r, 1e6))

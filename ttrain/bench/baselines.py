@@ -30,11 +30,11 @@ class PyTorchContender(Contender):
     """
 
     def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:
-        self.name, self._case, self._device_config = name, case, device
+        self.name, self.case, self._device_config = name, case, device
         self.description = _DESCRIPTIONS[name]
 
     def build(self) -> None:
-        case = self._case
+        case = self.case
         # The device sets the same number of threads as for our engines.
         device = build.build_device(self._device_config)
         self._device: torch.device = getattr(device, "device", torch.device("cpu"))
@@ -61,22 +61,22 @@ class PyTorchContender(Contender):
     def _load(self) -> None:
         """Load the first weights of our model; every parameter must get one."""
         missing = set(self._parameters)
-        for path, values in self._case.first_weights():
-            name = self._case.training.reference_name(path)
+        for path, values in self.case.first_weights():
+            name = self.case.training.reference_name(path)
             with torch.no_grad():
                 self._parameters[name].copy_(torch.from_numpy(values))
             missing.remove(name)
         assert not missing, f"the reference has parameters of its own: {missing}"
 
     def _clip_and_step(self) -> None:
-        limit = self._case.training.optimizer.clip_norm
+        limit = self.case.training.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
 
     def step(self, number: int) -> Any:
         batch = self._batches[number % len(self._batches)]
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._case.dtypes.compute is DType.BF16):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self.case.dtypes.compute is DType.BF16):
             loss = self._model(*batch)
         loss.backward()
         self._update()
@@ -84,7 +84,7 @@ class PyTorchContender(Contender):
         return loss.detach()
 
     def weight(self, path: str) -> np.ndarray:
-        return self._parameters[self._case.training.reference_name(path)].detach().float().cpu().numpy().copy()
+        return self._parameters[self.case.training.reference_name(path)].detach().float().cpu().numpy().copy()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count, pairwise
@@ -23,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 
-from ttrain.bench.contender import STEPS, Contender, weight_difference, write_weights
+from ttrain.bench.contender import STEPS, Contender
 from ttrain.bench.engines import EngineContender
 from ttrain.bench.settings import BASELINES
 from ttrain.bench.workload import Case, ProductWork, TrainingWork
@@ -88,7 +87,7 @@ class Measured:
         self._case, self._order = Case(**order["case"]), order
         self._device = registry.component("device", device["name"]).config(**device)
         self._parts = (self._device, engine, order["mode"])
-        self._contender = make_contender(order["name"], self._case, *self._parts)
+        self.contender = make_contender(order["name"], self._case, *self._parts)
         self._step = 0
 
     def start(self, memory: bool) -> dict[str, Any]:
@@ -99,7 +98,7 @@ class Measured:
         if memory:
             small = make_contender(self._order["name"], replace(self._case, small=True), *self._parts)
             small.build()
-            list(_losses(small, 1))
+            list(small.first_losses())
             small.close()
             if isinstance(self._case.work, TrainingWork):
                 _ = self._case.batches
@@ -112,40 +111,31 @@ class Measured:
         base = usage.now()
         usage.reset()
         began = time.perf_counter()
-        self._contender.build()
-        timed = [(loss, time.perf_counter()) for loss in _losses(self._contender, 1)]
-        self._contender.synchronize()
+        self.contender.build()
+        timed = [(loss, time.perf_counter()) for loss in self.contender.first_losses()]
+        self.contender.synchronize()
         self._step, peak = STEPS, usage.peak()
         found = {
-            "description": self._contender.description, "imports_s": imports, "first_step_s": timed[0][1] - began,
+            "description": self.contender.description, "imports_s": imports, "first_step_s": timed[0][1] - began,
             "losses": [loss for loss, _ in timed], "rss": psutil.Process().memory_info().rss,
             "step_seconds": statistics.median([after - before for (_, before), (_, after) in pairwise(timed)][-3:]),
         }  # fmt: skip
         gc.freeze()  # what exists now lives to the end and need not be searched again
         if memory:
             reset = usage.reset()
-            list(_losses(self._contender, self._step + 1))
-            self._contender.synchronize()
+            list(self.contender.first_losses(self._step + 1))
+            self.contender.synchronize()
             found |= {
                 "base_bytes": base, "peak_bytes": max(peak, usage.peak()),
-                "steady_bytes": usage.peak() if reset else None, "planned_bytes": self._contender.planned_bytes(),
+                "steady_bytes": usage.peak() if reset else None, "planned_bytes": self.contender.planned_bytes(),
             }  # fmt: skip
         return found
-
-    def write_weights(self, file: str) -> None:
-        """Write the weights after the first steps; of several ranks, which all have to read them, the first does."""
-        first = os.environ.get("RANK", "0") == "0"
-        write_weights(self._case, self._contender, Path(file if first else os.devnull))
-
-    def weight_difference(self, file: str) -> float:
-        """Return how far the weights after the first steps are from those in a file."""
-        return weight_difference(self._case, self._contender, Path(file))
 
     def turn(self, settle: int, timed: int, each: bool) -> list[float]:
         """Do steps that warm caches up again. Then time steps, in s: each of them, or without `each` their mean, so
         that a device can run ahead.
         """
-        contender, handle = self._contender, None
+        contender, handle = self.contender, None
         gc.collect()
         for _ in range(settle):
             self._step += 1
@@ -170,7 +160,7 @@ class Measured:
         from ttrain.config.build import build_device
         from ttrain.train.forecast.peak import measured_peak
 
-        contender = self._contender
+        contender = self.contender
         device = getattr(contender, "device", None) or build_device(self._device)
         peak = measured_peak(device.name, str(self._case.dtypes.compute), self._device.index)
         forecast = contender.planned_ms() if planned and isinstance(contender, EngineContender) else None
@@ -181,15 +171,7 @@ class Measured:
     def repeat(self) -> None:
         """Do steps until somebody ends this process."""
         for number in count(self._step + 1):
-            self._contender.step(number)
-
-    def close(self) -> None:
-        self._contender.close()
-
-
-def _losses(contender: Contender, first: int) -> Iterator[float]:
-    for number in range(first, first + STEPS):
-        yield contender.loss(contender.step(number))
+            self.contender.step(number)
 
 
 def reason(error: BaseException) -> str:
@@ -225,12 +207,13 @@ def main() -> None:
                 if measured is None:
                     measured, answer = Measured(given), None
                 else:
-                    answer = getattr(measured, given[0])(*given[1:])
+                    command, *words = given
+                    answer = getattr(measured if hasattr(measured, command) else measured.contender, command)(*words)
                 print(json.dumps({"ok": answer}), file=answers, flush=True)
             except Exception as error:  # what a contender raises is its result
                 print(json.dumps({"failed": reason(error)}), file=answers, flush=True)
         if measured is not None:
-            measured.close()
+            measured.contender.close()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ All have to do the same work. Losses, and how far weights moved, are compared ov
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class Contender(ABC):
     """One way to do a case. `build` is everything before the first step except what a first step does lazily."""
 
     description: str  # what exactly runs, for the result file
+    case: Case
 
     @abstractmethod
     def build(self) -> None:
@@ -62,23 +63,26 @@ class Contender(ABC):
     def close(self) -> None:
         """Give back what it holds."""
 
+    def first_losses(self, first: int = 1) -> Iterator[float]:
+        """Do STEPS steps and yield their losses."""
+        for number in range(first, first + STEPS):
+            yield self.loss(self.step(number))
 
-def write_weights(case: Case, contender: Contender, file: Path) -> None:
-    """Write the trained weights one after the other, fp32, for `weight_difference`."""
-    with open(file, "wb") as target:
-        for path, _ in case.first_weights(trained=True):
-            contender.weight(path).astype(np.float32).tofile(target)
+    def write_weights(self, file: str) -> None:
+        """Write the trained weights one after the other, fp32. All ranks read them, and the first one writes."""
+        with open(file if os.environ.get("RANK", "0") == "0" else os.devnull, "wb") as target:
+            for path, _ in self.case.first_weights(trained=True):
+                self.weight(path).astype(np.float32).tofile(target)
 
-
-def weight_difference(case: Case, contender: Contender, file: Path) -> float:
-    """Return how far a contender's weights are from those in a file, relative to the way from the first weights."""
-    difference = way = 0.0
-    with open(file, "rb") as source:
-        for path, start in case.first_weights(trained=True):
-            theirs = np.fromfile(source, np.float32, start.size).reshape(start.shape)
-            difference += _square(contender.weight(path) - theirs)
-            way += _square(theirs - start)
-    return math.sqrt(difference / way) if way else math.inf
+    def weight_difference(self, file: str) -> float:
+        """Return how far the weights are from those in a file, relative to the way from the first weights."""
+        difference = way = 0.0
+        with open(file, "rb") as source:
+            for path, start in self.case.first_weights(trained=True):
+                theirs = np.fromfile(source, np.float32, start.size).reshape(start.shape)
+                difference += _square(self.weight(path) - theirs)
+                way += _square(theirs - start)
+        return math.sqrt(difference / way) if way else math.inf
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:

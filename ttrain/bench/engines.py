@@ -46,13 +46,13 @@ class EngineContender(Contender):
 
     def __init__(self, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> None:
         """`mode` is the way of `parallel` for one of several ranks, each of which does this."""
-        self._case, self._device_config, self._engine_config, self._mode = case, device, engine, mode
+        self.case, self._device_config, self._engine_config, self._mode = case, device, engine, mode
         self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
         from ttrain.train.steps.step import Stepper, reads_ahead
 
-        case, work = self._case, self._case.training
+        case, work = self.case, self.case.training
         self._world = build.build_world(ParallelConfig(name=self._mode), self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
         session = session_of(case, self.device, self._engine_config, self._world.ranks)
@@ -99,7 +99,7 @@ class EngineContender(Contender):
         """FLOPs and bytes of all kernels, and milliseconds at the machine's measured rates; empty without a plan."""
         from ttrain.train.forecast.peak import measured_rates
 
-        compute = str(self._case.dtypes.compute)
+        compute = str(self.case.dtypes.compute)
         rates = measured_rates(self.device.name, compute, self._device_config.index)
         if self.built.plan is None or rates is None:
             return {}

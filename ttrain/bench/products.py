@@ -25,7 +25,7 @@ class EngineProduct(EngineContender):
     """The product as an engine of ours runs it: one node, its result stored."""
 
     def build(self) -> None:
-        case, work = self._case, self._case.work
+        case, work = self.case, self.case.work
         assert isinstance(work, ProductWork)
         self._world, self.device = World(), build.build_device(self._device_config, case.dtypes)
         spec, kinds = TensorSpec((work.size, work.size), case.dtypes.compute), (Kind.PARAMETER, Kind.PARAMETER)
@@ -55,12 +55,12 @@ class TorchProduct(PyTorchContender):
     """torch.mm into a tensor that exists."""
 
     def build(self) -> None:
-        work = self._case.work
+        work = self.case.work
         assert isinstance(work, ProductWork)
         device = build.build_device(self._device_config)  # it also sets the number of threads
         self._device = getattr(device, "device", torch.device("cpu"))
-        kind = torch.bfloat16 if self._case.dtypes.compute is DType.BF16 else torch.float32
-        self._a, self._b = (torch.from_numpy(each).to(self._device, kind) for each in work.factors(self._case.seed))
+        kind = torch.bfloat16 if self.case.dtypes.compute is DType.BF16 else torch.float32
+        self._a, self._b = (torch.from_numpy(each).to(self._device, kind) for each in work.factors(self.case.seed))
         self._c = torch.zeros_like(self._a)
         self.description = "torch.mm(a, b, out=c)"
 
