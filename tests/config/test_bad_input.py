@@ -72,7 +72,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("train.steps=null", "train.steps=null: must be an integer, got null."),
         ("optimizer.lr=[1]", "optimizer.lr=[1]: must be a number, got a list."),
         ("optimizer.betas=0.9", "optimizer.betas=0.9: must be a list of numbers, got a number."),
-        ("optimizer.lr_multipliers=3", "optimizer.lr_multipliers=3: must be a mapping of names to numbers, got an integer."),
+        ("optimizer.lr_multipliers=3", "optimizer.lr_multipliers=3: must be a mapping of names to numbers, got an integer."),  # noqa: E501
         ("optimizer.lr_multipliers.a=x", "optimizer.lr_multipliers={'a': 'x'}: must be a mapping of names to numbers, got a mapping with text in it."),  # noqa: E501
         ("train=5", "train=5: must be a group of keys such as train.<key>=<value>."),
         ("runs.root=null", "runs.root=null: must be text, got null."),
