@@ -48,7 +48,7 @@ def test_noise_alone_is_no_fall_and_no_divergence() -> None:
     for seed in range(20):
         losses = (1 + 0.2 * np.random.default_rng(seed).standard_normal(200)).tolist()
         assert not any(has_diverged(losses[:n], settings) for n in range(1, 201))
-        assert find(rates, losses, 0.5).steepest is None
+        assert find(rates, losses).steepest is None
 
 
 @pytest.mark.parametrize(
