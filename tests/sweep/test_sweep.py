@@ -261,7 +261,7 @@ def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, c
 
 def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
     """What finished or was pruned is not repeated; the job that ran goes on."""
-    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    optuna = pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
     overrides = [*PRUNED, "run.seed=111", "sweep.trials=5", "sweep.prune=median", "sweep.dir=mine"]
     program = f"""
 from ttrain.config.compose import Composer
@@ -283,6 +283,11 @@ with Composer() as composer: command.run(composer, {overrides!r})
     assert len(after) == 5 and {status["state"] for status in after.values()} <= {"finished", "pruned"}
     assert all(after[number]["state"] == state for number, state in before.items() if number != "002")
     assert after["000"]["attempts"] == 1 and after["002"]["attempts"] == 2
+    journal = optuna.storages.journal.JournalFileBackend("mine/search.journal")
+    study = optuna.load_study(study_name="ttrain", storage=optuna.storages.JournalStorage(journal))
+    told = [trial.state.name for trial in study.trials]
+    assert len(told) == 6 and told.count("FAIL") == 1 and told[2] == "FAIL", "that of the job that was killed"
+    assert set(told) <= {"COMPLETE", "PRUNED", "FAIL"}
 
 
 def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:
