@@ -37,8 +37,8 @@ def option(
     stands. A mutable default is copied per instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
-    metadata = {"help": help, "choices": choices, "path": path, "changes": changes, "one": one, "verbatim": verbatim}
-    metadata |= bounds
+    kinds = {"path": path, "changes": changes, "one": one, "verbatim": verbatim}
+    metadata = {"help": help, "choices": choices, **kinds, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
