@@ -333,9 +333,9 @@ def test_an_ending_that_nothing_predicts_has_no_likelihood(capsys: pytest.Captur
     with opened(load_config("task=eval", f"run.dir={run}", given, "device=cpu", "engine=dynamic")) as scorer:
         assert scorer.start is None
         assert [found.total < 0 for found in scorer.likelihoods([([], [65, 66]), ([65], [66])])] == [True, True]
-        with pytest.raises(DataError, match="'A': its context is empty"):
+        with pytest.raises(DataError, match="'A' can't be scored: its context is empty"):
             scorer.likelihoods([([], [65, 66]), ([], [65])])
-        with pytest.raises(DataError, match="'' has nothing before it"):
+        with pytest.raises(DataError, match="'' can't be scored: it is empty"):
             scorer.likelihoods([([66], [])])
 
 

@@ -113,10 +113,12 @@ class Scorer:
         before = before or ([] if self.start is None else [self.start])
         text = [*before, *continuation][-self.context - 1 :]
         if not continuation or len(text) < 2:
-            raise DataError(
-                f"{self.tokenizer.decode(continuation)!r}: its context is empty, and this model has no token that "
-                "begins a text, so nothing predicts it. Give a context."
+            empty = (
+                "its context is empty, and this model has no token that begins a text"
+                if continuation
+                else "it is empty"
             )
+            raise DataError(f"{self.tokenizer.decode(continuation)!r} can't be scored: {empty}. Give a text there.")
         return text, min(len(continuation), len(text) - 1)
 
     def _of_batch(self, texts: Sequence[tuple[list[int], int]], length: int) -> Iterator[Likelihood]:
