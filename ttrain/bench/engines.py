@@ -121,7 +121,7 @@ class EngineContender(Contender):
         from ttrain.train.forecast.peak import measured_rates
         from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 
-        rates = measured_rates(self.device.name, str(self._case.dtypes.compute), self._device_config.index)
+        rates = measured_rates(self.device.name, str(self.case.dtypes.compute), self._device_config.index)
         if self._engine_config.name == "dynamic" or rates is None:
             return None
         work = Work.of({"train": self.built}, {"train": 1})
