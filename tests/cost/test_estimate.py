@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_kernels_are_timed_once_and_remembered_those_of_a_traced_step_as_they_ar
         return cpu(DeviceConfig(name="cpu", threads=1))
 
     def timed(machine: str, compiler: Any, work: Work) -> tuple[KernelTimes, dict[Node, float]]:
-        timer = partial(timing, opened, compiler)
+        timer = partial(timing, lambda: closing(opened()), compiler)
         times = KernelTimes(timer, machine, RATES, compiler=compiler, path=tmp_path / "kernels.json")
         return times, times.of(work)
 

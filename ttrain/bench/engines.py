@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,7 @@ class EngineContender(Contender):
         if self._engine_config.name == "dynamic" or rates is None:
             return None
         work = Work.of({"train": self.built}, {"train": 1})
-        timer = partial(timing, lambda: self.device, work.compiler)
+        timer = partial(timing, lambda: nullcontext(self.device), work.compiler)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "kernels.json"
             seconds = KernelTimes(timer, "this process", rates, compiler=work.compiler, path=path).of(work)

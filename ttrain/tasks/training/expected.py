@@ -136,7 +136,7 @@ def _on_this_machine(
     rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
     machine = machine_name(device.name, getattr(device, "threads", None))
-    opened = partial(build.build_device, replace(config.device, name=device.name))
+    named = replace(config.device, name=device.name)
     own, source = config.engine.name, f"the time of each kernel by itself on this {device.name}"
     if own not in ("static", "traced", "dynamic"):  # of a plugin
         source += f"; engine={own} is taken to launch them as static does"
@@ -147,7 +147,7 @@ def _on_this_machine(
             other = None if planned is None else planned({"engine": engine})
         if other is None:
             continue
-        timer = partial(timing, opened, other.compiler)
+        timer = partial(timing, lambda: closing(build.build_device(named)), other.compiler)
         kernels = KernelTimes(timer, machine, rates, seconds, other.compiler)
         time = host_time(other, kernels.of(other, _on_fewer_rows(config, engine, other, rates, planned)), engine)
         seconds = kernels.seconds

@@ -17,7 +17,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -199,16 +199,16 @@ def machine_name(device: str, threads: int | None) -> str:
 
 @contextmanager
 def timing(
-    device: Callable[[], Device], compiler: StepCompiler | None, nodes: Sequence[Node]
+    opened: Callable[[], AbstractContextManager[Device]], compiler: StepCompiler | None, nodes: Sequence[Node]
 ) -> Iterator[Callable[[Node], float]]:
     """Open a device, and compile what is compiled. Yield what times one of the nodes. See `Timer`."""
-    with closing(device()) as opened:
-        table, others = opened.kernels, np.zeros(OTHER, np.uint8)
+    with opened() as device:
+        table, others = device.kernels, np.zeros(OTHER, np.uint8)
         if compiler is not None:
             with Waiting("Compiling kernels"):
                 compiler.prepare(nodes)
             table = compiler.kernels
-        yield partial(_timed, opened, table, others)
+        yield partial(_timed, device, table, others)
 
 
 def _timed(device: Device, table: Mapping[str, Kernel], others: np.ndarray, node: Node) -> float:
