@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -67,12 +68,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what processes that are gone have left beside a path."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+    """Remove what processes of this machine that are gone have left beside a path."""
+    for left in path.parent.glob(f".{glob.escape(f'{path.name}.{platform.node()}')}.*.tmp"):
         number = left.name.split(".")[-2]
         if not number.isdecimal() or still_runs(int(number)):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -678,7 +679,7 @@ def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert not Path("out").exists()
     (left,) = Path().glob(".out.*.tmp")
-    foreign = Path(f".out.{os.getppid()}.tmp")  # of a process that is at work
+    foreign = left.with_name(f".out.{platform.node()}.{os.getppid()}.tmp")  # of a process that is at work
     foreign.mkdir()
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
     assert not left.exists() and foreign.exists()
