@@ -27,7 +27,7 @@ def run(config: Config) -> dict[str, Any]:
     wanted = config.eval
     if not wanted.text and wanted.choices is None:
         raise ConfigError(
-            "task=eval: nothing to measure. Give eval.text=[<file or folder>] or eval.choices=<file of questions>."
+            "task=eval: nothing to measure. Give eval.text=[<files>] or eval.choices=<file of questions>."
         )
     with opened(config) as scorer:
         given = scorer.given

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import listed
+from ttrain.core.waiting import Waiting
 from ttrain.data.settings import TextConfig
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from ttrain.train.checkpoint.checkpoint import Checkpoint
     from ttrain.train.protocols import Array
     from ttrain.train.sampling.lengths import StepsByLength
-    from ttrain.train.steps.session import Session
 
 
 @dataclass
@@ -95,12 +96,28 @@ class OpenedModel:
             return TokenizerTemplate(self.tokenizer.config, place=self.origin)
         return Template(self.template)
 
-    def steps(self, session: Session) -> StepsByLength:
-        """Return what builds steps of a session with this model."""
+    @contextmanager
+    def on_device(self, chips: int | None = None) -> Iterator[StepsByLength]:
+        """Put the model on the device of its config, of at most so many chips; give what builds its steps.
+
+        Raises UserError for a device that can't do this.
+        """
         from ttrain.train.sampling.lengths import StepsByLength
 
-        parts = self.config.precision, self.config.lora
-        return StepsByLength(session, lambda length: build.resized_model(self.model, length, *parts))
+        config = self.config
+        with ExitStack() as stack:
+            device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
+            if not device.computes or device.chips > (chips or device.chips):
+                why = "shares a batch between chips" if device.computes else "computes no values"
+                raise UserError(f"device {device.name} {why}. Give device=cpu or one chip.")
+            if device.caution is not None:
+                print(f"WARNING: {device.caution}", file=sys.stderr)
+            with Waiting("Loading the model"):
+                session = build.build_session(self.model, device, *config.step_parts, training=False)
+                stack.enter_context(closing(session))
+                self.load(session.state)
+            parts = config.precision, config.lora
+            yield StepsByLength(session, lambda length: build.resized_model(self.model, length, *parts))
 
     def load(self, state: State) -> None:
         """Gives the parameters of a session their values."""

@@ -6,17 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
-from ttrain.core.waiting import Waiting
 from ttrain.tasks.opening import of_folder, of_run
 
 if TYPE_CHECKING:
@@ -53,20 +51,12 @@ def opened_model(config: Config) -> Iterator[Opened]:
     else:
         needs = "makes no text. Give a language model's run."
         given = of_run(config, config.sample, ("device", "sample", "engine", "logger"), needs)
-    config, model, tokenizer = given.config, given.model, given.tokenizer
-    check_sampling(model, config.sample)
-    with ExitStack() as stack:
-        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        if not device.computes:
-            raise UserError(
-                f"device {device.name} computes no values, so there is no text. Give device=cpu or another."
-            )
-        for warning in (*filter(None, [device.caution]), *idle(config, ["sample"])):
-            print(f"WARNING: {warning}", file=sys.stderr)
-        with Waiting("Loading the model"):
-            session = stack.enter_context(closing(build.build_session(model, device, *config.step_parts, False)))
-            given.load(session.state)
-            source = TokenSource(given.steps(session), config.sample, tokenizer.vocabulary)
+    config, tokenizer = given.config, given.tokenizer
+    check_sampling(given.model, config.sample)
+    for warning in idle(config, ["sample"]):
+        print(f"WARNING: {warning}", file=sys.stderr)
+    with given.on_device() as steps:
+        source = TokenSource(steps, config.sample, tokenizer.vocabulary)
         yield Opened(config, source, tokenizer, given.end_token, given.conversations)
 
 
@@ -92,8 +82,10 @@ def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
     from ttrain.data.sources import read_lines
 
     try:
-        lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len)]
-    except (OSError, DataError) as error:
+        lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len, False)]
+    except DataError as error:
+        raise UserError(f"sample.prompts: {error}") from None
+    except OSError as error:
         raise UserError(f"sample.prompts={file}: can't be read: {error}. Give a file with a prompt a line.") from None
     for number, line in lines:
         place, row, tools = f"{file}:{number}", line, None  # type: tuple[str, Any, Any]

@@ -169,7 +169,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
         (["task=sample", "run.dir=run", "sample.prompt=☃"], "never saw"),
         (["task=sample", "run.dir=run", "sample.checkpoint=77"], "no checkpoint of step 77"),
         (["task=sample", "run.dir=."], "not a run"),
-        (["task=sample", "run.dir=run", "device=null"], "computes no values, so there is no text"),
+        (["task=sample", "run.dir=run", "device=null"], "computes no values. Give device=cpu"),
         (["task=sample", "run.dir=run", "sample.mode=sat"], "has no SAT head"),
         (["task=sample", "run.dir=run", "sample.mode=pairs"], "sample.mode=pairs"),
         (["task=sample", "run.dir=run", "sample.repetition=0"], "sample.repetition=0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.conftest import cache_home
+from tests.models.plain_gpt import PlainGPT
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
@@ -28,7 +28,7 @@ from ttrain.train.checkpoint.retention import find_checkpoint
 
 CONTEXT = 12
 QUIET = [
-    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.peak_tflops=1", "train.steps=20",
+    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.peak_tflops=1", "train.steps=6",
     "train.batch_size=4", "train.eval_every=null", "optimizer.lr=0.02", "engine=dynamic",
 ]  # fmt: skip
 SIZES = ["model.layers=2", "model.width=16", "model.heads=2", f"model.context={CONTEXT}"]
@@ -68,16 +68,11 @@ def evaluated(run: str, *overrides: str) -> dict[str, Any]:
 
 def plain(run: str) -> tuple[Callable[[list[int]], Tensor], Any]:
     """The run's model in plain torch, ids -> logits [T, V], and its tokenizer."""
-    path = Path(__file__).parents[2] / "models" / "plain_gpt.py"
-    spec = importlib.util.spec_from_file_location("plain_gpt_of_eval", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     checkpoint = find_checkpoint(Path(run), "last")
     tokenizer = parse_tokenizer(checkpoint.tokenizer or "")
     config = load_config(*SIZES, *DOCUMENTS)
     ours: Any = build_model(*config.model_parts, tokenizer.vocabulary)
-    model = module.PlainGPT(2, 2, 16, CONTEXT, tokenizer.vocabulary, bias=ours.config.bias, tied=ours.config.tied)
+    model = PlainGPT(2, 2, 16, CONTEXT, tokenizer.vocabulary, bias=ours.config.bias, tied=ours.config.tied)
     weights = {name: torch.tensor(np.asarray(value)) for name, value in ours.to_original(checkpoint.weights()).items()}
     model.load_state_dict(weights, strict=False)
     return lambda ids: model(torch.tensor([ids]))[0].detach(), tokenizer
@@ -277,8 +272,7 @@ def ask(*rows: Any) -> str:
     return "eval.choices=questions.jsonl"
 
 
-@pytest.mark.parametrize("rows", [3])
-def test_choices_are_those_of_likelihoods_by_hand(rows: int) -> None:
+def test_choices_are_those_of_likelihoods_by_hand() -> None:
     model, tokenizer = plain(gpt())
     end = tokenizer.token_id("<|endoftext|>")
     right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
@@ -301,19 +295,12 @@ def test_choices_are_those_of_likelihoods_by_hand(rows: int) -> None:
         ):
             best = max(range(len(found)), key=lambda index: found[index] / sizes[index])
             right[name].append(best == int(question["label"]))
-    given = evaluated("gpt", ask(*QUESTIONS), f"eval.batch_size={rows}")["choices"]
+    given = evaluated("gpt", ask(*QUESTIONS), "eval.batch_size=3")["choices"]
     assert given["questions"] == 4
     for name, values in right.items():
         assert given[name] == np.mean(values)
         assert given[f"{name}_stderr"] == pytest.approx(np.std(values, ddof=1) / 2)
-    overrides = [
-        "task=eval",
-        "run.dir=gpt",
-        "eval.choices=x",
-        "device=cpu",
-        "engine=dynamic",
-        f"eval.batch_size={rows}",
-    ]
+    overrides = ["task=eval", "run.dir=gpt", "eval.choices=x", "device=cpu", "engine=dynamic", "eval.batch_size=3"]
     pairs = [encoded_pair(tokenizer, q["ctx"], f" {ending}") for q in QUESTIONS for ending in q["endings"]]
     with opened(load_config(*overrides)) as scorer:
         likelihoods = scorer.likelihoods(pairs)

@@ -106,7 +106,7 @@ def test_only_a_line_feed_ends_a_row_of_prompts(name: str) -> None:
         assert [row[1] for row in _rows(Path(name))] == rows
     assert [row[0] for row in _rows(Path(name))] == [f"{name}:{number}" for number in range(1, 7)]
     Path(name).write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=rf"sample\.prompts={name}: can't be read: .*UTF-16"):
+    with pytest.raises(UserError, match=rf"^sample\.prompts: {name}:1 is .*UTF-16 does. Convert it to UTF-8\.$"):
         list(_rows(Path(name)))
 
 

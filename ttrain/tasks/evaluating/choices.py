@@ -31,7 +31,7 @@ class Question(NamedTuple):
 def read_questions(file: Path) -> Iterator[Question]:
     """The rows of a file. Raises DataError that names file and line for one that is no question."""
     try:
-        for number, line in read_lines(file, len):
+        for number, line in read_lines(file, len, trains=False):
             if line.strip():
                 yield _question(line, f"{file}:{number}")
     except OSError as error:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
-from ttrain.core.waiting import Waiting
+from ttrain.core.errors import ConfigError, DataError, NonFiniteError
 from ttrain.data.settings import TextConfig
 from ttrain.engine.base import Step, Trace
 from ttrain.graph import Graph
@@ -113,11 +110,8 @@ class Scorer:
         before = before or ([] if self.start is None else [self.start])
         text = [*before, *continuation][-self.context - 1 :]
         if not continuation or len(text) < 2:
-            empty = (
-                "its context is empty, and this model has no token that begins a text"
-                if continuation
-                else "it is empty"
-            )
+            alone = "its context is empty, and this model has no token that begins a text"
+            empty = alone if continuation else "it is empty"
             raise DataError(f"{self.tokenizer.decode(continuation)!r} can't be scored: {empty}. Give a text there.")
         return text, min(len(continuation), len(text) - 1)
 
@@ -160,20 +154,9 @@ def opened(config: Config) -> Iterator[Scorer]:
     model, rows = given.model, config.eval.batch_size
     if not hasattr(model, "logits"):
         raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
-    config = given.config
-    config.train = without_phases(config.train, batch_size=rows, gradient_accumulation=1)
-    with ExitStack() as stack:
-        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        if not device.computes or device.chips > 1:
-            why = "shares a batch between chips" if device.computes else "computes no values"
-            raise UserError(f"device {device.name} {why}, so task=eval can't use it. Give device=cpu or one chip.")
-        if device.caution is not None:
-            print(f"WARNING: {device.caution}", file=sys.stderr)
-        with Waiting("Loading the model"):
-            session = build.build_session(model, device, *config.step_parts, training=False)
-            stack.enter_context(closing(session))
-            given.load(session.state)
-        yield Scorer(given, given.steps(session), rows, start)
+    given.config.train = without_phases(given.config.train, batch_size=rows, gradient_accumulation=1)
+    with given.on_device(chips=1) as steps:
+        yield Scorer(given, steps, rows, start)
 
 
 def _from_run(config: Config) -> tuple[OpenedModel, int | None]:

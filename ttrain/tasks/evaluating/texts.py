@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.names import listed
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import DocumentReader, Source, find_sources
+from ttrain.data.sources import DocumentReader, DocumentSource, find_sources
 from ttrain.data.tokenizer import named_place
 from ttrain.tasks.evaluating.scorer import Scorer
 from ttrain.tasks.evaluating.windows import Texts
@@ -64,7 +64,7 @@ def measure_texts(
     }
 
 
-def _notices(found: list[Source], reader: DocumentReader) -> list[str]:
+def _notices(found: list[DocumentSource], reader: DocumentReader) -> list[str]:
     """Return sentences about what of eval.text is not read, or is read otherwise than its name says."""
     told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
     told += [f"eval.text: {note}" for note in reader.skipped.notices()]
