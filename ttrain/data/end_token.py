@@ -44,30 +44,27 @@ def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -
     end tokens.
     """
     library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else LibraryTokenizer(tokenizer.to_json())
-    if named is not None:
-        if (number := library.token_id(named)) is not None:
-            return library, EndToken(named, number, False)
-        if file is not None:
-            raise DataError(f"data.end_token={named}: {file} has no such token. {_near(named, library)}")
-        return _extended(library, named)
-    given = None if file is None else configured_end(file.with_name(CONFIG_FILE))
-    if given is not None:
-        number = library.token_id(given)
-        if number is None:
-            raise DataError(
-                f"{CONFIG_FILE} beside {file} names {given} as eos_token, which the tokenizer does not have. "
-                "Give data.end_token=<token>."
-            )
-        return library, EndToken(given, number, False)
-    for names in (_KNOWN, _SEPARATORS):
+    given = named
+    if given is None and file is not None:
+        given = configured_end(file.with_name(CONFIG_FILE))
+    for names in (_KNOWN, _SEPARATORS) if given is None else ((given,),):
         found = {name: number for name in names if (number := library.token_id(name)) is not None}
         if len(found) > 1:
-            raise DataError(
-                f"the tokenizer has {' and '.join(found)}. Say which ends a document: data.end_token=<token>."
-            )
+            which = "Say which ends a document: data.end_token=<token>"
+            raise DataError(f"the tokenizer has {' and '.join(found)}. {which}.")
         for name, number in found.items():
             return library, EndToken(name, number, False)
-    return _extended(library, ADDED)
+    added = ADDED if given is None else given
+    if given is not None and file is not None:
+        key = "data.end_token" if named is not None else f"{CONFIG_FILE}: eos_token"
+        near = did_you_mean(given, library.special_tokens())
+        raise DataError(f"{key}={given}: {file} has no such token. {near} Give data.end_token=<token>.")
+    if not added.strip():
+        raise DataError(f"data.end_token={added!r}: must be visible text.")
+    extended = library.with_token(added)
+    number = extended.token_id(added)
+    assert number is not None
+    return extended, EndToken(added, number, True)
 
 
 def own_end(tokenizer: Tokenizer | str, named: str | None) -> EndToken | None:
@@ -80,19 +77,6 @@ def own_end(tokenizer: Tokenizer | str, named: str | None) -> EndToken | None:
     except DataError:
         return None
     return None if end.added else end
-
-
-def _extended(library: LibraryTokenizer, token: str) -> tuple[Tokenizer, EndToken]:
-    if not token.strip():
-        raise DataError(f"data.end_token={token!r}: must be visible text.")
-    extended = library.with_token(token)
-    number = extended.token_id(token)
-    assert number is not None
-    return extended, EndToken(token, number, True)
-
-
-def _near(named: str, library: LibraryTokenizer) -> str:
-    return did_you_mean(named, library.special_tokens()) if library.special_tokens() else "It has no special tokens."
 
 
 def named_end(data: Any, tokenizer_config: Mapping[str, Any]) -> str | None:

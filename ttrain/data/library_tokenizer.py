@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate, groupby, islice, takewhile, tee
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
-from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, UnseenText, unseen
+from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen
 
 Marks = NDArray[np.bool_]  # of the tokens of a text
 
@@ -66,43 +67,41 @@ class LibraryTokenizer(Tokenizer):
         ids = self._model.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise DataError("the tokenizer has an empty vocabulary. Give another tokenizer.json.")
-        self._text, self._described = text, described
+        self._text, self.described = text, described
         self.name = str(described["model"].get("type") or "library").lower()
         self.vocabulary = max(ids) + 1
-        self.unknown = self._unknown(described["model"])
+        self.unknown = described["model"].get("unk_id")
+        if unknown := described["model"].get("unk_token"):
+            self.unknown = self.token_id(unknown)
         steps = _parts(described.get("normalizer"))
         self.normalizers = [str(step["type"]) for step in steps if step["type"] != "Sequence"]
         _refuse_unknown(self._model)
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
-        pieces = cut(texts)
-        yield from map(self._ids, self._encodings([*islice(pieces, 1)], self._model))
-        while batch := [*islice(pieces, _PIECES_AT_ONCE)]:
-            yield from map(self._ids, self._encodings(batch, self._continuing))
+        pieces, model, count = cut(texts), self._model, 1
+        while batch := [*islice(pieces, count)]:
+            yield from (self._ids([encoding]) for encoding in self._encodings(batch, model))
+            model, count = self._continuing, _PIECES_AT_ONCE
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
-        """Ids of each text. Several texts go through the library in one call, which it spreads over the processor."""
-        for _, encodings in self._documents(texts):
-            yield np.concatenate([np.zeros(0, self.dtype), *map(self._ids, encodings)])
+        """Yield the ids of each text. Several go through the library in one call, which it spreads over the cores."""
+        yield from (self._ids(encodings) for _, encodings in self._documents(texts))
 
     def encode_marked(self, texts: Iterable[tuple[str, Sequence[tuple[int, int]]]]) -> Iterator[tuple[Ids, Marks]]:
-        """Ids of texts as `encode_documents` makes them, and whether a token holds characters of the text's parts."""
+        """Yield the ids of texts, and for each token if it holds characters of the text's parts."""
         texts, again = tee(texts)
         for (pieces, encodings), (_, parts) in zip(self._documents((text for text, _ in texts), True), again):
             starts = accumulate(map(len, pieces), initial=0)
             places = [np.array(each.offsets, np.int64).reshape(-1, 2) + start for each, start in zip(encodings, starts)]
             first, end = np.concatenate([np.zeros((0, 2), np.int64), *places]).T
-            end = np.maximum(
-                end, first + 1
-            )  # a token that covers nothing, as one of blanks may, counts where it stands
+            end = np.maximum(end, first + 1)  # a token that covers nothing, as one of blanks may, counts where it is
             marks = [(first < stop) & (end > start) for start, stop in parts]
-            ids = np.concatenate([np.zeros(0, self.dtype), *map(self._ids, encodings)])
-            yield ids, np.any([np.zeros(len(ids), np.bool_), *marks], axis=0)
+            yield self._ids(encodings), np.any([np.zeros(len(first), np.bool_), *marks], axis=0)
 
     @property
     def start(self) -> list[int]:
         """Ids that the post-processor puts before a text, as in Transformers 5; none where a config of ours says so."""
-        return [] if self.config.get("add_bos_token") is False else _start(self._described.get("post_processor"))
+        return [] if self.config.get("add_bos_token") is False else _start(self.described.get("post_processor"))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text, None where there is no such token."""
@@ -126,7 +125,7 @@ class LibraryTokenizer(Tokenizer):
 
     def byte_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Bytes of each id. Tokens of bytes are counted by their names: a part of a character decodes to nothing."""
-        decoders = {part["type"] for part in _parts(self._described.get("decoder"))}
+        decoders = {part["type"] for part in _parts(self.described.get("decoder"))}
         added = {token.content for token in self._model.get_added_tokens_decoder().values()}
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         # A token as it looks behind another one, which is a letter if there is one: some decoders join or part them.
@@ -153,20 +152,20 @@ class LibraryTokenizer(Tokenizer):
     @cached_property
     def _continuing(self) -> Any:
         """The library's model for what follows the start of a text: it puts nothing in front."""
-        described = json.loads(json.dumps(self._described))
+        described = json.loads(json.dumps(self.described))
         for part in _parts(described.get("pre_tokenizer")):
             if part["type"] == "ByteLevel":
                 part["add_prefix_space"] = False
             elif part["type"] == "Metaspace":
                 part["prepend_scheme"] = "never"
         described["normalizer"] = _without(described.get("normalizer"), "Prepend")
-        return self._model if described == self._described else _refuse_unknown(_library_model(json.dumps(described)))
+        return self._model if described == self.described else _refuse_unknown(_library_model(json.dumps(described)))
 
-    def _ids(self, encoding: Any) -> Ids:
-        return np.asarray(encoding.ids, self.dtype)
+    def _ids(self, encodings: Iterable[Any]) -> Ids:
+        return np.concatenate([np.zeros(0, self.dtype), *(np.asarray(each.ids, self.dtype) for each in encodings)])
 
     def _documents(self, texts: Iterable[str], offsets: bool = False) -> Iterator[tuple[list[str], list[Any]]]:
-        """Pieces of each text and what the library makes of them, of about `CALL_CHARACTERS` in one call."""
+        """Yield the pieces of each text and their encodings, of about `CALL_CHARACTERS` in one call."""
         for group in _groups(texts, CALL_CHARACTERS):
             pieces = [list(cut([text])) for text in group]
             starts = iter(self._encodings([piece for several in pieces for piece in several[:1]], self._model, offsets))
@@ -178,32 +177,21 @@ class LibraryTokenizer(Tokenizer):
     def _encodings(self, pieces: list[str], model: Any, offsets: bool = False) -> list[Any]:
         encode = model.encode_batch if offsets else model.encode_batch_fast
         try:
-            encodings: list[Any] = encode(pieces, add_special_tokens=False)
+            return list(encode(pieces, add_special_tokens=False))
         except Exception as error:  # the library raises plain Exception
-            failing = next((piece for piece in pieces if self._fails(piece)), None)
-            if failing is None:
+            words = (word for piece in pieces if self._fails(piece) for word in (*piece.split(), piece))
+            word = next(filter(self._fails, words), None)
+            if word is None:
                 raise DataError(f"the tokenizers library cannot encode the text: {error}. Give another.") from None
-            raise self._unseen(failing) from None
-        return encodings
+            # Some models know a character at the start or the end of a word alone.
+            failing = {character for character in {*word} if self._fails(character) or self._fails(character * 3)}
+            raise unseen(failing if 0 < len(failing) < len({*word}) else [word], self) from None
 
     def _fails(self, text: str) -> bool:
-        try:
+        with suppress(Exception):  # as above
             self._model.encode(text, add_special_tokens=False)
-        except Exception:  # as above
-            return True
-        return False
-
-    def _unseen(self, text: str) -> UnseenText:
-        """The error for a text that can't be encoded: it names the characters of the first word that can't."""
-        word = next((word for word in text.split() if self._fails(word)), text)
-        # Some models know a character at the start or the end of a word alone.
-        failing = {character for character in {*word} if self._fails(character) or self._fails(character * 3)}
-        return unseen(failing if 0 < len(failing) < len({*word}) else [word], self)
-
-    def _unknown(self, model: dict[str, Any]) -> int | None:
-        if model.get("unk_id") is not None:
-            return int(model["unk_id"])
-        return self.token_id(model["unk_token"]) if model.get("unk_token") else None
+            return False
+        return True
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
@@ -270,19 +258,13 @@ def _refuse_unknown(model: Any) -> Any:
     return model
 
 
-def _parts(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A normalizer, pre-tokenizer, decoder or post-processor of a description, and all parts of a sequence."""
-    if not step:
-        return []
-    return [
-        step,
-        *(
-            part
-            for key in ("normalizers", "pretokenizers", "decoders", "processors")
-            for child in step.get(key, ())
-            for part in _parts(child)
-        ),
-    ]
+def _parts(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """Yield a normalizer, pre-tokenizer, decoder or post-processor of a description, and all parts of a sequence."""
+    if step:
+        yield step
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
+            for child in step.get(key, ()):
+                yield from _parts(child)
 
 
 def _start(post_processor: dict[str, Any] | None) -> list[int]:

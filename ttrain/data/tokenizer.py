@@ -20,7 +20,6 @@ Ids = NDArray[Any]  # uint16 where the vocabulary allows, else uint32
 
 _UNICODE_SIZE = 0x110000
 UNKNOWN = "\ufffd"  # what ids that stand for no text are decoded to
-SAMPLE_CHARACTERS = 1 << 12  # of one place of a corpus, or of one document, to check what comes back of it
 _FEWEST_KNOWN = 0.5  # of the visible characters; below it a tokenizer is not one for this text
 _SHOWN_BEFORE, _SHOWN_AFTER = 12, 20  # characters around a difference
 
@@ -34,6 +33,7 @@ class Tokenizer(ABC):
     config: dict[str, Any] = {}  # the keys of a tokenizer_config.json: the end token, a chat template
     unknown: int | None = None  # the id of unknown text
     normalizers: Sequence[str] = ()  # names of the steps that change a text before it is split
+    described: dict[str, Any]  # the content of a tokenizer.json
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -89,9 +89,9 @@ class Tokenizer(ABC):
         counts = np.array([len(self.decode([token]).encode()) for token in range(self.vocabulary)], np.int64)
         return counts, counts
 
-    @abstractmethod
     def to_json(self) -> str:
         """Return the content of a tokenizer.json."""
+        return json.dumps(self.described)
 
 
 class CharTokenizer(Tokenizer):
@@ -102,9 +102,13 @@ class CharTokenizer(Tokenizer):
     def __init__(self, characters: str) -> None:
         self.characters = "".join(sorted(set(characters)))
         self.vocabulary = len(self.characters)
-        self._codes = _code_points(self.characters)
+        codes = _code_points(self.characters)
         self._id_of = np.full(_UNICODE_SIZE, self.vocabulary, np.uint32)
-        self._id_of[self._codes] = np.arange(self.vocabulary, dtype=np.uint32)
+        self._id_of[codes] = np.arange(self.vocabulary, dtype=np.uint32)
+        vocab = {character: number for number, character in enumerate(self.characters)}
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": ""}
+        self.described = _described(model, split, {"type": "Fuse"})
 
     @staticmethod
     def of(texts: Iterable[str]) -> CharTokenizer:
@@ -124,25 +128,23 @@ class CharTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.characters[i] if 0 <= i < self.vocabulary else UNKNOWN for i in ids)
 
-    @property
-    def described(self) -> dict[str, Any]:
-        model = {
-            "type": "WordLevel",
-            "vocab": {character: number for number, character in enumerate(self.characters)},
-            "unk_token": "",
-        }
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        return _described(model, split, {"type": "Fuse"})
-
-    def to_json(self) -> str:
-        return json.dumps(self.described)
-
 
 class ByteTokenizer(Tokenizer):
     """One id per byte of the text's UTF-8; covers every text."""
 
     name = "byte"
     vocabulary = 256
+
+    def __init__(self) -> None:
+        model: dict[str, Any] = {
+            "type": "BPE",
+            **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
+            **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+            "vocab": {character: byte for byte, character in enumerate(visible_bytes())},
+            "merges": [],
+        }
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        self.described = _described(model, level, level)
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
         for text in texts:
@@ -156,26 +158,6 @@ class ByteTokenizer(Tokenizer):
         """One byte for each id."""
         ones = np.ones(self.vocabulary, np.int64)
         return ones, ones
-
-    @property
-    def described(self) -> dict[str, Any]:
-        model: dict[str, Any] = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {character: byte for byte, character in enumerate(visible_bytes())},
-            "merges": [],
-        }
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        return _described(model, level, level)
-
-    def to_json(self) -> str:
-        return json.dumps(self.described)
 
 
 class UnseenText(DataError):
@@ -192,11 +174,8 @@ def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
     """Return the error that names the characters or words without an id."""
     ordered = sorted(texts)
     named = listed(map(_named, ordered), 8)
-    message = (
-        f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}. "
-        "Leave these characters out, or train with data.tokenizer=byte or bpe, which cover every text."
-    )
-    return UnseenText(message, ordered)
+    never = f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}"
+    return UnseenText(f"{never}. Leave it out, or train with data.tokenizer=byte or bpe, which cover all.", ordered)
 
 
 def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[str]:
@@ -214,10 +193,8 @@ def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[s
         if example is None and (back := tokenizer.decode(ids)) != text:
             example = _difference(text, back)
     if returned < _FEWEST_KNOWN * visible:
-        raise DataError(
-            f"the {tokenizer.name} tokenizer gives back {returned} of {visible} visible characters of a sample of the "
-            "text, so it is not one for this text. Give another data.tokenizer, such as byte or bpe."
-        )
+        few = f"{returned} of {visible} visible characters of a sample of the text, so it is not one for this text"
+        raise DataError(f"the {tokenizer.name} tokenizer gives back {few}. Give another, such as byte or bpe.")
     if unknown and tokenizer.unknown is not None:
         token = tokenizer.decode([tokenizer.unknown])
         yield f"{unknown} of {tokens} tokens of a sample of the text are {token!r}, what the tokenizer does not know."

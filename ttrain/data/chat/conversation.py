@@ -11,7 +11,7 @@ CALLS = "tool_calls"  # key of a message with the calls of tools
 REPLIES = "assistant"  # the role whose messages are replies
 
 # Keys of a message that say if it is learnt, by the value that means so.
-_LEARNT = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
+LEARNT = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
 _WORDS = {"weight", "weights", "train", "training", "trainable", "loss", "mask", "masked", "learn"}
 
 
@@ -47,18 +47,15 @@ class Chat(NamedTuple):
                 silent.add(number)
             _require_text_parts(number + 1, message.get("content"))
             kept.append(
-                {key: parsed(value) if key == CALLS else value for key, value in message.items() if key not in _LEARNT}
+                {key: parsed(value) if key == CALLS else value for key, value in message.items() if key not in LEARNT}
             )
         return cls(kept, _tools(tools), frozenset(silent))
 
     @property
     def replies(self) -> list[int]:
         """Numbers of the replies that are learnt, from 0."""
-        return [
-            number
-            for number, message in enumerate(self.messages)
-            if message.get("role") == REPLIES and number not in self.silent
-        ]
+        told = enumerate(self.messages)
+        return [number for number, each in told if each.get("role") == REPLIES and number not in self.silent]
 
 
 def parsed(value: Any) -> Any:
@@ -98,26 +95,22 @@ def _is_learnt(number: int, message: dict[str, Any], learns: str) -> bool:
     for key, value in message.items():
         if value is None or not _WORDS & set(re.findall("[a-z]+", str(key).lower())):
             continue
-        if key not in _LEARNT or value not in (0, 1):
-            what = f"{key}={value!r}" if key in _LEARNT else f"the key {key!r}"
-            raise ValueError(
-                f"message {number} has {what}; {', '.join(_LEARNT)} with 0, 1, true or false say if a message is learnt"
-            )
-        said[key] = bool(value) == _LEARNT[key]
+        if key not in LEARNT or value not in (0, 1):
+            what = f"{key}={value!r}" if key in LEARNT else f"the key {key!r}"
+            say = f"{', '.join(LEARNT)} with 0, 1, true or false say if a message is learnt"
+            raise ValueError(f"message {number} has {what}; {say}")
+        said[key] = bool(value) == LEARNT[key]
     if len({*said.values()}) > 1:
         raise ValueError(f"message {number}: {' and '.join(said)} contradict each other. Leave one of them out")
     role = message.get("role")
     learnt = all(said.values())
     if said and learns == "all" and not learnt:
-        raise ValueError(
-            f"message {number}: its {next(iter(said))} takes it out of the loss, but data.loss_on=all trains on every "
-            "message. Give data.loss_on=replies, or leave the key out"
-        )
+        out = f"message {number}: its {next(iter(said))} takes it out of the loss, but data.loss_on=all trains on it"
+        raise ValueError(f"{out}. Give data.loss_on=replies, or leave the key out")
     if said and learns == "replies" and learnt and role != REPLIES:
-        raise ValueError(
-            f"message {number}: its {next(iter(said))} puts a message of the role {role!r} into the loss, but "
-            f"data.loss_on=replies trains only on the role {REPLIES!r}. Give data.loss_on=all, or leave the key out"
-        )
+        into = f"message {number}: its {next(iter(said))} puts a message of the role {role!r} into the loss"
+        only = f"data.loss_on=replies trains only on the role {REPLIES!r}"
+        raise ValueError(f"{into}, but {only}. Give data.loss_on=all, or leave the key out")
     return learnt
 
 
@@ -125,10 +118,7 @@ def _require_text_parts(number: int, content: Any) -> None:
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else None
-            raise ValueError(
-                f"message {number} has a part of type {kind!r}, but only parts such as "
-                "{'type': 'text', 'text': '..'} can be read"
-            )
+            raise ValueError(f"message {number} has a part of type {kind!r}, but only 'text' with a text can be read")
 
 
 def joined_parts(message: dict[str, Any], shown: str | None) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ttrain.core.errors import DataError
 from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
 from ttrain.data.chat.messages import Rendered, Span
-from ttrain.data.chat.sandbox import SANDBOX, Exceeded, Job
+from ttrain.data.chat.sandbox import SANDBOX, Job
 from ttrain.data.end_token import CONFIG_FILE, read_folder_facts, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -31,10 +32,9 @@ def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str,
     """Return `tokenizer_settings` with a template. Raises DataError where there is none."""
     settings = tokenizer_settings(file)
     if "chat_template" not in settings:
-        raise DataError(
-            f"{key}: neither {file.with_name(TEMPLATE_FILE)} nor chat_template in {file.with_name(CONFIG_FILE)} is "
-            "there. Give the tokenizer.json of a model for chats, or data.template=chatml, plain or a text."
-        )
+        files = f"{file.with_name(TEMPLATE_FILE)} nor chat_template in {file.with_name(CONFIG_FILE)}"
+        mend = "Give the tokenizer.json of a model for chats, or data.template=chatml, plain or a text"
+        raise DataError(f"{key}: neither {files} is there. {mend}.")
     return settings
 
 
@@ -111,24 +111,15 @@ class TokenizerTemplate:
         return _unmarked(text, *self._marks).text if self._marks[0] else text
 
     def _answers(self, jobs: list[Job]) -> list[Any]:
-        try:
-            return SANDBOX.render(self._source, self._marks, jobs)
-        except Exceeded as error:
-            raise self._over(error) from None
-
-    def _over(self, error: Exceeded) -> DataError:
-        return DataError(
-            f"the chat template of {self._place} {error}. Mend it, shorten the conversation, or give "
-            "data.template=chatml, plain or a text."
-        )
+        return SANDBOX.render(self._source, self._marks, jobs, self._place)
 
     def _job(self, chat: Chat, variants: list[tuple[list[Any], bool]]) -> Job:
         return {**self._names, "tools": chat.tools}, variants
 
     def _checked(self, answer: Any) -> tuple[str, list[list[int]]]:
         """Return an answer of the renderer. Raises ValueError, or DataError, for one that is none."""
-        if isinstance(answer, Exceeded):
-            raise self._over(answer)
+        if isinstance(answer, DataError):
+            raise answer
         if isinstance(answer, str):
             raise ValueError(f"the tokenizer's chat template {answer}")
         return answer[0], answer[1]
@@ -194,19 +185,17 @@ class TokenizerTemplate:
         if not number:
             return min(shared, end), end  # the probe's own prompt
         if shared < before or same < end:
-            raise ValueError(
-                f"message {number + 1}: the tokenizer's chat template writes earlier messages another way once later "
-                "ones follow, so the reply can't be told from the rest. Use data.loss_on=all"
-            )
+            rewrites = "the tokenizer's chat template writes earlier messages another way once later ones follow"
+            raise ValueError(f"message {number + 1}: {rewrites}, which hides the reply. Use data.loss_on=all")
         if prompt == asked == before:
             _, ((prompt, _, _),) = self._first(chat, ([*chat.messages[:number], _PROBE], False))
             if not text[before:prompt].strip():  # a blank belongs to the word after it
                 return before, end
             if not prompts:
+                ignores = "the tokenizer's chat template ignores add_generation_prompt"
                 raise ValueError(
-                    f"message {number + 1}: the tokenizer's chat template ignores add_generation_prompt, so "
-                    f"{text[before:prompt]!r} before the reply would be learnt with it. Write it where "
-                    "add_generation_prompt is true, mark the replies with {% generation %}, or use data.loss_on=all"
+                    f"message {number + 1}: {ignores}, so {text[before:prompt]!r} before the reply would be learnt "
+                    "with it. Mend this, mark the replies with {% generation %}, or use data.loss_on=all"
                 )
         return max(before, min(prompt, end)), end
 
@@ -225,29 +214,15 @@ def _silenced(rendered: Rendered, chat: Chat, counts: list[int]) -> Rendered:
         return rendered
     if counts != sorted(counts) or counts[-1] != len(rendered.replies):
         raise ValueError("the tokenizer's chat template marks other parts once later messages follow")
-    kept = [
-        slice(start, end)
-        for number, (start, end) in enumerate(zip([0, *counts], counts, strict=False))
-        if number not in chat.silent
-    ]
-    return rendered._replace(replies=tuple(span for part in kept for span in rendered.replies[part]))
+    parts = [rendered.replies[start:end] for start, end in zip([0, *counts], counts, strict=False)]
+    return rendered._replace(replies=tuple(chain(*(part for n, part in enumerate(parts) if n not in chat.silent))))
 
 
 def _unmarked(text: str, opening: str, closing: str) -> Rendered:
     """Return the text without the marks, and what lay between them. Raises ValueError for nested marks."""
-    spans: list[Span] = []
-    whole = start = 0
-    pieces: list[str] = []
     split = re.split(f"({re.escape(opening)}|{re.escape(closing)})", text)
-    marks = split[1::2]
-    if marks != [opening, closing] * (len(marks) // 2) or any(opening[1:-1] in piece for piece in split[::2]):
+    texts, marks = split[::2], split[1::2]
+    if marks != [opening, closing] * (len(marks) // 2) or any(opening[1:-1] in piece for piece in texts):
         raise ValueError("the tokenizer's chat template nests or changes what it marks with {% generation %}")
-    for piece in split:
-        if piece == opening:
-            start = whole
-        elif piece == closing:
-            spans.append((start, whole))
-        else:
-            pieces.append(piece)
-            whole += len(piece)
-    return Rendered("".join(pieces), tuple(spans))
+    ends = list(accumulate(map(len, texts)))
+    return Rendered("".join(texts), tuple(zip(ends[::2], ends[1::2], strict=False)))

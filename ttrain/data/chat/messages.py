@@ -14,11 +14,9 @@ Span = tuple[int, int]  # start and end of characters
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
-TEMPLATES = {
-    "plain": "{Role}: {content}\n",
-    "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n",
-}
-_PARTS = ("role", "Role", "content")
+TEMPLATES = {"plain": "{Role}: {content}\n", "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n"}
+_FIELDS = ("role", "Role", "content")
+_Part = tuple[str, str]  # a text, and the name of the field after it, empty where there is none
 
 
 class Rendered(NamedTuple):
@@ -37,23 +35,23 @@ class Template:
 
     def __init__(self, given: str) -> None:
         if given not in TEMPLATES and "{" not in given:
-            raise DataError(
-                f"data.template={given}: is neither {' nor '.join((*TEMPLATES, 'tokenizer'))}, nor a text with "
-                "{content} such as '{role}: {content}\\n'."
-            )
+            names = " nor ".join((*TEMPLATES, "tokenizer"))
+            raise DataError(f"data.template={given}: is neither {names}, nor a text such as '{{role}}: {{content}}'.")
         text = TEMPLATES.get(given, with_line_breaks(given))
         try:
             parts = list(Formatter().parse(text))
         except ValueError as error:
             raise DataError(f"data.template={given!r}: {error}. Write a brace of the text twice.") from None
         for _, name, form, conversion in parts:
-            if name is not None and (name not in _PARTS or form or conversion):
-                raise DataError(
-                    f"data.template={given!r}: has {{{name}}}. Only {{role}}, {{Role}}, {{content}} can stand."
-                )
+            if name is not None and (name not in _FIELDS or form or conversion):
+                raise DataError(f"data.template={given!r}: has {{{name}}}, not {{role}}, {{Role}} or {{content}}.")
         if "content" not in {name for _, name, _, _ in parts}:
             raise DataError(f"data.template={given!r}: has no {{content}}, so every message would be the same.")
-        self._parts = [(literal, name) for literal, name, _, _ in parts]
+        place = next(place for place, (_, name, _, _) in enumerate(parts) if name == "content")
+        whole: list[_Part] = [(literal, name or "") for literal, name, _, _ in parts]
+        # What a message has before its first content, and after it.
+        self._head: list[_Part] = [*whole[:place], (whole[place][0], "")]
+        self._tail = whole[place + 1 :]
 
     def render(self, messages: Iterable[Any], tools: Any = None) -> Rendered:
         """Return a conversation as text. Raises ValueError, which says what is wrong with it."""
@@ -81,16 +79,16 @@ class Template:
     def to_jinja(self) -> str:
         """Return a template for Transformers' apply_chat_template that writes the same."""
         fields = {"role": "message['role']", "Role": "message['role'] | capitalize", "content": "message['content']"}
-
-        def joined(parts: Iterable[tuple[str, str | None]], values: Mapping[str, str]) -> str:
-            return " ~ ".join(f"{_quoted(literal)} ~ {values.get(name or '', _quoted(''))}" for literal, name in parts)
-
-        place = next(place for place, (_, name) in enumerate(self._parts) if name == "content")
         reply = {"role": _quoted(REPLIES), "Role": _quoted(REPLIES.capitalize())}
-        asked = [*self._parts[:place], (self._parts[place][0].rstrip(" "), None)]
+
+        def joined(parts: Iterable[_Part], values: Mapping[str, str]) -> str:
+            return " ~ ".join(f"{_quoted(literal)} ~ {values.get(name, _quoted(''))}" for literal, name in parts)
+
+        message = joined([*self._head, ("", "content"), *self._tail], fields)
+        asked = joined([*self._head[:-1], (self._head[-1][0].rstrip(" "), "")], reply)
         return (
-            f"{{%- set text %}}{{% for message in messages %}}{{{{ {joined(self._parts, fields)} }}}}{{% endfor %}}"
-            f"{{% endset -%}}{{{{ text ~ {joined(asked, reply)} if add_generation_prompt else text.rstrip('\\n') }}}}"
+            f"{{%- set text %}}{{% for message in messages %}}{{{{ {message} }}}}{{% endfor %}}"
+            f"{{% endset -%}}{{{{ text ~ {asked} if add_generation_prompt else text.rstrip('\\n') }}}}"
         )
 
     def _render(self, chat: Chat) -> Rendered:
@@ -115,11 +113,9 @@ class Template:
             raise ValueError(f"message {number} has the role {given}; known are {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"message {number} has as content {json_kind(content)}, not text")
-        values = {"role": role, "Role": role.capitalize(), "content": content}
-        parts = [literal + (values[name] if name is not None else "") for literal, name in self._parts]
-        place = next(place for place, (_, name) in enumerate(self._parts) if name == "content")
-        before = "".join(parts[:place]) + self._parts[place][0]
-        return before, "".join(parts).removeprefix(before)
+        values = {"role": role, "Role": role.capitalize(), "content": content, "": ""}
+        head, tail = ("".join(literal + values[name] for literal, name in part) for part in (self._head, self._tail))
+        return head, content + tail
 
 
 def _quoted(text: str) -> str:

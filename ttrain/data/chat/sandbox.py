@@ -28,10 +28,6 @@ _START = "import sys; sys.path[:] = {path!r}; from ttrain.data.chat.renderer imp
 Job = tuple[Mapping[str, Any], list[tuple[list[Any], bool]]]  # see renderer
 
 
-class Exceeded(Exception):
-    """A rendering that took more than it may."""
-
-
 class Sandbox:
     """A child process that renders templates. It starts with the first request and ends with this process."""
 
@@ -39,10 +35,10 @@ class Sandbox:
         self._lock, self._owner = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, marks: tuple[str, str], jobs: list[Job]) -> list[Any]:
-        """Return the renderer's answer to each job; an Exceeded ends them.
+    def render(self, source: str, marks: tuple[str, str], jobs: list[Job], place: object) -> list[Any]:
+        """Return the renderer's answer to each job; a DataError, where one takes too much, is the last.
 
-        Raises DataError for what is no template, and Exceeded where its compilation takes too much.
+        Raises DataError for what is no template, and where its compilation takes too much. `place` is where it is from.
         """
         with self._lock:
             process = self._running()
@@ -50,33 +46,21 @@ class Sandbox:
                 with suppress(BrokenPipeError):  # of a dead child, which gives no answer
                     pickle.dump((source, marks, jobs), process.stdin, pickle.HIGHEST_PROTOCOL)
                     process.stdin.flush()
-                compiled, answers = self._answer(process), list[Any]()
+                compiled, answers = _answer(process, place), list[Any]()
                 while compiled is None and len(answers) < len(jobs):
-                    answers.append(self._answer(process))
-                    if isinstance(answers[-1], Exceeded):
+                    answers.append(_answer(process, place))
+                    if isinstance(answers[-1], DataError):
                         break
             except BaseException:  # such as Ctrl-C: answers that nobody reads would be taken for those that follow
                 process.kill()
                 process.wait()
                 raise
-        if isinstance(compiled, Exceeded):
+        if isinstance(compiled, DataError):
             raise compiled
         if compiled is not None:
             line, why = compiled
             raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {why}.")
         return answers
-
-    def _answer(self, process: subprocess.Popen[bytes]) -> Any:
-        """Return the next answer, or an Exceeded where the child has ended."""
-        line = process.stdout.readline() if process.stdout else b""
-        if line.endswith(b"\n"):
-            return json.loads(line)
-        code = process.wait()
-        if code == -signal.SIGXCPU:
-            return Exceeded(f"computes for more than {SECONDS} s, so it may never end")
-        if code in (OUT_OF_MEMORY, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
-            return Exceeded(f"takes more than {format_bytes(MEMORY)} of memory")
-        return Exceeded(f"ended its process with code {code}")
 
     def _running(self) -> Any:
         """Return the child, started anew where there is none, where it is dead, or where it is that of a parent."""
@@ -92,6 +76,20 @@ class Sandbox:
 
 
 SANDBOX = Sandbox()  # of this process
+
+
+def _answer(process: subprocess.Popen[bytes], place: object) -> Any:
+    """Return the next answer, or a DataError where the child has ended."""
+    line = process.stdout.readline() if process.stdout else b""
+    if line.endswith(b"\n"):
+        return json.loads(line)
+    code, why = process.wait(), f"takes more than {format_bytes(MEMORY)} of memory"
+    if code == -signal.SIGXCPU:
+        why = f"computes for more than {SECONDS} s, so it may never end"
+    elif code not in (OUT_OF_MEMORY, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
+        why = f"ended its process with code {code}"
+    mend = "Mend it, shorten the conversation, or give data.template=chatml, plain or a text"
+    return DataError(f"the chat template of {place} {why}. {mend}.")
 
 
 def _require_jinja2() -> None:
