@@ -74,24 +74,6 @@ class Dataset(Protocol):
         ...
 
 
-class Resizable(Dataset, Protocol):
-    """A dataset whose sequences can change their length while a run goes on.
-
-    Its training data is an endless stream of tokens, pass after pass, which sequences are cut from.
-    """
-
-    def at(self, context: int, sequences: int, tokens: int) -> Resizable:
-        """Return the same data in sequences of `context` tokens, from the sequence of number `sequences` on.
-
-        Where data is read in order, that one begins at position `tokens` of its endless stream.
-        """
-        ...
-
-    def position(self, seed: int, number: int) -> int:
-        """Return the position in the stream that a training sequence of this length begins at."""
-        ...
-
-
 class Indexed(Dataset, Protocol):
     """A dataset whose training samples have indices into arrays, so that the arrays can lie on a device.
 
@@ -116,7 +98,10 @@ _Sequences = TypeVar("_Sequences", bound="TokenSequences")
 
 
 class TokenSequences(ABC):
-    """Base of datasets of tokens: sequences of `context` ids, whose length can change on the way."""
+    """Base of datasets of tokens: sequences of `context` ids, whose length can change while a run goes on.
+
+    Its training data is an endless stream of tokens, pass after pass, which sequences are cut from.
+    """
 
     context: int
     vocabulary: int | None
@@ -137,13 +122,17 @@ class TokenSequences(ABC):
         return Baseline("unigram entropy", unigram_entropy((batch["targets"] for batch in batches), self.vocabulary))
 
     def at(self: _Sequences, context: int, sequences: int, tokens: int) -> _Sequences:
-        """See Resizable; sequences are at most as long as before."""
+        """Return the same data in sequences of `context` tokens, from the sequence of number `sequences` on.
+
+        Where data is read in order, that one begins at position `tokens` of its endless stream. Sequences are at most
+        as long as before.
+        """
         changed = copy(self)
         changed._resize(context, sequences, tokens)
         return changed
 
     def position(self, seed: int, number: int) -> int:
-        """See Resizable."""
+        """Return the position in the stream that a training sequence of this length begins at."""
         return self._offset + (number - self._first) * self.context
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
@@ -195,20 +184,14 @@ class TokenDataset(TokenSequences):
             "order": config.order,
         }
 
-    def _resize(self, context: int, sequences: int, tokens: int) -> None:
-        super()._resize(context, sequences, tokens)
-        windows = np.lib.stride_tricks.sliding_window_view
-        self._windows = {split: windows(ids, context + 1) for split, ids in self._splits.items()}
-
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Return `tokens` and `targets`, int64 [rows, context]; see Dataset. Raises DataError for a bad id."""
-        train = split == "train"
-        starts = self.indices(seed, first, rows) if train else self._val_starts(sample_numbers(first, rows))
-        if train and self._order == "sequential":
-            ids = self._splits[split]
-            rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
+        if split == "train":
+            starts = self.indices(seed, first, rows)
         else:
-            rows_read = self._windows[split][starts]
+            starts = held_out(sample_numbers(first, rows), self.val_samples) * np.uint64(self.context)
+        ids = self._splits[split]
+        rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
         if self._check:
             self._check_ids(split, starts, rows_read)
         return {"tokens": rows_read[:, :-1].astype(np.int64), "targets": rows_read[:, 1:].astype(np.int64)}
@@ -216,7 +199,7 @@ class TokenDataset(TokenSequences):
     @property
     def val_samples(self) -> int:
         """See Dataset."""
-        return self._pieces("val")
+        return (len(self._splits["val"]) - 1) // self.context
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """See Indexed. The start of the split is repeated at the end, for a sequence that reads across the end."""
@@ -235,7 +218,7 @@ class TokenDataset(TokenSequences):
         if self._limit is not None:
             numbers = numbers % np.uint64(self._limit)
         if self._order == "random":
-            return drawn(seed, numbers, len(self._windows["train"]))
+            return drawn(seed, numbers, length - self.context)
         places = self._places(numbers, *((self._first, self._offset) if self._limit is None else (0, 0)))
         if self._order == "sequential":
             return places % np.uint64(length)
@@ -245,7 +228,7 @@ class TokenDataset(TokenSequences):
         return pieces * np.uint64(self._longest) + shift + inside
 
     def position(self, seed: int, number: int) -> int:
-        """See Resizable; with a limit the stream is not read in order."""
+        """See TokenSequences; with a limit the stream is not read in order."""
         if self._limit is not None:
             return super().position(seed, number)
         return int(self._places(sample_numbers(number, 1), self._first, self._offset)[0])
@@ -263,12 +246,6 @@ class TokenDataset(TokenSequences):
         later = done - np.minimum(done, left)
         starts: Words = (np.uint64(piece + 1) + later // whole) * np.uint64(self._longest) + later % whole * length
         return np.where(done < left, np.uint64(offset) + done * length, starts)
-
-    def _val_starts(self, numbers: Words) -> Words:
-        return held_out(numbers, self._pieces("val")) * np.uint64(self.context)
-
-    def _pieces(self, split: str) -> int:
-        return (len(self._splits[split]) - 1) // self.context
 
     def _check_ids(self, split: str, starts: Words, rows_read: Ids) -> None:
         outside = np.argwhere(rows_read >= self._ids)
@@ -313,16 +290,12 @@ def unigram_entropy(parts: Iterable[NDArray[np.int64]], vocabulary: int) -> floa
 
 def outside_vocabulary(token: int, vocabulary: int, where: str) -> DataError:
     """Return the error for an id outside the vocabulary."""
-    return DataError(
-        f"{where} has id {token}, but the vocabulary has {vocabulary} ids (0 to {vocabulary - 1}). "
-        "Give data.vocabulary and data.dtype as the ids were written, or prepare the tokens again."
-    )
+    mend = "Give data.vocabulary and data.dtype as the ids were written, or prepare the tokens again"
+    return DataError(f"{where} has id {token}, but the vocabulary has {vocabulary} ids, from 0 on. {mend}.")
 
 
 def _require_length(split: str, length: int, context: int, advice: str) -> None:
     if length <= context:
         shorter = f", or set model.context to at most {length - 1}" if length > 1 else ""
-        raise DataError(
-            f"the {split} split has {length} token(s), but model.context={context} needs at least {context + 1}. "
-            f"{advice}{shorter}."
-        )
+        few = f"has {length} token(s), but model.context={context} needs at least {context + 1}"
+        raise DataError(f"the {split} split {few}. {advice}{shorter}.")

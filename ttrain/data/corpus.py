@@ -9,6 +9,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,27 +17,29 @@ from typing import BinaryIO
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed, with_line_breaks
+from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.settings import TextConfig
 
 READ_BYTES = 1 << 18
 PIECE_CHARACTERS = 1 << 16
+SAMPLE_CHARACTERS = 1 << 12  # of one place of a corpus, or of one document, to check what comes back of it
 ROW_SUFFIXES = (".jsonl", ".ndjson")  # of files with a document per row
 NAME_ROWS = "name such files .jsonl, with one object a line"
 
 # Tests, installed packages, and files that the build of this Python generated.
 _UNREAD_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 _GENERATED = ("_sysconfigdata", "config-")
-# First bytes of files that are taken for text, their form, and the remedy.
+# First bytes of files that are taken for text, their form, the remedy, and the suffix with which documents are read.
 _FIRST_BYTES = {
-    codecs.BOM_UTF16_LE: ("UTF-16", "Convert it to UTF-8"),
-    codecs.BOM_UTF16_BE: ("UTF-16", "Convert it to UTF-8"),
-    b"\x1f\x8b": ("gzip", "Unpack it, or name it .gz and use data=documents"),
-    b"\x28\xb5\x2f\xfd": ("zstandard", "Unpack it, or name it .zst and use data=documents"),
-    b"\xfd7zXZ": ("xz", "Unpack it"),
-    b"BZh": ("bzip2", "Unpack it"),
-    b"PK\x03\x04": ("zip", "Unpack it"),
-    b"PAR1": ("Parquet", "Name it .parquet and use data=documents"),
-    b"ARROW1": ("Arrow", "Name it .arrow and use data=documents"),
+    codecs.BOM_UTF16_LE: ("UTF-16", "Convert it to UTF-8", ""),
+    codecs.BOM_UTF16_BE: ("UTF-16", "Convert it to UTF-8", ""),
+    b"\x1f\x8b": ("gzip", "Unpack it", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("zstandard", "Unpack it", ".zst"),
+    b"\xfd7zXZ": ("xz", "Unpack it", ""),
+    b"BZh": ("bzip2", "Unpack it", ""),
+    b"PK\x03\x04": ("zip", "Unpack it", ""),
+    b"PAR1": ("Parquet", "Convert it to UTF-8", ".parquet"),
+    b"ARROW1": ("Arrow", "Convert it to UTF-8", ".arrow"),
 }
 # A line end with a visible character on either side: no token of byte-level BPE spans it.
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
@@ -46,7 +49,7 @@ _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 class _Segment:
     """A part of the stream: the bytes of one file, or the separator between two."""
 
-    file: Path | None
+    content: Path | bytes
     start: int
     length: int
 
@@ -59,49 +62,46 @@ class Corpus:
     """
 
     def __init__(self, config: TextConfig) -> None:
-        self.source, found = _find(config)
+        if config.path is None:
+            self.source, found = f"standard library of Python {platform.python_version()}", _standard_library()
+        else:
+            self.source, found = config.path, find_files(config.path, config.suffixes, "data.path")
         self.files, self.notices = found.files, found.notices("data.path")
         if config.path is not None and (rows := [file for file in self.files if holds_json(file)]):
             command = f"data=documents 'data.sources=[{config.path}]'"
             misnamed = any(file.suffix.lower() not in ROW_SUFFIXES for file in rows)
             mend = f", {NAME_ROWS}, and read them with data=documents." if misnamed else f": {command}."
-            self.notices.append(
-                f"data={config.name} trains on the JSON syntax of {listed(rows)} as well. For the texts in the "
-                f"rows{mend}"
-            )
+            told = f"data={config.name} trains on the JSON syntax of {listed(rows)} as well."
+            self.notices.append(f"{told} For the texts in the rows{mend}")
         try:
-            self._separator = with_line_breaks(config.separator).encode()
+            separator = with_line_breaks(config.separator).encode()
         except UnicodeEncodeError:
             raise DataError(f"data.separator={config.separator!r} is not UTF-8. Give UTF-8 text.") from None
-        self._stamps = [_stamp(file) for file in self.files]
-        self._segments = list(self._lay_out())
-        total = sum(segment.length for segment in self._segments)
-        if not any(segment.length for segment in self._segments if segment.file is not None):
+        self._stamps = stamps(self.files, "data.path")
+        if not any(size for _, size, _ in self._stamps):
             raise DataError(f"data.path={self.source} holds no text: {len(self.files)} empty file(s). Give another.")
-        self.size = total
-        if config.max_bytes is not None and config.max_bytes < total:
+        self._segments: list[_Segment] = []
+        self.size = 0
+        for file, (_, size, _) in zip(self.files, self._stamps, strict=True):
+            self._append(separator if self._segments else b"", len(separator))
+            self._append(file, size)
+        if config.max_bytes is not None and config.max_bytes < self.size:
             self.size = self._character_start(config.max_bytes)
         self.boundary = self._character_start(round(self.size * (1 - config.held_out)))
 
-    def text(self, start: int, stop: int, on_bytes: Callable[[bytes], object] | None = None) -> Iterator[str]:
+    def text(self, start: int, stop: int, on_bytes: OnBytes = len) -> Iterator[str]:
         """Yield the text of the bytes [start, stop), piece by piece; both must be starts of characters.
 
         `on_bytes` is called with the bytes of each piece, in order.
         """
-        for segment in self._segments:
-            first = max(start, segment.start) - segment.start
-            last = min(stop, segment.start + segment.length) - segment.start
-            if first >= last:
-                continue
-            for raw, characters in self._parts(segment, first, last):
-                if on_bytes is not None:
-                    on_bytes(raw)
+        for content, first, last in self._parts(start, stop):
+            for raw, characters in _decode(content, first, last):
+                on_bytes(raw)
                 yield characters
 
-    def samples(self, size: int, count: int = 16) -> Iterator[str]:
+    def samples(self, size: int = SAMPLE_CHARACTERS, count: int = 16) -> Iterator[str]:
         """Yield texts of about `size` bytes from `count` evenly spaced places; all of a short corpus."""
-        step = max(size, self.size // count)
-        for first in range(0, self.size, step):
+        for first in range(0, self.size, max(size, self.size // count)):
             start, stop = (self._character_start(min(self.size, place)) for place in (first, first + size))
             yield "".join(self.text(start, stop))
 
@@ -109,52 +109,40 @@ class Corpus:
         """Return file and line of the first match, which must lie within a line; without a match the source."""
         for segment in self._segments:
             line = 1
-            for _, characters in self._parts(segment, 0, segment.length):
+            for _, characters in _decode(segment.content, 0, segment.length):
                 if found := wanted.search(characters):
-                    return f"{segment.file or 'data.separator'}:{line + characters.count(chr(10), 0, found.start())}"
+                    file = "data.separator" if isinstance(segment.content, bytes) else segment.content
+                    return f"{file}:{line + characters.count(chr(10), 0, found.start())}"
                 line += characters.count("\n")
         return f"data.path={self.source}"
 
     def require_unchanged(self) -> None:
-        """Raise DataError for a file that was changed since the corpus was opened."""
-        for file, stamp in zip(self.files, self._stamps, strict=True):
-            if _stamp(file) != stamp:
-                raise DataError(f"data.path: {file} changed while being read. Start again, or give a copy of it.")
+        """Raise DataError where a file was changed since the corpus was opened."""
+        if stamps(self.files, "data.path") != self._stamps:
+            raise DataError(f"data.path={self.source} changed while being read. Start again, or give a copy of it.")
 
     def learning_end(self, most: int) -> int:
         """Return the end of the training text, or of the whole characters in its first `most` bytes."""
         return self.boundary if self.boundary <= most else self._character_start(most)
 
-    def _parts(self, segment: _Segment, first: int, last: int) -> Iterable[tuple[bytes, str]]:
-        if segment.file is not None:
-            return _decode(segment.file, first, last)
-        raw = self._separator[first:last]
-        return [(raw, raw.decode())]
+    def _append(self, content: Path | bytes, length: int) -> None:
+        if content:
+            self._segments.append(_Segment(content, self.size, length))
+            self.size += length
 
-    def _lay_out(self) -> Iterator[_Segment]:
-        position = 0
-        for number, (file, (length, _)) in enumerate(zip(self.files, self._stamps, strict=True)):
-            if number and self._separator:
-                yield _Segment(None, position, len(self._separator))
-                position += len(self._separator)
-            yield _Segment(file, position, length)
-            position += length
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Path | bytes, int, int]]:
+        """Yield the contents that hold the bytes [start, stop), and which bytes of each."""
+        for segment in self._segments:
+            first, last = max(start - segment.start, 0), min(stop - segment.start, segment.length)
+            if first < last:
+                yield segment.content, first, last
 
     def _character_start(self, offset: int) -> int:
-        """Return the nearest start of a character at or before a byte."""
-        for start in range(offset, max(-1, offset - 4), -1):
-            if start in (0, self.size) or self._byte(start) & 0xC0 != 0x80:
-                return start
-        return offset  # not UTF-8: reading names the byte
-
-    def _byte(self, offset: int) -> int:
-        for segment in self._segments:
-            inside = offset - segment.start
-            if 0 <= inside < segment.length:
-                if segment.file is None:
-                    return self._separator[inside]
-                return next(_read(segment.file, inside, inside + 1))[0]
-        raise IndexError(offset)
+        """Return the nearest start of a character at or before a byte; what is not UTF-8 is told when it is read."""
+        if offset == self.size:
+            return offset
+        around = b"".join(raw for part in self._parts(offset - 3, offset + 1) for raw in _read(*part))
+        return offset - next((back for back, byte in enumerate(reversed(around)) if byte & 0xC0 != 0x80), 0)
 
 
 def cut(parts: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
@@ -162,84 +150,58 @@ def cut(parts: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
 
     The pieces depend on the text alone, not on the parts in which it arrives.
     """
-    pending: list[str] = []
-    length, before = 0, ""  # the character before what is pending tells whether that begins with a line end
+    held, begin = "", 0  # the character before what is held tells whether that begins with a line end
     for part in parts:
-        pending.append(part)
-        length += len(part)
-        if length > 2 * size:
-            *pieces, rest = _cut_whole("".join([before, *pending]), size, len(before))
-            yield from pieces
-            pending, length, before = [rest], len(rest), pieces[-1][-1]
-    rest = "".join(pending)
-    if rest:
-        yield rest
+        held += part
+        while len(held) - begin > 2 * size:
+            end = _LINE_END.search(held, begin + size - 1, begin + 2 * size)
+            stop = end.end() if end else begin + 2 * size
+            yield held[begin:stop]
+            begin = stop
+        if begin > 1:
+            held, begin = held[begin - 1 :], 1
+    if len(held) > begin:
+        yield held[begin:]
 
 
-def _cut_whole(text: str, size: int, start: int) -> Iterator[str]:
-    while len(text) - start > 2 * size:
-        end = _LINE_END.search(text, start + size - 1, start + 2 * size)
-        stop = end.end() if end else start + 2 * size
-        yield text[start:stop]
-        start = stop
-    yield text[start:]
-
-
-def _decode(file: Path, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
+def _decode(content: Path | bytes, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
     """Yield the bytes [start, stop) of a file and their text, piece by piece, without a byte-order mark."""
+    if isinstance(content, bytes):
+        yield content[start:stop], content[start:stop].decode()
+        return
     held, position = b"", start
-    for chunk in _read(file, start, stop):
+    for chunk in _read(content, start, stop):
         raw = held + chunk
-        last = position + len(raw) == stop
         try:
             text, used = raw.decode("utf-8"), len(raw)
         except UnicodeDecodeError as error:
             cut_short = error.end == len(raw) and error.reason == "unexpected end of data"
-            if last or not cut_short:
+            if position + len(raw) == stop or not cut_short:
                 why = f"byte {position + error.start} (0x{raw[error.start]:02x} is not UTF-8)"
-                raise not_text(f"data.path: {file}", _start(file), why) from None
+                raise not_text(f"data.path: {content}", next(_read(content, 0, 8)), why) from None
             text, used = raw[: error.start].decode("utf-8"), error.start
         if "\0" in text:
             why = f"byte {position + raw.index(0)} (0x00 does not occur in text)"
-            raise not_text(f"data.path: {file}", _start(file), why)
-        if position == 0:
-            text = text.removeprefix("\ufeff")
-        yield raw[:used], text
+            raise not_text(f"data.path: {content}", next(_read(content, 0, 8)), why)
+        yield raw[:used], text.removeprefix("\ufeff") if position == 0 else text
         held, position = raw[used:], position + used
 
 
-def _read(file: Path, start: int, stop: int) -> Iterator[bytes]:
+def _read(content: Path | bytes, start: int, stop: int) -> Iterator[bytes]:
+    if isinstance(content, bytes):
+        yield content[start:stop]
+        return
     try:
-        with open(file, "rb") as stream:
+        with open(content, "rb") as stream:
             stream.seek(start)
-            position = start
-            while position < stop:
-                chunk = stream.read(min(READ_BYTES, stop - position))
+            while start < stop:
+                chunk = stream.read(min(READ_BYTES, stop - start))
                 if not chunk:
-                    raise DataError(f"{file} was cut to {position} bytes while being read. Start again.")
-                position += len(chunk)
+                    raise DataError(f"{content} was cut to {start} bytes while being read. Start again.")
+                start += len(chunk)
                 yield chunk
     except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _find(config: TextConfig) -> tuple[str, Listing]:
-    """Return the name of the corpus, and its files in order."""
-    if config.path is None:
-        return f"standard library of Python {platform.python_version()}", Listing(_standard_library())
-    path = at_home(config.path)
-    try:
-        if path.is_dir():
-            return str(config.path), files_in(path, config.suffixes, "data.path")
-        if path.is_file():
-            return str(config.path), Listing([path])
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    what = "is neither a file nor a folder" if path.exists() else "does not exist"
-    raise DataError(
-        f"data.path={config.path} {what} (looked in {path.absolute().parent}). "
-        "Give a UTF-8 text file or a folder of them, or null for the standard library of Python."
-    )
+        raise unreadable("data.path", content, error) from error
 
 
 @dataclass(frozen=True)
@@ -254,19 +216,30 @@ class Listing:
         """Return a sentence about the links that are not read, if there are any."""
         if not self.unfollowed:
             return []
-        return [
-            f"{key}: {len(self.unfollowed)} linked folder(s) or broken link(s) are not read: "
-            f"{listed(self.unfollowed)}. Put the files themselves there, or link each of them."
-        ]
+        told = f"{key}: {len(self.unfollowed)} linked folder(s) or broken link(s) are not read"
+        return [f"{told}: {listed(self.unfollowed)}. Put the files themselves there, or link each of them."]
 
 
-def files_in(folder: Path, suffixes: list[str], key: str, plain: Callable[[str], str] = str) -> Listing:
+def find_files(given: str, suffixes: list[str], key: str, plain: Callable[[str], str] = str) -> Listing:
+    """Return the file of a path, or those of a folder; see files_in. Raises DataError, which names `key`."""
+    path = at_home(given)
+    try:
+        if path.is_dir():
+            return _files_in(path, suffixes, key, plain)
+        if path.is_file():
+            return Listing([path])
+    except OSError as error:
+        raise unreadable(key, path, error) from error
+    what = "is neither a file nor a folder" if path.exists() else "does not exist"
+    raise DataError(f"{key}: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
+
+
+def _files_in(folder: Path, suffixes: list[str], key: str, plain: Callable[[str], str]) -> Listing:
     """List the files below a folder in the order of their relative paths, without hidden files and linked folders.
 
-    If there are suffixes, a file's name, or `plain` of it, has to end in one of them. Raises DataError, which names
-    `key`, where no file is left.
+    If there are suffixes, a file's name, or `plain` of it, has to end in one of them.
     """
-    found = [path for path in _walk(folder, lambda name: name.startswith(".")) if not path.name.startswith(".")]
+    found = _walk(folder, lambda name: name.startswith("."))
     unfollowed = tuple(path for path in found if path.is_symlink() and not path.is_file())
     readable = [path for path in found if path.is_file()]
     ends = tuple(suffixes) or ""
@@ -276,17 +249,15 @@ def files_in(folder: Path, suffixes: list[str], key: str, plain: Callable[[str],
         wanted = f" that ends in {' or '.join(suffixes)} (data.suffixes)" if suffixes else ""
         holds = f" It has {listed(listing.others)}." if listing.others else ""
         more = "".join(f" {notice}" for notice in listing.notices(key))
-        raise DataError(
-            f"{key}={folder} is a folder without any file{wanted}.{holds} Give a folder of UTF-8 text files.{more}"
-        )
+        raise DataError(f"{key}={folder} is a folder without any file{wanted}.{holds}{more} Give UTF-8 text files.")
     return listing
 
 
-def _plain(file: Path) -> BinaryIO:
+def _open(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def holds_json(file: Path, opened: Callable[[Path], BinaryIO] = _plain) -> bool:
+def holds_json(file: Path, opened: Callable[[Path], BinaryIO] = _open) -> bool:
     """True for a file of rows by its name, and where the first line is an object or a list of JSON."""
     if file.suffix.lower() in ROW_SUFFIXES:
         return True
@@ -298,70 +269,76 @@ def holds_json(file: Path, opened: Callable[[Path], BinaryIO] = _plain) -> bool:
         return False
 
 
-def _standard_library() -> list[Path]:
+def _standard_library() -> Listing:
     """List the ASCII .py files of the running Python's standard library, without tests and generated files.
 
     The few others hold tables of characters, which would more than double a character vocabulary.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in _walk(root, lambda name: name in _UNREAD_FOLDERS or name.startswith(_GENERATED))
-        if path.name.endswith(".py") and not path.name.startswith(_GENERATED) and _is_ascii(path)
-    ]
+    found = _walk(root, lambda name: name in _UNREAD_FOLDERS or name.startswith(_GENERATED))
+    readable = [path for path in found if path.name.endswith(".py") and os.access(path, os.R_OK)]
+    files = [path for path in readable if path.read_bytes().isascii()]
     if not files:
-        raise DataError(
-            f"data.path=null takes the sources of Python's standard library, but {root} has none. "
-            "Give data.path, a UTF-8 text file or a folder of them."
-        )
-    return files
+        raise DataError(f"data.path=null reads Python's standard library, but {root} has no source. Give data.path.")
+    return Listing(files)
 
 
-def _walk(root: Path, skip_folder: Callable[[str], bool]) -> list[Path]:
+def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
+    """List the files and linked folders below a folder, without those of skipped names."""
+
     def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename or root), error)
+        raise error
 
     found: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if not skip_folder(name)]
-        found += [
-            Path(folder, name) for name in (*names, *(name for name in folders if os.path.islink(Path(folder, name))))
-        ]
+        folders[:] = [name for name in folders if not skipped(name)]
+        found += [Path(folder, name) for name in names if not skipped(name)]
+        found += [path for name in folders if (path := Path(folder, name)).is_symlink()]
     return sorted(found, key=Path.as_posix)  # all begin alike
 
 
-def _is_ascii(file: Path) -> bool:
-    try:
-        return file.read_bytes().isascii()
-    except OSError:
-        return False
+@contextmanager
+def byte_bar(total: int, what: str, delay: float | None) -> Iterator[OnBytes]:
+    """Give a function to call with the bytes that are done. A bar appears after `delay` seconds, with None never."""
+    if delay is None or not total:
+        yield len
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=delay) as shown:
+        yield lambda raw: shown.update(len(raw))
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    """Return size and time of change."""
-    try:
-        found = file.stat()
-        return found.st_size, found.st_mtime_ns
-    except OSError as error:
-        raise _unreadable(file, error) from error
+def stamps(files: Iterable[Path], key: str) -> list[tuple[str, int, int]]:
+    """Return path, size and time of change of files: they are equal as long as no file has changed.
+
+    Raises DataError, which names `key`, for a file that can't be looked at.
+    """
+
+    def facts(file: Path) -> tuple[str, int, int]:
+        try:
+            found = os.stat(file)
+        except OSError as error:
+            raise unreadable(key, file, error) from error
+        return str(file.absolute()), found.st_size, found.st_mtime_ns
+
+    return [facts(file) for file in files]
 
 
-def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(f"data.path: cannot read {file}: {error.strerror or error}.")
+def unreadable(key: str, file: Path, error: OSError) -> DataError:
+    """Return the error for a file that can't be read."""
+    return DataError(f"{key}: cannot read {file}: {error.strerror or error}.")
 
 
-def _start(file: Path) -> bytes:
-    with _plain(file) as stream:
-        return stream.read(8)
+def not_text(place: str, start: bytes, why: str, trains: bool = True) -> DataError:
+    """Return the error for a file that is not UTF-8; it names the form that the first bytes show.
 
-
-def not_text(place: str, start: bytes, why: str) -> DataError:
-    """Return the error for a file that is not UTF-8; it names the form that the first bytes show."""
+    It gives advice for a file that a model `trains` on.
+    """
     found = (told for mark, told in _FIRST_BYTES.items() if start.startswith(mark))
-    kind, advice = next(found, (None, "Convert it to UTF-8"))
-    if kind is not None:
-        why = f"{why}; it begins as {kind} does"
-    return DataError(
-        f"{place} is not UTF-8 text: {why}. {advice}, leave it out of a folder with data.suffixes, or use "
-        "data=tokens if it holds token ids."
-    )
+    kind, remedy, suffix = next(found, ("", "Convert it to UTF-8", ""))
+    why = f"{why}; it begins as {kind} does" if kind else why
+    if trains:
+        remedy += f", or name it {suffix} and use data=documents" if suffix else ""
+        remedy += ", leave it out of a folder with data.suffixes, or use data=tokens if it holds token ids"
+    return DataError(f"{place} is not UTF-8 text: {why}. {remedy}.")

@@ -11,7 +11,6 @@ import hashlib
 import re
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -24,22 +23,15 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.chat.jinja import chat_settings
+from ttrain.data.corpus import SAMPLE_CHARACTERS, byte_bar
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.formats.compressed import OnBytes
-from ttrain.data.library_tokenizer import LibraryTokenizer, Marks, train_bpe
-from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Document, DocumentReader, Skipped, Source, has_rows
-from ttrain.data.text import BPE_BYTES, named_tokenizer, with_notices
-from ttrain.data.tokenizer import (
-    SAMPLE_CHARACTERS,
-    ByteTokenizer,
-    CharTokenizer,
-    Ids,
-    Tokenizer,
-    check_round_trip,
-    named_place,
-)
-from ttrain.data.tokens import FILES, Bars, SplitWriter, write_header
+from ttrain.data.library_tokenizer import LibraryTokenizer, Marks
+from ttrain.data.settings import TOKENIZERS, DocumentsConfig
+from ttrain.data.sources import Document, DocumentReader, DocumentSource, Skipped, has_rows
+from ttrain.data.text import BPE_BYTES, chosen_tokenizer, with_notices
+from ttrain.data.tokenizer import CharTokenizer, Ids, Tokenizer, check_round_trip, named_place
+from ttrain.data.tokens import split_writers, write_header
 
 
 @dataclass
@@ -55,17 +47,18 @@ class _Scan:
 
 
 def fill_documents(
-    folder: Path, config: DocumentsConfig, sources: list[Source], bars: Bars, notices: Iterable[str] = ()
+    folder: Path, config: DocumentsConfig, sources: list[DocumentSource], delay: float | None, told: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Write the token files of a config's documents into an empty folder, and return the content of `tokens.json`.
 
-    `notices` are kept in it, besides those of what was read.
+    Sentences that are `told` are kept in it, besides those of what was read. For `delay` see byte_bar.
     """
     total = sum(source.size for source in sources)
-    with bars.open(total, "reading documents") as shown:
-        scan = _scan(config, sources, lambda raw: shown.update(len(raw)))
-    with bars.open(total if config.tokenizer == "bpe" else 0, "learning the tokenizer") as shown:
-        made, file = _tokenizer(config, sources, scan, lambda raw: shown.update(len(raw)))
+    with byte_bar(total, "reading documents", delay) as on_bytes:
+        scan = _scan(config, sources, on_bytes)
+    with byte_bar(total if config.tokenizer == "bpe" else 0, "learning the tokenizer", delay) as on_bytes:
+        made = scan.characters or chosen_tokenizer(config, _training_text(config, sources, scan, on_bytes))
+    file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
     tokenizer, end = with_end_token(made, config.end_token, file)
     if config.template == "tokenizer" and file is not None:
         tokenizer.config = {"eos_token": end.text, **chat_settings(file)}
@@ -75,8 +68,8 @@ def fill_documents(
     encoder = _Encoder(made, tokenizer, end, config.loss_on == "replies")
     with named_place(lambda wanted: _place(config, sources, wanted)):
         tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
-    with bars.open(total, "writing tokens") as shown, named_place(lambda wanted: _place(config, sources, wanted)):
-        splits = _write_splits(folder, config, sources, scan.held_out, encoder, lambda raw: shown.update(len(raw)))
+        with byte_bar(total, "writing tokens", delay) as on_bytes:
+            splits = _write_splits(folder, _documents(config, sources, on_bytes), scan.held_out, encoder)
     held = int(scan.held_out.sum())
     described = {
         "source": [source.given for source in sources],
@@ -86,17 +79,10 @@ def fill_documents(
         "blank_documents": scan.skipped.blank,
         "bad_rows": scan.skipped.bad_rows,
         "sha256": scan.sha256,
-        "tokenizer": tokenizer.description,
+        **({} if scan.skipped.first_bad is None else {"first_bad_row": scan.skipped.first_bad}),
     }
-    if scan.skipped.first_bad is not None:
-        described["first_bad_row"] = scan.skipped.first_bad
-    described = with_notices(described, [*tokenizer.notices, *scan.skipped.notices(), *notices])
+    described = with_notices(described, [*tokenizer.notices, *scan.skipped.notices(), *told])
     return write_header(folder, tokenizer, splits, described, end_token=vars(end))
-
-
-def content_hash(text: str) -> int:
-    """Return 64 bits that depend on a document's content."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
@@ -115,10 +101,13 @@ def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.b
     return held
 
 
-def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> _Scan:
+def _documents(config: DocumentsConfig, sources: list[DocumentSource], on_bytes: OnBytes = len) -> Iterator[Document]:
+    return DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))
+
+
+def _scan(config: DocumentsConfig, sources: list[DocumentSource], on_bytes: OnBytes) -> _Scan:
     """Read everything once."""
-    digests = [hashlib.sha256() for _ in sources]
-    size = 0
+    digests, size = [hashlib.sha256() for _ in sources], 0
 
     def counted(digest: Any, raw: bytes) -> None:
         nonlocal size
@@ -132,53 +121,46 @@ def _scan(config: DocumentsConfig, sources: list[Source], on_bytes: OnBytes) -> 
         for document in reader.in_turn(sources, [partial(counted, digest) for digest in digests]):
             if not len(hashes) & (len(hashes) + 1):
                 samples.append(document.text[:SAMPLE_CHARACTERS])
-            hashes.append(content_hash(document.text))
+            content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+            hashes.append(int.from_bytes(content, "little"))
             yield document.text
 
-    characters = None
-    if config.tokenizer == "char":
-        characters = CharTokenizer.of(texts())
-    else:
-        for _ in texts():
-            pass
+    characters = CharTokenizer.of(texts()) if config.tokenizer == "char" else None
+    for _ in texts() if characters is None else ():
+        pass
+    hints = "".join(f" {notice}" for source in sources for notice in source.notices)  # may say why there is so little
     if not hashes:
         left_out = f" and {reader.skipped.bad_rows} rows that can't be used" if reader.skipped.bad_rows else ""
-        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{_hints(sources)}")
+        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{hints}")
     try:
         held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
     except DataError as error:
-        whole = any(not has_rows(file) for source in sources for file in source.files)
-        split = " data.delimiter splits a text file: it is the line between two documents, '' for a blank one."
-        hint = split if whole and config.delimiter is None else ""
-        raise DataError(f"{error}{hint}{_hints(sources)}") from None
+        if config.delimiter is None and not all(has_rows(file) for source in sources for file in source.files):
+            hints = f" data.delimiter splits a text file: it is the line between two documents, '' for a blank.{hints}"
+        raise DataError(f"{error}{hints}") from None
     joined = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
     return _Scan(held, characters, reader.skipped, joined, size, samples)
 
 
-def _hints(sources: list[Source]) -> str:
-    """Return the notices of the sources, which may say why there is so little in them."""
-    return "".join(f" {notice}" for source in sources for notice in source.notices)
-
-
-def _place(config: DocumentsConfig, sources: list[Source], wanted: re.Pattern[str]) -> str:
+def _place(config: DocumentsConfig, sources: list[DocumentSource], wanted: re.Pattern[str]) -> str:
     """Return the place of the first document with a match, and the number of its character."""
-    for document in DocumentReader(config).in_turn(sources, [lambda _: None] * len(sources)):
+    for document in _documents(config, sources):
         if found := wanted.search(document.text):
             return f"{document.place}, character {found.start() + 1} of the document"
     return f"data.sources={','.join(source.given for source in sources)}"
 
 
-def _tokenizer(
-    config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes
-) -> tuple[Tokenizer, Path | None]:
-    """Return the tokenizer that a config names, and the file that it was read from."""
-    if config.tokenizer == "byte":
-        return ByteTokenizer(), None
-    if scan.characters is not None:
-        return scan.characters, None
-    if config.tokenizer == "bpe":
-        return train_bpe(_training_text(config, sources, scan, on_bytes), config.vocabulary_size), None
-    return named_tokenizer(config.tokenizer), at_home(config.tokenizer)
+def _training_text(
+    config: DocumentsConfig, sources: list[DocumentSource], scan: _Scan, on_bytes: OnBytes
+) -> Iterator[str]:
+    """Yield the training documents, each with a line break after it, so that no merge spans two."""
+    taken = 0
+    for document, left_out in zip(_documents(config, sources, on_bytes), scan.held_out, strict=False):
+        if not left_out:
+            yield document.text + "\n"
+            taken += len(document.text)
+            if taken > BPE_BYTES:
+                return
 
 
 @dataclass(frozen=True)
@@ -211,49 +193,27 @@ class _Encoder:
             yield document, ids, marks
 
     def _marked(self, documents: Iterator[Document]) -> Iterator[tuple[Ids, Marks | None]]:
-        if not self.replies:
-            yield from ((ids, None) for ids in self._ids(document.text for document in documents))
-            return
-        library = self.whole if isinstance(self.whole, LibraryTokenizer) else LibraryTokenizer(self.whole.to_json())
-        for document in documents:
-            parts = [(0, len(document.text))] if document.replies is None else document.replies
-            yield from library.encode_marked([(document.text, parts)])
-
-    def _ids(self, texts: Iterable[str]) -> Iterator[Ids]:
-        if not isinstance(self.made, CharTokenizer | ByteTokenizer):
-            yield from self.whole.encode_documents(texts)
-            return
-        for text in texts:
-            tokenizer = self.whole if self.end.text in text else self.made
-            (ids,) = tokenizer.encode_documents([text])
-            yield ids.astype(self.whole.dtype, copy=False)
-
-
-def _training_text(config: DocumentsConfig, sources: list[Source], scan: _Scan, on_bytes: OnBytes) -> Iterator[str]:
-    """Yield the training documents, each with a line break after it, so that no merge spans two."""
-    taken = 0
-    documents = DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))
-    for document, left_out in zip(documents, scan.held_out, strict=False):
-        if not left_out:
-            yield document.text + "\n"
-            taken += len(document.text)
-            if taken > BPE_BYTES:
-                return
+        if self.replies:
+            library = self.whole if isinstance(self.whole, LibraryTokenizer) else LibraryTokenizer(self.whole.to_json())
+            yield from library.encode_marked(
+                (each.text, [(0, len(each.text))] if each.replies is None else each.replies) for each in documents
+            )
+        elif not isinstance(self.made, LibraryTokenizer):
+            for document in documents:
+                tokenizer = self.whole if self.end.text in document.text else self.made
+                (ids,) = tokenizer.encode_documents([document.text])
+                yield ids.astype(self.whole.dtype, copy=False), None
+        else:
+            yield from ((ids, None) for ids in self.whole.encode_documents(document.text for document in documents))
 
 
 def _write_splits(
-    folder: Path,
-    config: DocumentsConfig,
-    sources: list[Source],
-    held_out: NDArray[np.bool_],
-    encoder: _Encoder,
-    on_bytes: OnBytes,
+    folder: Path, documents: Iterable[Document], held_out: NDArray[np.bool_], encoder: _Encoder
 ) -> dict[str, Any]:
     """Write the files of both splits. Raises DataError where the sources changed since they were counted."""
-    encoded, number = encoder.encode(DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))), -1
-    with ExitStack() as files:
-        writers = {split: files.enter_context(SplitWriter(folder, split, encoder.replies)) for split in FILES}
-        for number, (document, ids, marks) in enumerate(encoded):
+    number = -1
+    with split_writers(folder, encoder.replies) as writers:
+        for number, (document, ids, marks) in enumerate(encoder.encode(documents)):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
             if number < len(held_out):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
+from ttrain.core.files import sha256_file
 from ttrain.core.folders import at_home, cache_folder
 from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
 from ttrain.data.chat.jinja import TEMPLATE_FILE
@@ -21,20 +22,11 @@ from ttrain.data.counter import Words
 from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
 from ttrain.data.settings import DocumentsConfig, TokensConfig
-from ttrain.data.sources import Source, find_sources, stamp
+from ttrain.data.sources import DocumentSource, find_sources
 from ttrain.data.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
-from ttrain.data.tokens import (
-    ENDS_FILE,
-    HEADER_FILE,
-    MARKS_FILE,
-    Bars,
-    clear_partial,
-    find_token_files,
-    open_split,
-    write_folder,
-)
+from ttrain.data.tokens import ENDS_FILE, HEADER_FILE, MARKS_FILE, find_token_files, open_ids, open_split, write_folder
 
 _LAYOUT = 4  # of a cached folder; a new number makes all be written again
 _QUIET_SECONDS = 1.0  # tokenizing that takes less shows no bar
@@ -68,7 +60,6 @@ class DocumentDataset(TokenSequences):
         splits: dict[str, Ids],
         ends: dict[str, NDArray[np.int64]],
         context: int,
-        vocabulary: int,
         config: DocumentsConfig,
         tokenizer: Tokenizer,
         description: dict[str, Any],
@@ -76,12 +67,11 @@ class DocumentDataset(TokenSequences):
     ) -> None:
         for split, ids in splits.items():
             if len(ids) < context and config.long_documents == "split":
-                advice = "raise data.held_out" if split == "val" else "give more documents"
-                raise DataError(
-                    f"the {split} documents have {len(ids)} token(s), fewer than one sequence of "
-                    f"model.context={context}. To go on, {advice}, or set model.context to at most {len(ids)}."
-                )
-        self.vocabulary: int | None = vocabulary
+                advice = "Raise data.held_out" if split == "val" else "Give more documents"
+                few = f"{len(ids)} token(s), fewer than one sequence of model.context={context}"
+                mend = f"{advice}, or set model.context to at most {len(ids)}"
+                raise DataError(f"the {split} documents have {few}. {mend}.")
+        self.vocabulary: int | None = tokenizer.vocabulary
         self.tokenizer: Tokenizer | None = tokenizer
         self._splits, self._config = splits, config
         self._packs = config.long_documents != "split"
@@ -94,7 +84,7 @@ class DocumentDataset(TokenSequences):
         self.description = {
             **with_notices(description, self._long()),
             "tokens": {split: len(ids) for split, ids in splits.items()},
-            "vocabulary": vocabulary,
+            "vocabulary": tokenizer.vocabulary,
             **({"sequences": {split: len(self._whole(split)) for split in splits}} if self._packs else {}),
             "order": config.order,
             "shuffle_buffer": config.shuffle_buffer if group is not None else None,
@@ -121,7 +111,7 @@ class DocumentDataset(TokenSequences):
         return len(self._whole("val")) if self._packs else len(self._splits["val"]) // self.context
 
     def position(self, seed: int, number: int) -> int:
-        """See batches.Resizable: a token of the stream, in which long documents are whole."""
+        """See TokenSequences: a token of the stream, in which long documents are whole."""
         if not self._packs or self._config.limit is not None:
             return super().position(seed, number)
         return self._whole("train", seed).position(number - self._first)
@@ -157,11 +147,10 @@ class DocumentDataset(TokenSequences):
             none = self._config.long_documents == "skip" and bool(long.all())
             if none or self._silenced(split) == len(long):
                 left = "none" if none else "no reply of the assistant"
-                raise DataError(
-                    f"every one of the {split} documents is longer than model.context={context}, so "
-                    f"data.long_documents={self._config.long_documents} leaves {left}. Give a larger model.context, or "
-                    f"data.long_documents={'cut' if none else 'split'}."
-                )
+                every = f"every one of the {split} documents is longer than model.context={context}"
+                leaves = f"data.long_documents={self._config.long_documents} leaves {left}"
+                other = "cut" if none else "split"
+                raise DataError(f"{every}, so {leaves}. Give a larger model.context, or data.long_documents={other}.")
 
     def _whole(self, split: str, seed: int = 0) -> WholeDocuments:
         """Return the sequences of whole documents of a split, in the training split from where this part begins."""
@@ -192,78 +181,60 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     context = require_context(config.name, sizes)
     sources = find_sources(config)
     folder = tokenized(config, sources)
+    splits, ends, marks = {}, {}, {}
     try:
         files = find_token_files(TokensConfig(path=str(folder)))
         assert files.header is not None and files.tokenizer is not None
-        splits, ends, marks = {}, {}, {}
         for split in ("train", "val"):
-            if config.loss_on == "replies":
-                marks[split] = _marks(folder / MARKS_FILE[split], int(files.header["splits"][split]["tokens"]))
             splits[split] = open_split(files, split, False)[0].view(np.ndarray)
-            ends[split] = _ends(folder, split, files.header)
+            ends[split] = _ends(folder / ENDS_FILE[split], files.header["splits"][split]["ends_sha256"])
+            if config.loss_on == "replies":
+                marks[split] = open_ids(folder / MARKS_FILE[split], np.dtype(np.uint8)).view(np.ndarray)
+                if len(marks[split]) != len(splits[split]):
+                    raise DataError(f"{folder / MARKS_FILE[split]} has changed since it was written.")
     except (DataError, KeyError) as error:
         raise DataError(f"{error} These are tokenized documents that can be made again: remove {folder}.") from None
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
     described = with_notices(described, (told for source in sources for told in source.notices))
-    return DocumentDataset(splits, ends, context, files.vocabulary, config, files.tokenizer, described, marks or None)
+    return DocumentDataset(splits, ends, context, config, files.tokenizer, described, marks or None)
 
 
-def tokenized(config: DocumentsConfig, sources: list[Source]) -> Path:
+def tokenized(config: DocumentsConfig, sources: list[DocumentSource]) -> Path:
     """Return the folder with the token files of a config's documents; write it first where the cache lacks it.
 
     Its name depends on path, size and time of change of every file, and on the keys that change tokens or splits.
     """
     base = cache_folder() / "documents" if config.cache is None else at_home(config.cache)
-    stamped = stamp(sources)
-    folder = base / _key(config, stamped)
-    if os.path.isfile(folder / HEADER_FILE):
-        return folder
-
-    def fill(place: Path) -> dict[str, Any]:
-        header = fill_documents(place, config, sources, Bars(delay=_QUIET_SECONDS))
-        if stamp(sources) != stamped:
-            raise DataError("data.sources changed while being read. Start again.")
-        return header
-
-    clear_partial(folder)
-    try:
-        write_folder(folder, fill, _ADVICE)
-    except DataError:
-        if not os.path.isfile(folder / HEADER_FILE):  # else another process was faster
-            raise
-    return folder
-
-
-def _key(config: DocumentsConfig, stamped: list[list[Any]]) -> str:
+    stamps = [[source.given, *source.stamps()] for source in sources]
     kept = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE_KEYS}
     tokenizer = at_home(config.tokenizer)
     files = [tokenizer, *(tokenizer.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))]
-    contents = [
-        hashlib.sha256(file.read_bytes()).hexdigest() for file in files if os.access(file, os.R_OK) and file.is_file()
-    ]
-    text = json.dumps([_LAYOUT, stamped, kept, contents], sort_keys=True)
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:32]
+    contents = [sha256_file(file) for file in files if os.access(file, os.R_OK) and file.is_file()]
+    key = json.dumps([_LAYOUT, stamps, kept, contents], sort_keys=True).encode(errors="backslashreplace")
+    folder = base / hashlib.sha256(key).hexdigest()[:32]
+
+    def fill(place: Path) -> dict[str, Any]:
+        header = fill_documents(place, config, sources, _QUIET_SECONDS)
+        if [[source.given, *source.stamps()] for source in sources] != stamps:
+            raise DataError("data.sources changed while being read. Start again.")
+        return header
+
+    if not os.path.isfile(folder / HEADER_FILE):
+        try:
+            write_folder(folder, fill, _ADVICE)
+        except DataError:
+            if not os.path.isfile(folder / HEADER_FILE):  # else another process was faster
+                raise
+    return folder
 
 
-def _marks(file: Path, tokens: int) -> NDArray[np.uint8]:
-    """Read the marks of a split's targets, uint8 [tokens]. Raises DataError for a file that was changed."""
-    try:
-        found = np.memmap(file, np.uint8, "r").view(np.ndarray)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {file}: {error}.") from None
-    if len(found) != tokens:
-        raise DataError(f"{file} has changed since it was written: it holds {len(found)} marks for {tokens} tokens.")
-    return found
-
-
-def _ends(folder: Path, split: str, header: dict[str, Any]) -> NDArray[np.int64]:
+def _ends(file: Path, sha256: str) -> NDArray[np.int64]:
     """Read the ends of a split's documents, int64. Raises DataError for a file that was changed."""
-    file, known = folder / ENDS_FILE[split], header["splits"][split]
     try:
         raw = file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}.") from None
-    if hashlib.sha256(raw).hexdigest() != known["ends_sha256"]:
+    if hashlib.sha256(raw).hexdigest() != sha256:
         raise DataError(f"{file} has changed since it was written: its SHA-256 differs.")
     return np.frombuffer(raw, "<u8").astype(np.int64)

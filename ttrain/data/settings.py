@@ -40,9 +40,7 @@ class TextConfig(DataConfig):
     """UTF-8 text, tokenized at the start of a run and kept in memory."""
 
     path: str | None = option(
-        None,
-        "UTF-8 file, or folder of them in sorted order; null takes Python's standard library",
-        path=True,
+        None, "UTF-8 file, or folder of them in sorted order; null takes Python's standard library", path=True
     )
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
     separator: str = option("\n", "text between two files; \\n is a line break", verbatim=True)
@@ -89,10 +87,7 @@ class DocumentsConfig(DataConfig):
         path=True,
     )
     held_out: float = option(
-        0.1,
-        "share of the documents, chosen by a hash of their content, that is kept for evaluation",
-        above=0,
-        below=1,
+        0.1, "share of the documents, chosen by a hash of their content, that is kept for evaluation", above=0, below=1
     )
     order: str = option(
         "shuffled",
@@ -139,14 +134,11 @@ class DocumentsConfig(DataConfig):
         "stop", "stop at an unusable row and name it, or skip and count it", choices=("stop", "skip")
     )
     tokenizer: str = option(
-        "bpe",
-        "char, byte, bpe (trained on the training documents), or the path of a tokenizer.json",
-        path=True,
+        "bpe", "char, byte, bpe (trained on the training documents), or the path of a tokenizer.json", path=True
     )
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
     end_token: str | None = option(
-        None,
-        "token after every document; null takes the tokenizer's own, or adds <|endoftext|>",
+        None, "token after every document; null takes the tokenizer's own, or adds <|endoftext|>"
     )
     cache: str | None = option(None, "folder for the tokenized documents; null takes the user's cache", path=True)
 
@@ -166,17 +158,12 @@ class DocumentsConfig(DataConfig):
     @rule
     def _has_targets(self, others: Any) -> Iterator[str]:
         if 1 in (getattr(others.model, "context", 0), *others.train.length_schedule):
-            yield (
-                "data=documents: the last token of a sequence has no target, so sequences of 1 token teach nothing. "
-                "Give model.context and train.length_schedule of 2 or more."
-            )
+            yield "data=documents: sequences of 1 token have no target. Give model.context and lengths of 2 or more."
 
     @rule
     def _keeps_replies(self, others: Any) -> Iterator[str]:
         if others.task.name == "prepare" and self.loss_on != "all":
-            yield (
-                "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which keeps tokens too."
-            )
+            yield "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which is kept too."
 
 
 @dataclass
@@ -204,7 +191,4 @@ class PrepareConfig:
         if self.dir is None:
             yield "prepare.dir: no value. task=prepare needs prepare.dir=<new folder for the token files>."
         if not isinstance(others.data, TextConfig | DocumentsConfig):
-            yield (
-                f"data={others.data.name}: task=prepare reads text. Give data=stdlib, data=text with data.path, or "
-                "data=documents with data.sources."
-            )
+            yield f"data={others.data.name}: task=prepare reads text. Give data=text with data.path, or data=documents."

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,22 +14,21 @@ from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
-from ttrain.data.chat.conversation import TOOLS, Chat, json_kind, parsed
+from ttrain.data.chat.conversation import LEARNT, TOOLS, Chat, json_kind, parsed
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings, template_file
 from ttrain.data.chat.messages import Rendered, Span, Template
-from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, Listing, files_in, holds_json, not_text
+from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, find_files, holds_json, not_text, stamps, unreadable
 from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
 
 LONGEST_DOCUMENT = 1 << 30  # bytes; a document is held in memory as a whole
+_KEY = "data.sources"
 # Endings of files whose bytes are neither rows nor text.
 _NOT_READ = {
     ".json": "is one JSON value; name it .jsonl, if it has a row per line, or write it so",
-    ".xz": "is compressed; unpack it",
-    ".bz2": "is compressed; unpack it",
-    ".zip": "is compressed; unpack it",
     ".csv": "is a table; convert it to .jsonl",
+    **dict.fromkeys((".xz", ".bz2", ".zip"), "is compressed; unpack it"),
 }
 _UNREAD = ("documents", "functions", "chat_template_kwargs")  # beside a conversation
 _NAMED_KEYS = 8  # most that an error message lists
@@ -51,17 +49,21 @@ class Document(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """One entry of data.sources, and its files in reading order."""
 
     given: str
     files: tuple[Path, ...]
     notices: tuple[str, ...] = ()  # sentences about files that are not read
 
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change of every file. Raises DataError for an unreadable one."""
+        return stamps(self.files, _KEY)
+
     @property
     def size(self) -> int:
         """Bytes of all files. Raises DataError for an unreadable one."""
-        return sum(found.st_size for found in map(_facts, self.files))
+        return sum(size for _, size, _ in self.stamps())
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Skipped:
             yield f"{rows} row(s) have {what}."
 
 
-def find_sources(config: DocumentsConfig) -> list[Source]:
+def find_sources(config: DocumentsConfig) -> list[DocumentSource]:
     """Return the sources of a config. Raises DataError for a missing, empty or repeated one, and an unknown form."""
     if not config.sources:
         raise DataError("data=documents needs data.sources, a list of .jsonl, .parquet or text files or of folders.")
@@ -94,12 +96,10 @@ def find_sources(config: DocumentsConfig) -> list[Source]:
             target = file.resolve()
             given, first = seen.setdefault(target.with_name(plain_name(target.name)), (source.given, file))
             if first is not file:
-                other = "" if first == file else f", as {first} too"
-                raise DataError(
-                    f"data.sources: {file} is given twice, by {given} and {source.given}{other}. Leave one out."
-                )
+                twice = f"{_KEY}: {file} is given twice, by {given} and {source.given}"
+                raise DataError(f"{twice}{'' if first == file else f', as {first} too'}. Leave one out.")
         if not source.size:
-            raise DataError(f"data.sources: {source.given} is empty. Leave it out, or give a file with documents.")
+            raise DataError(f"{_KEY}: {source.given} is empty. Leave it out, or give a file with documents.")
     return sources
 
 
@@ -114,26 +114,22 @@ class DocumentReader:
         self._template = template or chat_template(config)
         self.skipped = Skipped()
 
-    def in_turn(self, sources: list[Source], on_bytes: list[OnBytes]) -> Iterator[Document]:
+    def in_turn(self, sources: list[DocumentSource], on_bytes: list[OnBytes]) -> Iterator[Document]:
         """Yield one document of each source in turn; where a source ends, the others go on.
 
         `on_bytes` has a function for each source, called with its raw bytes in order. Raises DataError that names file
         and line.
         """
-        open_sources = [self.documents(source, called) for source, called in zip(sources, on_bytes, strict=True)]
-        read, most = 0, self._config.max_documents
-        while open_sources:
-            for documents in list(open_sources):
-                document = next(documents, None)
-                if document is None:
-                    open_sources.remove(documents)
-                    continue
-                yield document
-                read += 1
-                if read == most:
-                    return
+        turns, read = deque(map(self.documents, sources, on_bytes)), 0
+        while turns and read != self._config.max_documents:
+            if (document := next(turns[0], None)) is None:
+                turns.popleft()
+                continue
+            yield document
+            turns.rotate(-1)
+            read += 1
 
-    def documents(self, source: Source, on_bytes: OnBytes) -> Iterator[Document]:
+    def documents(self, source: DocumentSource, on_bytes: OnBytes) -> Iterator[Document]:
         """Yield the documents of one source that are not blank."""
         for file in source.files:
             try:
@@ -150,7 +146,7 @@ class DocumentReader:
                     else:
                         self.skipped.blank += 1
             except OSError as error:
-                raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
+                raise unreadable(_KEY, file, error) from error
 
     def _rows(self, file: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[Document]:
         for chunk in _chunks(rows):
@@ -158,27 +154,23 @@ class DocumentReader:
             chats = [found for _, found in read if isinstance(found, Chat)]
             rendered = iter(self._template.render_all(chats) if chats else [])
             for place, found in read:
-                text = next(rendered) if isinstance(found, Chat) else found
-                document = text if isinstance(text, Exception) else self._document(text, place)
-                if isinstance(document, Document):
-                    yield document
+                try:
+                    document = self._document(next(rendered) if isinstance(found, Chat) else found, place)
+                except DataError as error:  # a template that takes too much would do so again
+                    raise DataError(f"{place}: {error}") from None
+                except ValueError as error:
+                    if self._config.bad_rows == "stop":
+                        mend = "Mend the row, or leave such rows out with data.bad_rows=skip."
+                        raise DataError(f"{place}: {error}. {mend}") from None
+                    self.skipped.bad_rows += 1
+                    self.skipped.first_bad = self.skipped.first_bad or f"{place}: {error}"
                 else:
-                    self._leave_out(f"{place}: {document}", document)
-
-    def _leave_out(self, problem: str, error: Exception) -> None:
-        """Count a row that can't be used. Raises DataError where such a row stops the run."""
-        if isinstance(error, DataError):  # a template that takes too much would do so again
-            raise DataError(problem)
-        if self._config.bad_rows == "stop":
-            raise DataError(f"{problem}. Mend the row, or leave such rows out with data.bad_rows=skip.")
-        self.skipped.bad_rows += 1
-        self.skipped.first_bad = self.skipped.first_bad or problem
+                    yield document
 
     def _read(self, given: Any) -> str | Chat | ValueError:
         """Return the text or conversation of a line of JSON or a row of a table, or what is wrong with it."""
         try:
-            row: Any = json.loads(given) if isinstance(given, str) else row_value(given)
-            return self._field(row)
+            return self._content(json.loads(given) if isinstance(given, str) else row_value(given))
         except json.JSONDecodeError as error:
             return ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)")
         except RecursionError:
@@ -186,21 +178,7 @@ class DocumentReader:
         except ValueError as error:
             return error
 
-    def _document(self, found: str | Rendered, place: str) -> Document | ValueError:
-        text = found if isinstance(found, str) else found.text
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            return ValueError(f"has {text[error.start]!a}, half of a surrogate pair, which is no character")
-        if isinstance(found, str):
-            return Document(text, place)
-        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
-            return ValueError(
-                "has no reply of the assistant to learn, so data.loss_on=replies would learn nothing of it"
-            )
-        return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
-
-    def _field(self, row: Any) -> str | Chat:
+    def _content(self, row: Any) -> str | Chat:
         text_key, chat_key = self._config.text_key, self._config.chat_key
         if isinstance(row, list):
             if any(isinstance(item, dict) and text_key in item for item in row):
@@ -210,30 +188,46 @@ class DocumentReader:
             raise ValueError(f"is {json_kind(row)}, not an object with {text_key!r} or {chat_key!r}")
         # A null or blank value under one key leaves the choice to the other.
         keys = [key for key in (text_key, chat_key) if key in row]
-        filled = [key for key in keys if not _is_blank(row[key])]
-        key = next(iter(filled or keys), None)
-        value = parsed(row[key]) if key == chat_key else row[key] if key else None
-        if key == text_key and isinstance(value, str):
-            if filled == [text_key, chat_key]:
-                self.skipped.unread[f"{chat_key!r} beside {text_key!r}, of which only the text is read"] += 1
-            return value
-        if key == chat_key and isinstance(value, list):
-            unread = _UNREAD if isinstance(self._template, TokenizerTemplate) else (TOOLS, *_UNREAD)
-            for name in (name for name in unread if row.get(name)):
-                self.skipped.unread[f"{name!r}, which data.template={self._config.template} is not given"] += 1
-            return Chat.of(value, row.get(TOOLS), self._learns)
-        if key is not None:
-            raise ValueError(
-                f"{key!r} is {json_kind(value)}, not {'text' if key == text_key else 'a list of messages'}"
-            )
-        named = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
-        raise ValueError(
-            f"has neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); its keys are {named}"
-        )
+        filled = [key for key in keys if (row[key].strip() if isinstance(row[key], str) else row[key] is not None)]
+        if not keys:
+            named = ", ".join(list(map(str, row))[:_NAMED_KEYS]) or "none"
+            wanted = f"neither {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key)"
+            raise ValueError(f"has {wanted}; its keys are {named}")
+        if (filled or keys)[0] == chat_key:
+            return self._chat(row)
+        if not isinstance(row[text_key], str):
+            raise ValueError(f"{text_key!r} is {json_kind(row[text_key])}, not text")
+        if len(filled) > 1:
+            self.skipped.unread[f"{chat_key!r} beside {text_key!r}, of which only the text is read"] += 1
+        return str(row[text_key])
 
+    def _chat(self, row: dict[str, Any]) -> Chat:
+        key = self._config.chat_key
+        messages = parsed(row[key])
+        if not isinstance(messages, list):
+            raise ValueError(f"{key!r} is {json_kind(messages)}, not a list of messages")
+        chat = Chat.of(messages, row.get(TOOLS), self._learns)
+        unread = [name for name in _UNREAD if parsed(row.get(name)) not in (None, "", "null", [], {})]
+        unread += [name for name, learnt in LEARNT.items() if row.get(name) not in (None, learnt)]
+        if chat.tools and not isinstance(self._template, TokenizerTemplate):
+            unread.append(TOOLS)
+        self.skipped.unread.update(f"{name!r} beside {key!r}, which is not read" for name in unread)
+        return chat
 
-def _is_blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+    def _document(self, found: str | Rendered | Exception, place: str) -> Document:
+        if isinstance(found, Exception):
+            raise found
+        text = found if isinstance(found, str) else found.text
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"has {text[error.start]!a}, half of a surrogate pair, which is no character"
+            raise ValueError(half) from None
+        if isinstance(found, str):
+            return Document(text, place)
+        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
+            raise ValueError("has no reply of the assistant to learn, as data.loss_on=replies asks for")
+        return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
 
 
 def _chunks(rows: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
@@ -262,22 +256,23 @@ def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
     return TokenizerTemplate(chat_settings(file), config.loss_on == "replies", template_file(file))
 
 
-def _source(given: str, config: DocumentsConfig) -> Source:
-    found = _files(given, config)
-    notices = found.notices("data.sources")
+def _source(given: str, config: DocumentsConfig) -> DocumentSource:
+    found, path = find_files(given, config.suffixes, _KEY, plain_name), at_home(given)
+    if path.is_dir():
+        found = saved_dataset(path, found)
+    elif why := _NOT_READ.get(_suffix(path)):
+        raise DataError(f"{_KEY}: {given} {why}.")
+    notices = found.notices(_KEY)
     if found.others:
-        notices.append(
-            f"data.sources: {len(found.others)} file(s) of {given} are not read, because their names don't end in "
-            f"{' or '.join(config.suffixes)}: {listed(found.others)}. data.suffixes says which are."
-        )
+        others = f"{_KEY}: {len(found.others)} file(s) of {given} are not read, because their names don't end in"
+        ends = " or ".join(config.suffixes)
+        notices.append(f"{others} {ends}: {listed(found.others)}. data.suffixes says which are.")
     if rows := [file for file in found.files if not has_rows(file) and holds_json(file, _opened)]:
-        notices.append(
-            f"data.sources: {listed(rows)} are read as plain text, JSON syntax included. To read the rows in "
-            f"them, {NAME_ROWS}."
-        )
+        plain = f"{_KEY}: {listed(rows)} are read as plain text, JSON syntax included."
+        notices.append(f"{plain} To read the rows in them, {NAME_ROWS}.")
     if packed := [file for file in found.files if is_compressed(file) and _suffix(file) in TABLES]:
-        raise DataError(f"data.sources: {packed[0]} is a table that is compressed as a whole. Unpack it.")
-    return Source(given, tuple(found.files), tuple(notices))
+        raise DataError(f"{_KEY}: {packed[0]} is a table that is compressed as a whole. Unpack it.")
+    return DocumentSource(given, tuple(found.files), tuple(notices))
 
 
 def has_rows(file: Path) -> bool:
@@ -288,22 +283,6 @@ def has_rows(file: Path) -> bool:
 def _suffix(file: Path) -> str:
     """Return the suffix of a file's name, without that of a compression."""
     return Path(plain_name(file.name)).suffix.lower()
-
-
-def _files(given: str, config: DocumentsConfig) -> Listing:
-    path = at_home(given)
-    try:
-        if path.is_dir():
-            return saved_dataset(path, files_in(path, config.suffixes, "data.sources", plain_name))
-        if path.is_file():
-            why = _NOT_READ.get(_suffix(path))
-            if why is not None:
-                raise DataError(f"data.sources: {given} {why}.")
-            return Listing([path])
-    except OSError as error:
-        raise DataError(f"data.sources: cannot read {path}: {error.strerror or error}.") from error
-    what = "is neither a file nor a folder" if path.exists() else "does not exist"
-    raise DataError(f"data.sources: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
 
 
 def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Document]:
@@ -319,16 +298,17 @@ def _texts(file: Path, delimiter: str | None, on_bytes: OnBytes) -> Iterator[Doc
         parts.append(line)
         size += len(line)
         if size > LONGEST_DOCUMENT:
-            raise DataError(
-                f"{file}:{start}: a document of more than {format_bytes(LONGEST_DOCUMENT)}. Give data.delimiter, the "
-                "line between two documents, or split the file; data=text reads a text that is not documents."
-            )
+            long = f"{file}:{start}: a document of more than {format_bytes(LONGEST_DOCUMENT)}"
+            raise DataError(f"{long}. Split it, give data.delimiter, the line between two documents, or use data=text.")
     if delimiter is None or any(map(str.strip, parts)):
         yield Document("".join(parts), f"{file}:{start}")
 
 
-def read_lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their ends, counted from 1, without a byte-order mark."""
+def read_lines(file: Path, on_bytes: OnBytes, trains: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their ends, counted from 1, without a byte-order mark.
+
+    Raises DataError for what is not UTF-8, with the advice for data that a model `trains` on.
+    """
     start = b""
     with _opened(file, on_bytes) as stream:
         for number in count(1):
@@ -341,31 +321,13 @@ def read_lines(file: Path, on_bytes: OnBytes) -> Iterator[tuple[int, str]]:
             if not is_compressed(file):  # else the stream calls it
                 on_bytes(raw)
             try:
-                line = raw.decode("utf-8")
+                line, bad = raw.decode("utf-8"), raw.find(b"\0")
             except UnicodeDecodeError as error:
-                why = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x} is not UTF-8)"
-                raise not_text(f"{file}:{number}", start, why) from None
-            if "\0" in line:
-                raise not_text(f"{file}:{number}", start, f"byte {raw.index(0) + 1} of the line (0x00)")
+                line, bad = "", error.start
+            if bad >= 0:
+                raise not_text(f"{file}:{number}", start, f"byte {bad + 1} of the line (0x{raw[bad]:02x})", trains)
             yield number, line.removeprefix("\ufeff") if number == 1 else line
 
 
 def _opened(file: Path, on_bytes: OnBytes = len) -> BinaryIO:
     return open_unpacked(file, on_bytes) if is_compressed(file) else open(file, "rb")
-
-
-def _facts(file: Path) -> os.stat_result:
-    try:
-        return os.stat(file)
-    except OSError as error:
-        raise DataError(f"data.sources: cannot read {file}: {error.strerror or error}.") from error
-
-
-def stamp(sources: list[Source]) -> list[list[Any]]:
-    """Return path, size and time of change of every file: they are equal as long as no file has changed."""
-
-    def facts(file: Path) -> list[Any]:
-        found = _facts(file)
-        return [str(file.absolute()), found.st_size, found.st_mtime_ns]
-
-    return [[source.given, *map(facts, source.files)] for source in sources]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ class DocumentStream:
     def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:
         self._ends, self._starts = ends, np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         self._group = group
-        self._orders: OrderedDict[tuple[int, int, int], _Order] = OrderedDict()
+        self._order = lru_cache(_HELD_GROUPS)(self._shuffled)
 
     def read(self, seed: int, position: int, length: int) -> Places:
         """Return where in the split the tokens [position, position + length) of the stream lie."""
@@ -78,21 +78,13 @@ class DocumentStream:
         end = int(self._ends[document])
         return end - left, min(end, end - left + most)
 
-    def _order(self, seed: int, number: int, group: int) -> _Order:
-        key = seed, number, group
-        if key in self._orders:
-            self._orders.move_to_end(key)
-            return self._orders[key]
+    def _shuffled(self, seed: int, number: int, group: int) -> _Order:
         assert self._group is not None
         first = group * self._group
         count = min(self._group, len(self._ends) - first)
         words = random_words(derive_key(_DOCUMENTS, seed, number, group), np.arange(count, dtype=np.uint64))
         documents = first + np.argsort(words, kind="stable")
-        order = _Order(documents, np.cumsum(self._ends[documents] - self._starts[documents]))
-        self._orders[key] = order
-        if len(self._orders) > _HELD_GROUPS:
-            self._orders.popitem(last=False)
-        return order
+        return _Order(documents, np.cumsum(self._ends[documents] - self._starts[documents]))
 
 
 class _Laid(NamedTuple):
@@ -115,11 +107,11 @@ class WholeDocuments:
         self._stream, self._context, self._skip, self._seed = stream, context, skip, seed
         self._pass, self._offset = divmod(start, stream.tokens)
         self._begins = [0]  # number of the first sequence of each pass, as far as they were laid
-        self._laid: OrderedDict[int, _Laid] = OrderedDict()
+        self._laid = lru_cache(_HELD_PASSES)(self._lay)
 
     def __len__(self) -> int:
         """Return how many sequences the first pass has."""
-        return len(self._lay(0).firsts) - 1
+        return len(self._laid(0).firsts) - 1
 
     def read(self, number: int) -> Places:
         """Return where in the split the tokens of one sequence lie."""
@@ -136,14 +128,11 @@ class WholeDocuments:
     def _find(self, number: int) -> tuple[int, _Laid, int]:
         """Return the pass of a sequence, counted from the first, its documents, and the sequence's place in it."""
         while self._begins[-1] <= number:
-            self._begins.append(self._begins[-1] + len(self._lay(len(self._begins) - 1).firsts) - 1)
+            self._begins.append(self._begins[-1] + len(self._laid(len(self._begins) - 1).firsts) - 1)
         index = bisect_right(self._begins, number) - 1
-        return index, self._lay(index), number - self._begins[index]
+        return index, self._laid(index), number - self._begins[index]
 
     def _lay(self, index: int) -> _Laid:
-        if index in self._laid:
-            self._laid.move_to_end(index)
-            return self._laid[index]
         starts, lengths = self._stream.documents(self._seed, self._pass + index)
         offsets = np.cumsum(lengths) - lengths
         kept = offsets >= (0 if index else self._offset)
@@ -155,7 +144,4 @@ class WholeDocuments:
         firsts = [0]
         while firsts[-1] < len(lengths):  # the first document that fits no more begins the next sequence
             firsts.append(following[firsts[-1]])
-        self._laid[index] = _Laid(starts[kept], lengths, offsets[kept], firsts)
-        if len(self._laid) > _HELD_PASSES:
-            self._laid.popitem(last=False)
-        return self._laid[index]
+        return _Laid(starts[kept], lengths, offsets[kept], firsts)

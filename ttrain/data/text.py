@@ -1,10 +1,10 @@
-"""Text that is tokenized at the start of a run and kept in memory."""
+"""Text that is tokenized at the start of a run and kept in memory, or written to token files of any size."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,19 +17,10 @@ from ttrain.core.folders import at_home
 from ttrain.core.units import format_bytes
 from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.chat.jinja import tokenizer_settings
-from ttrain.data.corpus import Corpus
-from ttrain.data.formats.compressed import OnBytes
+from ttrain.data.corpus import Corpus, byte_bar
 from ttrain.data.library_tokenizer import read_tokenizer, train_bpe
-from ttrain.data.settings import TOKENIZERS, TextConfig
-from ttrain.data.tokenizer import (
-    SAMPLE_CHARACTERS,
-    ByteTokenizer,
-    CharTokenizer,
-    Ids,
-    Tokenizer,
-    check_round_trip,
-    named_place,
-)
+from ttrain.data.settings import TOKENIZERS, DocumentsConfig, TextConfig
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, check_round_trip, named_place
 
 # Bytes per byte of text while its ids are gathered: two copies of at most one 16-bit id per byte.
 _HELD_PER_BYTE = 4
@@ -41,35 +32,55 @@ def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
     context = require_context(config.name, sizes)
     corpus = Corpus(config)
     _require_memory(corpus)
-    tokenizer = choose_tokenizer(config, corpus)
-    digest = hashlib.sha256()
-    train = _gather(encode_split(corpus, tokenizer, "train", digest.update), tokenizer)
-    val = _gather(encode_split(corpus, tokenizer, "val", digest.update), tokenizer)
-    corpus.require_unchanged()
-    description = describe(corpus, tokenizer, digest.hexdigest())
+    parts: dict[str, list[Ids]] = {"train": [], "val": []}
+    tokenizer, described = encode_corpus(config, corpus, None, lambda split, ids: parts[split].append(ids))
+    train, val = (np.concatenate([np.zeros(0, tokenizer.dtype), *part]) for part in parts.values())
+    description = {**described, "tokenizer": tokenizer.description}
     return TokenDataset(train, val, context, tokenizer.vocabulary, config, tokenizer=tokenizer, description=description)
 
 
-def choose_tokenizer(config: TextConfig, corpus: Corpus, on_bytes: OnBytes | None = None) -> Tokenizer:
-    """Return the tokenizer that a config names, made from the corpus where it has to be.
+def encode_corpus(
+    config: TextConfig, corpus: Corpus, delay: float | None, add: Callable[[str, Ids], object]
+) -> tuple[Tokenizer, dict[str, Any]]:
+    """Call `add` with each split and its ids, piece by piece. No token spans the boundary of the splits.
 
-    Characters are taken from the whole corpus, so that held-out text has no unseen one. Merges of byte-pair encoding
-    are learnt from the training split alone, and cover every text because bytes do. Raises DataError for a tokenizer
-    that does not fit the corpus; see check_round_trip.
+    Return the tokenizer, and the corpus's entry in a run's record; its sha256 is that of its bytes, separators
+    included. For `delay` see byte_bar. Raises DataError for a tokenizer that does not fit the corpus.
     """
-    learnt = corpus.text(0, learning_bytes(config, corpus), on_bytes)
-    tokenizer: Tokenizer
-    if config.tokenizer == "byte":
-        tokenizer = ByteTokenizer()
-    elif config.tokenizer == "char":
-        tokenizer = CharTokenizer.of(learnt)
-    elif config.tokenizer == "bpe":
-        tokenizer = train_bpe(learnt, config.vocabulary_size)
-    else:
-        tokenizer = named_tokenizer(config.tokenizer)
+    # Held-out text has no unseen character, since these are taken from all of it. Merges are learnt from the training
+    # split alone, and cover every text because bytes do.
+    learnt = {"char": corpus.size, "bpe": corpus.learning_end(BPE_BYTES)}.get(config.tokenizer, 0)
+    digest = hashlib.sha256()
     with named_place(corpus.place):
-        tokenizer.notices += tuple(check_round_trip(tokenizer, corpus.samples(SAMPLE_CHARACTERS)))
-    return tokenizer
+        with byte_bar(learnt, "learning the tokenizer", delay) as on_bytes:
+            tokenizer = chosen_tokenizer(config, corpus.text(0, learnt, on_bytes))
+        tokenizer.notices += tuple(check_round_trip(tokenizer, corpus.samples()))
+        with byte_bar(corpus.size, "writing tokens", delay) as on_bytes:
+
+            def read(raw: bytes) -> None:
+                digest.update(raw)
+                on_bytes(raw)
+
+            for split, start, stop in (("train", 0, corpus.boundary), ("val", corpus.boundary, corpus.size)):
+                for ids in tokenizer.encode_pieces(corpus.text(start, stop, read)):
+                    add(split, ids)
+    corpus.require_unchanged()
+    described = {
+        "source": corpus.source,
+        "files": len(corpus.files),
+        "bytes": {"train": corpus.boundary, "val": corpus.size - corpus.boundary},
+        "sha256": digest.hexdigest(),
+    }
+    return tokenizer, with_notices(described, (*corpus.notices, *tokenizer.notices))
+
+
+def chosen_tokenizer(config: TextConfig | DocumentsConfig, texts: Iterable[str]) -> Tokenizer:
+    """Return the tokenizer that a config names; that of characters and that of merges are learnt from the texts."""
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    if config.tokenizer == "char":
+        return CharTokenizer.of(texts)
+    return train_bpe(texts, config.vocabulary_size) if config.tokenizer == "bpe" else named_tokenizer(config.tokenizer)
 
 
 def named_tokenizer(path: str) -> Tokenizer:
@@ -80,32 +91,6 @@ def named_tokenizer(path: str) -> Tokenizer:
     tokenizer = read_tokenizer(path)
     tokenizer.config = tokenizer_settings(at_home(path))
     return tokenizer
-
-
-def learning_bytes(config: TextConfig, corpus: Corpus) -> int:
-    """Return how many bytes of the corpus, from its start, `choose_tokenizer` reads."""
-    if config.tokenizer == "char":
-        return corpus.size
-    return corpus.learning_end(BPE_BYTES) if config.tokenizer == "bpe" else 0
-
-
-def encode_split(corpus: Corpus, tokenizer: Tokenizer, split: str, on_bytes: OnBytes) -> Iterator[Ids]:
-    """Yield the ids of one split of a corpus, piece by piece. No token spans the boundary of the splits."""
-    start, stop = (0, corpus.boundary) if split == "train" else (corpus.boundary, corpus.size)
-    with named_place(corpus.place):
-        yield from tokenizer.encode_pieces(corpus.text(start, stop, on_bytes))
-
-
-def describe(corpus: Corpus, tokenizer: Tokenizer, sha256: str) -> dict[str, Any]:
-    """Return a corpus's entry in a run's record; `sha256` is that of its bytes, separators included."""
-    described = {
-        "source": corpus.source,
-        "files": len(corpus.files),
-        "bytes": {"train": corpus.boundary, "val": corpus.size - corpus.boundary},
-        "sha256": sha256,
-        "tokenizer": tokenizer.description,
-    }
-    return with_notices(described, (*corpus.notices, *tokenizer.notices))
 
 
 def with_notices(described: dict[str, Any], notices: Iterable[str]) -> dict[str, Any]:
@@ -144,15 +129,9 @@ def require_context(name: str, sizes: Sizes) -> int:
     return sizes.context
 
 
-def _gather(parts: Iterator[Ids], tokenizer: Tokenizer) -> Ids:
-    return np.concatenate([np.zeros(0, tokenizer.dtype), *parts])
-
-
 def _require_memory(corpus: Corpus) -> None:
     available, needed = psutil.virtual_memory().available, corpus.size * _HELD_PER_BYTE
     if needed > available:
-        raise DataError(
-            f"data.path={corpus.source} has {format_bytes(corpus.size)} of text, which needs "
-            f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free. "
-            "Make token files of it with task=prepare and train on those with data=tokens, or set data.max_bytes."
-        )
+        sizes = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
+        mend = "Train on what task=prepare makes of it, with data=tokens, or set data.max_bytes"
+        raise DataError(f"data.path={corpus.source} needs {sizes}. {mend}.")

@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
-import shutil
 from array import array
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
-from ttrain.core.files import still_runs, sync_directory
+from ttrain.core.files import new_folder, write_synced
 from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
 from ttrain.data.library_tokenizer import read_tokenizer
@@ -72,9 +70,7 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
         "sha256": hashes,
     }
     if files.header is not None:
-        description["corpus"] = files.header["corpus"]
-        if "end_token" in files.header:
-            description["end_token"] = files.header["end_token"]
+        description |= {key: files.header[key] for key in ("corpus", "end_token") if key in files.header}
         description = with_notices(description, files.header["corpus"].get("notices", ()))
     if files.tokenizer is not None:
         description["tokenizer"] = files.tokenizer.description
@@ -96,16 +92,13 @@ def find_token_files(config: TokensConfig) -> TokenFiles:
     if config.path is None:
         raise DataError("data=tokens needs data.path, a folder made with task=prepare or a file of raw token ids.")
     path = at_home(config.path)
-    if path.is_dir():
-        if (path / HEADER_FILE).is_file():
-            return _prepared(path, config)
-        if not (path / TRAIN_FILE).is_file():
-            raise DataError(f"data.path={config.path} has no {HEADER_FILE} and no {TRAIN_FILE}. Use task=prepare.")
-        val = path / VAL_FILE
-        return _raw(path / TRAIN_FILE, val if val.is_file() else None, config)
-    if not path.is_file():
-        raise DataError(f"data.path={config.path} does not exist. Give a folder made with task=prepare or a raw file.")
-    return _raw(path, None, config)
+    train, val = path / TRAIN_FILE, path / VAL_FILE
+    if (path / HEADER_FILE).is_file():
+        return _prepared(path, config)
+    if path.is_file() or train.is_file():
+        return _raw(path if path.is_file() else train, val if val.is_file() else None, config)
+    what = f"has no {HEADER_FILE} and no {TRAIN_FILE}" if path.is_dir() else "does not exist"
+    raise DataError(f"data.path={config.path} {what}. Give a folder made with task=prepare or a raw file.")
 
 
 def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
@@ -115,10 +108,8 @@ def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
         if size == 0:
             raise DataError(f"{file} is empty. Prepare the tokens again.")
         if size % dtype.itemsize:
-            raise DataError(
-                f"{file} has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype.name}. "
-                "Give data.dtype as the ids were written, or prepare the tokens again."
-            )
+            what = f"has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype.name}"
+            raise DataError(f"{file} {what}. Give data.dtype as it was written, or prepare the tokens again.")
         return np.memmap(file, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}.") from error
@@ -149,16 +140,12 @@ def _prepared(folder: Path, config: TokensConfig) -> TokenFiles:
 
 def _raw(train: Path, val: Path | None, config: TokensConfig) -> TokenFiles:
     if config.dtype is None or config.vocabulary is None:
-        raise DataError(
-            f"data.path={config.path} holds raw token ids, which don't tell their type or their vocabulary. "
-            f"Give data.dtype={'|'.join(TOKEN_DTYPES)} and data.vocabulary=<number of ids>."
-        )
+        needed = f"data.dtype={'|'.join(TOKEN_DTYPES)} and data.vocabulary=<number of ids>"
+        raise DataError(f"data.path={config.path} holds raw token ids, which tell neither. Give {needed}.")
     tokenizer = None if config.tokenizer is None else named_tokenizer(config.tokenizer)
     if tokenizer is not None and tokenizer.vocabulary > config.vocabulary:
-        raise DataError(
-            f"data.tokenizer={config.tokenizer} has {tokenizer.vocabulary} ids, more than "
-            f"data.vocabulary={config.vocabulary}. Give the tokenizer that made the ids."
-        )
+        more = f"has {tokenizer.vocabulary} ids, more than data.vocabulary={config.vocabulary}"
+        raise DataError(f"data.tokenizer={config.tokenizer} {more}. Give the tokenizer that made the ids.")
     dtype = np.dtype(config.dtype).newbyteorder("<")
     return TokenFiles(train, val, dtype, config.vocabulary, tokenizer, None)
 
@@ -166,15 +153,12 @@ def _raw(train: Path, val: Path | None, config: TokensConfig) -> TokenFiles:
 def _read_header(file: Path) -> dict[str, Any]:
     try:
         header: Any = json.loads(file.read_text(encoding="utf-8"))
-        splits = header["splits"]
-        complete = (
-            header["format"] == HEADER_FORMAT
-            and header["dtype"] in TOKEN_DTYPES
-            and isinstance(header["vocabulary"], int)
-            and all(isinstance(splits[split]["tokens"], int) for split in ("train", "val"))
-            and all(isinstance(text, str) for text in (header["tokenizer"]["sha256"], splits["val"]["sha256"]))
-            and isinstance(header["corpus"], dict)
-        )
+        splits = [header["splits"][split] for split in FILES]
+        numbers = (header["vocabulary"], *(split["tokens"] for split in splits))
+        texts = (header["tokenizer"]["sha256"], *(split["sha256"] for split in splits))
+        known = header["format"] == HEADER_FORMAT and header["dtype"] in TOKEN_DTYPES
+        typed = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
+        complete = known and typed and isinstance(header["corpus"], dict)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is damaged: {error!r}. Prepare the tokens again.") from None
     if not complete:
@@ -192,18 +176,11 @@ def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[s
         raise DataError(f"{file} has {len(ids)} tokens, but {HEADER_FILE} says {known['tokens']}. Prepare them again.")
     if not verify and ids.nbytes > _VERIFIED_BYTES:
         return ids, {split: known and known["sha256"]}, False
-    digest = _sha256(ids)
+    digest = hashlib.sha256(ids.data).hexdigest()
     if known is not None and known["sha256"] != digest:
         raise DataError(f"{file} has changed since it was prepared: its SHA-256 differs. Prepare the tokens again.")
     require_ids(ids, files.vocabulary, file)
     return ids, {split: digest}, True
-
-
-def _sha256(ids: Ids) -> str:
-    digest = hashlib.sha256()
-    for start in range(0, len(ids), _SCAN_TOKENS):
-        digest.update(ids[start : start + _SCAN_TOKENS].data)
-    return digest.hexdigest()
 
 
 def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: str) -> dict[str, Any]:
@@ -211,83 +188,48 @@ def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: st
 
     Raises DataError, which ends with the `advice`, where the folder can't be written.
     """
-    partial = final.with_name(f"{_partial(final)}{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        header = fill(partial)
-        os.rename(partial, final)
-        sync_directory(final.parent)
+        with new_folder(final) as partial:
+            return fill(partial)
     except OSError as error:
         raise DataError(f"cannot write {final}: {error.strerror or error}. {advice}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return header
-
-
-def clear_partial(final: Path) -> None:
-    """Remove the unfinished folders that killed processes of this machine have left."""
-    for left in final.parent.glob(f"{_partial(final)}*"):
-        number = left.name.rpartition("-")[2]
-        if number.isdecimal() and not still_runs(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _partial(final: Path) -> str:
-    return f".{final.name}.partial-{platform.node()}-"
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Progress bars over bytes. A bar appears after `delay` seconds."""
-
-    shown: bool = True
-    delay: float = 0.0
-
-    def open(self, total: int, what: str) -> Any:
-        """Return a bar: a context manager with `update(bytes)`."""
-        from tqdm import tqdm
-
-        return tqdm(
-            total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=not self.shown or not total,
-            delay=self.delay,
-        )  # fmt: skip
 
 
 def write_header(
     folder: Path, tokenizer: Tokenizer, splits: dict[str, Any], described: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
     """Write `tokenizer.json`, then `tokens.json` with the further keys `more`; return the content of the latter."""
-    write_file(folder / TOKENIZER_FILE, tokenizer.to_json().encode())
+    write_synced(folder / TOKENIZER_FILE, tokenizer.to_json().encode())
     header = {
         "format": HEADER_FORMAT,
         "dtype": tokenizer.dtype.name,
         "vocabulary": tokenizer.vocabulary,
         "splits": splits,
-        "tokenizer": described.pop("tokenizer"),
+        "tokenizer": tokenizer.description,
         "corpus": described,
         "tokenizer_config": tokenizer.config,
         **more,
     }
-    write_file(folder / HEADER_FILE, json.dumps(header, indent=2).encode())
-    sync_directory(folder)
+    write_synced(folder / HEADER_FILE, json.dumps(header, indent=2).encode())
     return header
+
+
+@contextmanager
+def split_writers(folder: Path, marked: bool = False) -> Iterator[dict[str, SplitWriter]]:
+    """Open the writers of both splits, which write marks too where they are `marked`."""
+    with ExitStack() as files:
+        yield {split: SplitWriter(folder, split, files, marked) for split in FILES}
 
 
 class SplitWriter:
     """Writes the ids of one split and, where they are given, marks of its targets and ends of its documents."""
 
-    def __init__(self, folder: Path, split: str, marked: bool = False) -> None:
+    def __init__(self, folder: Path, split: str, opened: ExitStack, marked: bool) -> None:
+        """The files are closed with `opened`."""
         self.split, self.tokens = split, 0
         self._folder, self._digest, self._ends = folder, hashlib.sha256(), array("Q")
         names = [FILES[split], *([MARKS_FILE[split]] if marked else [])]
-        self._stack = ExitStack()
-        self._files = [self._stack.enter_context((folder / name).open("wb")) for name in names]
-
-    def __enter__(self) -> SplitWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._files = [opened.enter_context((folder / name).open("wb")) for name in names]
 
     def add(self, ids: Ids, marks: NDArray[np.bool_] | None = None, ends: bool = False) -> None:
         """Append ids; with `ends` a document ends with them."""
@@ -308,13 +250,5 @@ class SplitWriter:
         if not self._ends:
             return entry
         ends = np.frombuffer(self._ends, np.uint64).astype("<u8").tobytes()
-        write_file(self._folder / ENDS_FILE[self.split], ends)
-        return {**entry, "documents": len(self._ends), "ends_sha256": hashlib.sha256(ends).hexdigest()}
-
-
-def write_file(file: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(file, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
+        digest = write_synced(self._folder / ENDS_FILE[self.split], ends)
+        return {**entry, "documents": len(self._ends), "ends_sha256": digest}

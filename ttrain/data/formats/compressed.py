@@ -84,10 +84,8 @@ def _chunks(file: Path, decoder: tuple[Callable[[], Any], type[Exception], str],
                 try:
                     yield frame.decompress(raw)
                 except failure as error:
-                    where = f"somewhere in its first {position} bytes"
-                    raise DataError(
-                        f"data.sources: {file} is not whole or not {form}: {error}, {where}. Pack or fetch it again."
-                    ) from None
+                    why = f"is not whole or not {form}: {error}, somewhere in its first {position} bytes"
+                    raise DataError(f"data.sources: {file} {why}. Pack or fetch it again.") from None
                 raw = frame.unused_data
     if not frame.eof:
         raise DataError(f"data.sources: {file} is cut off: its {form} does not end. Pack or fetch it again.")

@@ -10,14 +10,13 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
-from ttrain.data.chat.conversation import TOOLS
+from ttrain.data.chat.conversation import LEARNT, TOOLS
 from ttrain.data.corpus import READ_BYTES, Listing
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
 _BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
 _BATCH_ROWS = 1024
-_TEXTS = ("string", "large_string", "string_view")
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -44,9 +43,8 @@ def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> I
                 _tell(raw, stop, on_bytes)
         except (pa.ArrowException, OSError, ValueError) as error:
             why = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise DataError(
-                f"data.sources: {file} can't be read behind row {number}: {why}. Fetch or write it again."
-            ) from None
+            told = f"data.sources: {file} can't be read behind row {number}: {why}"
+            raise DataError(f"{told}. Fetch or write it again.") from None
         _tell(raw, os.fstat(raw.fileno()).st_size, on_bytes)
 
 
@@ -99,7 +97,7 @@ def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, in
     size = file.stat().st_size
     # pre_buffer would hold all of a row group as it is packed, whatever buffer_size says.
     with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as table:
-        columns = _columns(file, table.schema_arrow, text_key, chat_key)
+        columns = _columns(file, table.schema_arrow.names, text_key, chat_key)
         for group in range(table.num_row_groups):
             told = table.metadata.row_group(group)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * told.num_rows // max(1, told.total_byte_size)))
@@ -115,10 +113,10 @@ def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]
         indexed = raw.read(6) == b"ARROW1"
         raw.seek(0)
         opened = pa.ipc.open_file if indexed else pa.ipc.open_stream
-        schema = opened(raw).schema
-        columns = _columns(file, schema, text_key, chat_key)
+        names = opened(raw).schema.names
+        columns = _columns(file, names, text_key, chat_key)
         raw.seek(0)
-        options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in columns])
+        options = pa.ipc.IpcReadOptions(included_fields=list(map(names.index, columns)))
         table = opened(raw, options=options)
         if indexed:
             for index in range(table.num_record_batches):
@@ -133,29 +131,16 @@ def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]
             raise OSError(what)
 
 
-def _columns(file: Path, schema: Any, text_key: str, chat_key: str) -> list[str]:
-    """Return the columns to read. Raises DataError where there is none, and where the first has another type."""
-    import pyarrow as pa
-
-    columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in schema.names]
+def _columns(file: Path, names: list[str], text_key: str, chat_key: str) -> list[str]:
+    """Return the columns to read. Raises DataError where there is none, and where there are two of a name."""
+    columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in names]
     if not columns:
-        raise DataError(
-            f"data.sources: {file} has neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key); "
-            f"its columns are {listed(schema.names, 8) or 'none'}."
-        )
-    if twice := [name for name in columns if schema.names.count(name) > 1]:
+        wanted = f"neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key)"
+        raise DataError(f"data.sources: {file} has {wanted}; its columns are {listed(names, 8) or 'none'}.")
+    if chat_key in columns:
+        columns += [name for name in (TOOLS, *LEARNT) if name in names and name not in columns]
+    if twice := [name for name in columns if names.count(name) > 1]:
         raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")
-    if chat_key in columns and TOOLS in schema.names:
-        columns.append(TOOLS)
-    is_text, kind = columns[0] == text_key, schema.field(columns[0]).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    lists = () if is_text else ("list", "large_list", "fixed_size_list")  # else they are JSON as text
-    if not any(getattr(pa.types, f"is_{check}")(kind) for check in (*_TEXTS, *lists, "null")):
-        wanted = "text" if is_text else "a list of messages"
-        key = "text_key" if is_text else "chat_key"
-        raise DataError(
-            f"data.sources: column {columns[0]!r} of {file} is {kind}, not {wanted}. data.{key} names the column."
-        )
     return columns
 
 

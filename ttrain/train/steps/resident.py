@@ -32,11 +32,11 @@ class IndexBatches:
     dataset: Indexed
 
     def at(self, context: int, sequences: int, tokens: int) -> IndexBatches:
-        """See data.batches.Resizable; examples have no length."""
+        """See data.batches.TokenSequences; examples have no length."""
         return IndexBatches(self.dataset.at(context, sequences, tokens)) if hasattr(self.dataset, "at") else self
 
     def position(self, seed: int, number: int) -> int:
-        """See data.batches.Resizable."""
+        """See data.batches.TokenSequences."""
         return self.dataset.position(seed, number) if hasattr(self.dataset, "position") else number
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, NDArray[Any]]:
