@@ -1,4 +1,4 @@
-"""A tokenizer for chats, with a template beside it, and Transformers' reading of both."""
+"""Documents in files, and a tokenizer for chats with a template beside it and Transformers' reading of both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.settings import DocumentsConfig
+from ttrain.data.sources import DocumentReader, find_sources
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +22,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer = tokenizer.with_token(token)
     (folder / "tokenizer.json").write_text(tokenizer.to_json())
     return folder
+
+
+def rows(name: str, *values: Any) -> str:
+    """Write a file of rows, and return its name."""
+    Path(name).write_text("".join(json.dumps(value) + "\n" for value in values), "utf-8")
+    return name
+
+
+def book() -> None:
+    """Write book.txt and, of the same words, the documents of rows.jsonl."""
+    words = [f"word{number}" for number in np.random.default_rng(0).integers(0, 1000, 300)]
+    Path("book.txt").write_text(" ".join(words))
+    rows("rows.jsonl", *({"text": " ".join(words[number : number + 4])} for number in range(0, 300, 4)))
+
+
+def config_of(*sources: str, **options: Any) -> DocumentsConfig:
+    return DocumentsConfig(sources=list(sources), **{"tokenizer": "byte", **options})
+
+
+def read(*sources: str, **options: Any) -> list[str]:
+    """Return the texts of the documents."""
+    config = config_of(*sources, **options)
+    found = find_sources(config)
+    return [document.text for document in DocumentReader(config).in_turn(found, [len] * len(found))]
 
 
 def configured(folder: Path, template: Any, **more: Any) -> dict[str, Any]:

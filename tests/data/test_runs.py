@@ -1,11 +1,12 @@
-"""Evaluations count the same held-out samples, each once, whatever the batch size."""
+"""Runs read on at the very next sample, and evaluations the same held-out ones, whatever the batch sizes."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,20 +18,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import cache_home
+from tests.data.conftest import book, config_of, rows
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
 from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
 from ttrain.data.documents import open_documents
 from ttrain.data.regression import RegressionDataset, open_regression
-from ttrain.data.settings import DataConfig, DocumentsConfig, RegressionConfig, TextConfig
+from ttrain.data.settings import DataConfig, RegressionConfig, TextConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import Numbers, World
-from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.forecast.out_of_memory import is_out_of_memory
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.steps.step import StepResult, TrainStep
 
 QUIET = [
     "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
@@ -51,10 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current folder with a text and documents."""
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     monkeypatch.chdir(tmp_path)
-    words = [f"word{number}" for number in np.random.default_rng(0).integers(0, 1000, 300)]
-    Path("book.txt").write_text(" ".join(words))
-    rows = [{"text": " ".join(words[number : number + 4])} for number in range(0, 300, 4)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    book()
     return tmp_path
 
 
@@ -81,7 +82,7 @@ def examples(count: int) -> RegressionDataset:
     return open_regression(RegressionConfig(examples=count + 10, held_out=count / (count + 10)), Sizes(None, 2, 2))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     kind=st.sampled_from([ids, examples]),
     available=st.integers(1, 40),
@@ -150,62 +151,28 @@ def evaluated(run: str, *overrides: str) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val/")}
 
 
-@pytest.mark.parametrize("sequences", ["null", "7"])
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("overrides", "names", "sequences"),
     [
-        ([*GPT, *TEXT], {"val/loss", "val/bits_per_byte"}),
-        ([*GPT, *DOCUMENTS], {"val/loss", "val/bits_per_byte"}),
-        ([*AGILLM, *TEXT], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce", "val/bits_per_byte"}),
-        ([*AGILLM, *DOCUMENTS], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce", "val/bits_per_byte"}),
-        (REGRESSION, {"val/loss"}),
+        ([*GPT, *DOCUMENTS], {"val/loss", "val/bits_per_byte"}, "7"),
+        ([*AGILLM, *TEXT], {"val/loss", "val/ar/ce", "val/sat/ce", "val/gate/ce", "val/bits_per_byte"}, "null"),
+        (REGRESSION, {"val/loss"}, "null"),
     ],
-    ids=["text", "documents", "agillm-text", "agillm-documents", "regression"],
+    ids=["documents", "agillm-text", "regression"],
 )
 def test_the_loss_is_the_same_for_every_batch_size(overrides: list[str], names: set[str], sequences: str) -> None:
-    """One at a time, one batch left over, micro-batches, and a batch larger than the held-out split."""
+    """One at a time, micro-batches with one left over, and a batch larger than the held-out split."""
     overrides = [*overrides, f"train.eval_sequences={sequences}"]
     one = evaluated("one", *overrides, "train.batch_size=1")
     assert one.keys() == names
-    for number, sizes in enumerate((["6"], ["12", "train.gradient_accumulation=3"], ["100"])):
-        assert evaluated(f"run{number}", *overrides, f"train.batch_size={sizes[0]}", *sizes[1:]) == pytest.approx(
-            one, rel=1e-6
-        )
+    for size, parts in ((12, 3), (100, 1)):
+        sizes = [f"train.batch_size={size}", f"train.gradient_accumulation={parts}"]
+        assert evaluated(f"run{size}", *overrides, *sizes) == pytest.approx(one, rel=1e-6)
 
 
-def test_the_loss_of_examples_against_numpy() -> None:
-    found = evaluated("run", *REGRESSION, "train.batch_size=16", "train.eval_sequences=null")
-    (folder,) = Path("run/checkpoints").glob("step_*")
-    weights = read_checkpoint(folder).weights()
-    data = open_regression(RegressionConfig(examples=100, held_out=0.23), Sizes(inputs=8, outputs=8))
-    batch = data.examples(np.arange(77, 100, dtype=np.uint64))
-    x, layers = batch["inputs"].astype(np.float64), len(weights) // 2
-    for layer in range(layers):
-        x = x @ weights[f"layers.{layer}.weight"].T + weights[f"layers.{layer}.bias"]
-        x = x if layer == layers - 1 else np.maximum(x, 0)
-    assert found["val/loss"] == pytest.approx(((x - batch["targets"]) ** 2).mean(), rel=1e-6)
-
-
-@pytest.mark.parametrize("sequences", [None, 5])
-def test_the_unigram_entropy_of_the_summary_is_of_the_same_targets(sequences: int | None) -> None:
-    given = "null" if sequences is None else sequences
-    for name, overrides, data in (
-        ("text", TEXT, lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", held_out=0.2), Sizes(16))),
-        (
-            "documents",
-            DOCUMENTS,
-            lambda: open_documents(DocumentsConfig(sources=["rows.jsonl"], tokenizer="byte", held_out=0.2), Sizes(16)),
-        ),
-    ):
-        evaluated(name, *GPT, *overrides, "train.batch_size=4", f"train.eval_sequences={given}")
-        summary = json.loads(Path(name, "summary.json").read_text())
-        opened = data()
-        targets = opened.batch("val", 0, 0, sequences or opened.val_samples)["targets"]
-        assert summary["baseline"] == {"name": "unigram entropy", "loss": unigram_entropy([targets], 257)}
-
-
-@pytest.mark.parametrize("tokenizer", ["byte", "char", "bpe"])
-@pytest.mark.parametrize("kind", ["text", "documents", "tokens"])
+@pytest.mark.parametrize(
+    ("kind", "tokenizer"), [("text", "char"), ("documents", "bpe"), ("documents", "byte"), ("tokens", "bpe")]
+)
 def test_bits_per_byte_are_of_the_decoded_targets(kind: str, tokenizer: str) -> None:
     """All losses in bits, those of end tokens too, over the bytes of what is predicted; end tokens have none."""
     book = Path("book.txt").read_text()
@@ -235,6 +202,8 @@ def test_bits_per_byte_are_of_the_decoded_targets(kind: str, tokenizer: str) -> 
         assert tokens[1:] == targets[:-1]
     assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] * count / np.log(2) / len(text), rel=1e-9)
     summary = json.loads(Path("run", "summary.json").read_text())
+    entropy = unigram_entropy([batch["targets"]], data.vocabulary or 0)
+    assert summary["baseline"] == {"name": "unigram entropy", "loss": entropy}
     assert summary["val/bits_per_byte"] == found["val/bits_per_byte"] and summary["val_metrics"] == {}
 
 
@@ -249,3 +218,146 @@ def raw(tokenizer: Any, ids: list[int]) -> bytes:
 def test_the_sums_of_several_losses_are_not_what_bits_are_of() -> None:
     found = evaluated("run", *AGILLM, *TEXT, "train.batch_size=4", "train.eval_sequences=null")
     assert found["val/bits_per_byte"] == pytest.approx(found["val/ar/ce"] / np.log(2), rel=1e-9)  # a byte is a token
+
+
+QUICK = [
+    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
+    "train.eval_every=null", "train.save_every=null", "train.keep_last=9",
+]  # fmt: skip
+CONTEXT = 16
+SIZES = Sizes(context=CONTEXT)
+READS_DOCUMENTS = [*GPT, "data=documents", "data.sources=[rows.jsonl]", "data.tokenizer=byte"]
+READS_TEXT = [*GPT, "data.path=book.txt", "data.tokenizer=byte"]
+SOURCES: dict[str, tuple[list[str], Callable[[], Any]]] = {
+    "text-epoch": (
+        [*READS_TEXT, "data.order=epoch"],
+        lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", order="epoch"), SIZES),
+    ),
+    "text-limit": (
+        [*READS_TEXT, "data.limit=7"],
+        lambda: open_text(TextConfig(path="book.txt", tokenizer="byte", limit=7), SIZES),
+    ),
+    "documents-shuffled": (READS_DOCUMENTS, lambda: open_documents(config_of("rows.jsonl"), SIZES)),
+    "regression-random": (
+        ["model=mlp", "model.width=8", "data=regression", "data.examples=100"],
+        lambda: open_regression(RegressionConfig(examples=100), Sizes(inputs=8, outputs=8)),
+    ),
+}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
+    """Every batch that a step was given."""
+    batches: list[dict[str, np.ndarray]] = []
+    start = TrainStep.__call__
+
+    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepResult:
+        batches.append({name: np.asarray(array) for name, array in batch.items()})
+        return start(self, batch, *given)
+
+    monkeypatch.setattr(TrainStep, "__call__", recorded)
+    return batches
+
+
+def joined(batches: list[dict[str, np.ndarray]]) -> np.ndarray:
+    """What the steps read, sample after sample."""
+    name = "tokens" if "tokens" in batches[0] else "inputs"
+    return np.concatenate([batch[name] for batch in batches])
+
+
+def attempt(batch: int, steps: int, *overrides: str) -> None:
+    """Runs `run` up to a step with a batch size, from wherever it is."""
+    assert (
+        main([*QUICK, "run.dir=run", "resume=auto", f"train.batch_size={batch}", f"train.steps={steps}", *overrides])
+        == 0
+    )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_legs_of_several_batch_sizes_read_one_stream(source: str, seen: list[dict[str, np.ndarray]]) -> None:
+    """16, 4 and 20 a step, the last in micro-batches: samples 0 to 47, 48 to 59 and 60 to 99 of the stream."""
+    overrides, opened = SOURCES[source]
+    attempt(16, 3, *overrides)
+    attempt(4, 6)
+    attempt(20, 8, "train.gradient_accumulation=5")
+    assert [len(next(iter(batch.values()))) for batch in seen] == [16] * 3 + [4] * 3 + [20] * 2
+    assert np.array_equal(joined(seen), joined([opened().batch("train", 1337, 0, 100)]))
+    progress = find_checkpoint(Path("run"), "last").progress
+    assert progress["read_samples"] == 100
+    assert progress["read_tokens"] == 100 * (CONTEXT if "tokens" in seen[0] else 1)
+
+
+def test_growing_sequences_go_on_at_the_next_token(seen: list[dict[str, np.ndarray]]) -> None:
+    """Over phases, with other batch sizes, another schedule and none."""
+    overrides = [*READS_DOCUMENTS, "data.order=sequential"]
+    grows = ["train.length_schedule=[4,8,16]", "train.phase_steps=2"]
+    attempt(6, 3, *overrides, *grows)
+    attempt(5, 5)
+    attempt(3, 6, f"model.context={CONTEXT}", "train.length_schedule=[8,16]", "train.phase_steps=5")
+    attempt(2, 8, "train.length_schedule=[]")
+    shapes = [batch["tokens"].shape for batch in seen]
+    assert shapes == [(6, 4), (6, 4), (6, 8), (5, 8), (5, 16), (3, 16), (2, 16), (2, 16)]
+    stream = np.concatenate([batch["tokens"].ravel() for batch in seen])
+    opened = open_documents(config_of("rows.jsonl", order="sequential"), SIZES)
+    assert np.array_equal(stream, opened.at(1, 0, 0).batch("train", 1337, 0, stream.size)["tokens"].ravel())
+    progress = find_checkpoint(Path("run"), "last").progress
+    assert (progress["read_samples"], progress["read_tokens"]) == (sum(rows for rows, _ in shapes), stream.size)
+
+
+def test_whole_documents_are_read_once_a_pass_over_phases_and_resumes(seen: list[dict[str, np.ndarray]]) -> None:
+    """Each attempt has sizes of its own; documents are told apart by their numbers, which no other one holds."""
+    rows("rows.jsonl", *({"text": f"{number:04d}" + "." * (number * 7 % 9)} for number in range(1, 61)))
+    keys = [*READS_DOCUMENTS, "data.long_documents=cut", "data.attention=document"]
+    attempt(3, 3, *keys, "train.length_schedule=[14,16]", "train.phase_steps=2")
+    attempt(5, 5)
+    grows = ["train.length_schedule=[14,15,16]", "train.batch_schedule=[2,2,4]", "train.gradient_accumulation=2"]
+    attempt(4, 9, f"model.context={CONTEXT}", *grows, "train.phase_steps=3")
+    attempt(4, 40, "train.length_schedule=[]", "train.batch_schedule=[]")
+    text = "".join(map(chr, np.concatenate([batch["tokens"].ravel() for batch in seen]).clip(0, 127)))
+    read = re.findall("[0-9]{4}", text)
+    count = len(open_documents(config_of("rows.jsonl"), SIZES)._ends["train"])
+    passes = [read[start : start + count] for start in range(0, len(read), count)]
+    assert len(passes) > 2 and all(len({*each}) == len(each) for each in passes)
+    assert all({*each} == {*passes[0]} for each in passes[:-1]) and passes[0] != passes[1]
+
+
+def test_a_rollback_reads_again_what_followed_the_checkpoint(
+    seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides, opened = SOURCES["text-epoch"]
+    attempt(16, 2, *overrides)
+    start, bad = TrainStep.__call__, [5]
+
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
+        result = start(self, batch, rates, step, *given)
+        if step in bad:
+            bad.remove(step)
+            result.loss = float("nan")
+        return result
+
+    monkeypatch.setattr(TrainStep, "__call__", sometimes)
+    attempt(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
+    stream = joined([opened().batch("train", 1337, 0, 48)])
+    assert np.array_equal(joined(seen), np.concatenate([stream[:44], stream[40:48]]))
+
+
+def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
+    seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second attempt's first try fails at its third step, for which no checkpoint was saved yet."""
+    overrides, opened = SOURCES["text-epoch"]
+    attempt(16, 2, *overrides)
+    start, short = TrainStep.__call__, [5]
+
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
+        if step in short:
+            short.remove(step)
+            raise MemoryError("no memory")
+        return start(self, batch, rates, step, *given)
+
+    assert is_out_of_memory(MemoryError())
+    monkeypatch.setattr(TrainStep, "__call__", sometimes)
+    attempt(4, 6, "recover.oom=shrink", "train.save_every=3")
+    stream = joined([opened().batch("train", 1337, 0, 48)])
+    assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))
+    assert find_checkpoint(Path("run"), "last").config["train"]["gradient_accumulation"] == 2
