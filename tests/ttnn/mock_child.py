@@ -1,6 +1,6 @@
-"""Runs training steps on a mocked board and prints what they cost, one line of JSON a case. A process opens one board.
+"""Trains, or reads texts with caches, on a mocked board and prints the costs, one line of JSON a case.
 
-python -m tests.ttnn.mock_child '{"board": "n150", "mesh": [1, 1], "cases": [{"model": "mlp", ...}]}'
+A process opens one board: python -m tests.ttnn.mock_child '{"board": "n150", "cases": [{"model": "mlp", ...}]}'
 """
 
 from __future__ import annotations
@@ -8,29 +8,32 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from typing import Any
 
 import numpy as np
 
 from tests.models.centred import Centred
 from tests.ttnn.runs import ENGINES, adamw, batch, gpt, llama, mlp, sgd
+from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.layout import TileLayout
+from ttrain.device.ttnn.tensors.store import TileLayout
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
 from ttrain.models.settings import AGILLMConfig
+from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.steps.step_graph import StepGraph
 
 SIZES = {
     "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96},
     "gpt2": {"layers": 2, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257},
     "llama": {"layers": 2, "heads": 6, "kv_heads": 2, "width": 384, "hidden": 1024, "context": 256, "qk_norm": True},
+    "short": {"layers": 1, "heads": 6, "width": 384, "context": 33, "vocabulary": 96},
     "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
 }
+READS = {CAUSAL: (1, 1), PAIRS: (4, 2)}
 STEPS = 4
 
 
@@ -45,7 +48,7 @@ def model_of(case: dict[str, Any]) -> Any:
     if case["model"] == "llama":
         model = llama(compute, **SIZES["llama"])
     elif case["model"] == "agillm":
-        model = AGILLM(AGILLMConfig(pad_vocabulary=32, **case["config"]), compute)
+        model = AGILLM(AGILLMConfig(**case["config"]), compute)
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():
@@ -63,15 +66,13 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     engine = ENGINES[case.get("engine", "static")](device, state)
     step = engine.build("train", graph.trace_train)
     given, counts = preparation(model)(batch(model, rows * device.chips, 1))
-    seconds, facts = [], []
+    facts = []
     for number in range(1, case.get("steps", STEPS) + 1):
         inputs = {**given, **loss_weights(counts), "seed": number, "lr": 0.1, "step": number}
         device.mesh.handle.set_program_cache_misses_allowed(number < 3)
-        start = time.perf_counter()
         read = step.start(inputs)
         step.prefetch({**inputs, "step": number + 1})
         result = read()
-        seconds.append(time.perf_counter() - start)
         facts.append({**device.step_facts(), "allocations": device.counters.allocations})
     device.mesh.handle.set_program_cache_misses_allowed(True)
     cores = columns(device, step.launches()) if case.get("columns") else []
@@ -79,15 +80,34 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     return {
         "columns": cores,
         "ops": facts[-1]["device_ops"] - facts[-2]["device_ops"],
-        "programs": facts[-1]["programs"],
         "later_allocations": facts[-1]["allocations"] - facts[1]["allocations"],
         "later_dram": facts[-1]["dram_bytes"] - facts[1]["dram_bytes"],
-        "dispatch_ms": 1e3 * min(seconds[1:]),
         "dram": facts[-1]["dram_bytes"],
         "host": facts[-1].get("host_bytes", 0),
         "captures": engine.counters.captures,
         "zero": all(not np.any(value) for value in result.values()),
     }
+
+
+def read(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
+    """Device ops of the last token. Programs are built by the third token; new ones are forbidden after that."""
+    model, mask = model_of(case), case["reads"]
+    model.follow_compute()
+    new, rows = READS[mask]
+    traces = reading_traces(model, mask, new, rows)
+    graph = StepGraph(model, adamw(), rows=1)
+    state = State(device, [*graph.state_tensors(training=False), *cache_tensors(list(traces.values()))])
+    engine = ENGINES[case.get("engine", "static")](device, state)
+    reader = Reader([engine.build(name, trace) for name, trace in traces.items()], model.context, mask)
+    ops = []
+    for length in range(8, 14):
+        device.mesh.handle.set_program_cache_misses_allowed(length < 11)
+        for text in ([length] * 4 + list(range(4, length)), [length] * 4 + list(range(4, length)) + [5]):
+            reader.read(text, rows)
+            ops.append(device.step_facts()["device_ops"])
+    device.mesh.handle.set_program_cache_misses_allowed(True)
+    engine.close()
+    return {"ops": ops[-1] - ops[-2], "captures": engine.counters.captures}
 
 
 def columns(device: TenstorrentDevice, launches: list[Any]) -> list[list[int]]:
@@ -117,7 +137,7 @@ def main(text: str) -> None:
             print(json.dumps({"columns": columns(device, [product(device, order["product"])])}), flush=True)
         for case in order.get("cases", []):
             part: Any = device.replicas()[case.get("part", 0)]
-            print(json.dumps(measure(part, case)), flush=True)
+            print(json.dumps((read if "reads" in case else measure)(part, case)), flush=True)
     finally:
         device.close()
 

@@ -159,6 +159,11 @@ def side_by_side(runs: Sequence[Turns]) -> list[Outcome]:
     return [outcomes[index] for index in range(len(runs))]
 
 
+def same(one: Outcome, two: Outcome) -> bool:
+    """True if two runs have equal losses, and leave equal state."""
+    return one.losses == two.losses and all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+
+
 def cosine(left: np.ndarray, right: np.ndarray) -> float:
     """Of the angle between two tensors; 1 where both are zero."""
     one, two = left.astype(np.float64).ravel(), right.astype(np.float64).ravel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
 
 from ttrain.core.errors import GraphError
@@ -9,8 +11,8 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Layout
 from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
 from ttrain.device.ttnn.tensors.stack import joinable
+from ttrain.device.ttnn.tensors.store import TileLayout, default_layout, shares_memory
 from ttrain.engine.static import prepare
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -21,21 +23,11 @@ from ttrain.plan.arena import Block, take_turns
 from ttrain.train.steps.step_graph import StepGraph
 
 
-@pytest.mark.parametrize(
-    ("shape", "padded", "nbytes"),
-    [
-        ((1, 1), (32, 32), 4096),
-        ((1, 65), (32, 96), 12288),
-        ((2, 33, 32), (2, 64, 32), 16384),
-        ((64, 64), (64, 64), 16384),
-    ],
-)
-def test_tiles_pad_the_last_two_axes(shape: tuple[int, ...], padded: tuple[int, ...], nbytes: int) -> None:
-    layout = TileLayout(shape)
-    assert (layout.padded, layout.nbytes, layout.tiles) == (padded, nbytes, nbytes // 4096)
-
-
-def test_fp64_is_refused() -> None:
+def test_tiles_pad_the_last_two_axes_and_fp64_is_refused() -> None:
+    sizes = {(1, 1): (32, 32), (1, 65): (32, 96), (2, 33, 32): (2, 64, 32), (64, 64): (64, 64)}
+    for shape, padded in sizes.items():
+        layout = TileLayout(shape)
+        assert (layout.padded, layout.nbytes, layout.tiles) == (padded, 4 * prod(padded), prod(padded) // 1024)
     with pytest.raises(GraphError, match="fp64 does not exist"):
         default_layout(TensorSpec((3,), DType.FP64))
 

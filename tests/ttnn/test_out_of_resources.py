@@ -11,7 +11,7 @@ import pytest
 from tests import forked
 from ttrain.core.errors import EXIT_USER
 from ttrain.device.info import Failed
-from ttrain.device.ttnn.out_of_resources import Run, diagnose
+from ttrain.device.ttnn.problems import diagnose, problems
 from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
@@ -38,15 +38,11 @@ def fatal(text: str) -> RuntimeError:
 def a_run(
     engine: str = "static", precision: str = "bf16", sizes: dict[str, int] | None = None,
     optimizer: OptimizerConfig | None = None, model: Any = None, **device: Any,
-) -> Run:  # fmt: skip
-    board, train, model = (
-        TenstorrentConfig(name="n300", mode="mock", **device),
-        TrainConfig(batch_size=8),
-        model or GPTConfig(),
-    )
+) -> tuple[TenstorrentConfig, Failed]:  # fmt: skip
+    board, train, model = TenstorrentConfig(name="n300", **device), TrainConfig(batch_size=8), model or GPTConfig()
     keys = shrinking_keys(train, model, precision, engine, optimizer or AdamWConfig())
     has = hasattr(model, "vocabulary")
-    return Run(board, Failed(precision, engine, train.batch_size, keys, has, **(sizes or {})))
+    return board, Failed(precision, engine, train.batch_size, keys, has, **(sizes or {}))
 
 
 STATE_ALONE = {"state": 20 << 30, "memory": 12 << 30}
@@ -73,8 +69,8 @@ MOMENTS = "optimizer.state_dtype=bf16"
         (CHIPS, a_run(mesh=[1, 2]), "chips", ["device.mesh=[1,1]"], []),
     ],
 )  # fmt: skip
-def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[str], absent: list[str]) -> None:
-    found = diagnose(fatal(said), run)
+def test_every_cause_has_its_keys(said: str, run: Any, cause: str, keys: list[str], absent: list[str]) -> None:
+    found = diagnose(fatal(said), *run)
     assert found is not None
     assert (found.cause, found.exit_code) == (cause, EXIT_USER)
     assert [key for key in keys if not any(given.startswith(key) for given in found.keys)] == []
@@ -83,20 +79,22 @@ def test_every_cause_has_its_keys(said: str, run: Run, cause: str, keys: list[st
 
 
 def test_other_errors_are_not_out_of_resources() -> None:
-    assert diagnose(fatal("Inputs to matmul must be tilized"), a_run()) is None
+    assert diagnose(fatal("Inputs to matmul must be tilized"), *a_run()) is None
     assert "device.l1_small_kb=0" in opening_failure(fatal("Reserved size must be less than bank size"))
     assert "device.mesh=[1,1]" in opening_failure(fatal(CHIPS))
+
+
+def test_what_no_chip_has_is_told_before_one_is_opened() -> None:
+    (said,) = problems(TenstorrentConfig(name="n150", trace_region_mb=20000), 2)
+    assert said.startswith("device.trace_region_mb=20000: ") and "Give a smaller one" in said
 
 
 REAL: dict[str, tuple[list[str], str, str]] = {
     "DRAM": (["model.width=40000", "model.layers=2"], "does not fit: DRAM", "precision=bf16"),
     "L1": (["model=nano-gpt", "model.layers=1", "model.context=32", "precision=bf16", "device.l1_small_kb=1350"],
            "does not fit: L1", "device.l1_small_kb=0"),
-    "small buffers": (["device.l1_small_kb=2000"], "Reserved size", "device.l1_small_kb=0"),
-    "trace region": (["device.trace_region_mb=20000"], "device.trace_region_mb=20000", "Give a smaller one"),
     "core grid": (["device.core_grid=[9,8]"], "8 rows and 8 columns", "device.core_grid=[9,8]"),
-    "eth": (["device=n300", "device.dispatch=eth"], "is refused by a fault of ttnn", "device.dispatch=worker"),
-    "batch": (["train.batch_size=3", "device=n300", "device.mesh=[1,2]"], "must divide the 3", "2 chips"),
+    "dispatch": (["device=n300", "device.dispatch=eth"], "is refused by a fault of ttnn", "device.dispatch=worker"),
 }  # fmt: skip
 
 
@@ -110,10 +108,9 @@ def test_on_a_mocked_board(name: str, kernels: str, tmp_path: Path) -> None:
     text = done.stdout + done.stderr
     assert done.returncode == EXIT_USER, text
     assert said in text and key in text and "Traceback" not in text
-    if "does not fit" in said or name == "eth":
-        summary = json.loads((run / "summary.json").read_text("utf-8"))
-        cause = "dispatch" if name == "eth" else said.removeprefix("does not fit: ")
-        assert (summary["accepted"], summary["out_of"]) == (False, cause)
-        assert any(given.startswith(key) for given in summary["keys"])
-    else:
+    if name == "core grid":
         assert not run.exists()  # refused before a run was claimed
+        return
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    assert (summary["accepted"], summary["out_of"]) == (False, name)
+    assert any(given.startswith(key) for given in summary["keys"])

@@ -10,8 +10,7 @@ import pytest
 
 from ttrain.cli import main
 from ttrain.core.errors import UserError
-from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
-from ttrain.device.ttnn.runtime.profile import find_report, profiler_variables, read_report
+from ttrain.device.ttnn.runtime.profile import DispatchProfile, find_report, profiler_variables, read_report
 
 # Columns as ttnn 0.81.1 names them; a report has many more.
 RUNTIME = (
@@ -43,7 +42,8 @@ def report(tmp_path: Path) -> Path:
 def test_times_by_hand(report: Path) -> None:
     """Busy 4 + 1 + 2 us; idle 1 + 3 us; 4 of 11 us are overhead."""
     profile = DispatchProfile.of(read_report(report), steps=1)
-    assert (profile.device, profile.dispatches, profile.busy, profile.idle) == (0, 3, 7000.0, 4000.0)
+    whole = profile.whole
+    assert (profile.device, whole.count, whole.busy, whole.gap) == (0, 3, 7000.0, 4000.0)
     assert profile.overhead == pytest.approx(4 / 11)
     matmul, add = profile.ops
     assert (matmul.op, matmul.count, matmul.cores, matmul.busy, matmul.gap) == (
@@ -57,13 +57,13 @@ def test_the_report_of_tracy_leaves_out_what_ran_on_the_host(tmp_path: Path) -> 
     path = tmp_path / "ops_perf_results_x.csv"
     path.write_text(TRACY, "utf-8")
     profile = DispatchProfile.of(read_report(path), steps=2)
-    assert (profile.dispatches, profile.replayed, profile.overhead) == (2, 2, pytest.approx(1 / 3))
+    assert (profile.whole.count, profile.replayed, profile.overhead) == (2, 2, pytest.approx(1 / 3))
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a,b\n1,2\n", "no column OP CODE or OP NAME"),
+        ("a,b\n1,2\n", "is no report.*with columns OP CODE or OP NAME"),
         ("", "is no report"),
         (RUNTIME.replace(",4000,3800", ",many,3800"), "line 2: .*many"),
         (RUNTIME.replace(",4000,3800", ",inf,3800"), "line 2: DEVICE FW DURATION .*'inf'; a number of 0 or more"),

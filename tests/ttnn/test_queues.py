@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.doubles.golden import GoldenRuntime, GoldenTensor
-from tests.ttnn.runs import ENGINES, adamw, golden, gpt, run, step_inputs
-from ttrain.device.base import Launch
+from tests.ttnn.doubles.golden import GoldenMesh, GoldenRuntime, GoldenTensor
+from tests.ttnn.runs import ENGINES, adamw, golden, gpt, run, same, step_inputs
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.engine.state import State
 from ttrain.nn.initialize import initial_values
@@ -57,33 +53,10 @@ class QueueRuntime(GoldenRuntime):
         self.log.append(("copy", 0))
         return super().copy(source, target)
 
-    def init_device_compute_kernel_config(self, *_: Any, **__: Any) -> None:
-        return None
 
-    def get_memory_view(self, *_: Any) -> Any:
-        return SimpleNamespace(num_banks=12)
-
-
-class QueueMesh(Mesh):
-    """Replays launch again, as a capture must not compute."""
-
-    def launched(self) -> int:
-        return sum(self.tt.calls.values())
-
-    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        def replay() -> None:
-            for launch in launches:
-                launch()
-            self.consumed()
-
-        return replay
-
-
-def opened(**settings: Any) -> TenstorrentDevice:
-    grid = SimpleNamespace(y=8, x=8)
-    handle = SimpleNamespace(arch=lambda: "none", compute_with_storage_grid_size=lambda: grid)
-    config = TenstorrentConfig(fused_kernels=False, **{"command_queues": 2, **settings})
-    return TenstorrentDevice(QueueMesh(QueueRuntime(), handle, config), config)
+def opened() -> TenstorrentDevice:
+    config = TenstorrentConfig(fused_kernels=False, command_queues=2)
+    return TenstorrentDevice(GoldenMesh(QueueRuntime(), config), config)
 
 
 def small(**sizes: Any) -> Any:
@@ -100,8 +73,7 @@ def test_numbers_are_those_of_one_queue(engine: str, prefetch: bool) -> None:
     """Learning rate, step number, tokens and dropout seeds move; each of them comes through the second queue."""
     one = run(small(dropout=0.1), adamw(), golden(fused=False), engine=engine, rows=1)
     two = run(small(dropout=0.1), adamw(), opened(), engine=engine, rows=1, prefetch=prefetch)
-    assert (one.losses, one.norms) == (two.losses, two.norms)
-    assert all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
+    assert one.norms == two.norms and same(one, two)
     assert two.engine.counters.allocations_after_first == 0
     assert two.engine.counters.host_writes_in_capture == 0
 

@@ -10,17 +10,18 @@ import pytest
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 import torch
 
-from tests.ttnn.runs import Outcome, adamw, golden, gpt, mlp, run, sgd
+from tests.ttnn.runs import adamw, golden, gpt, mlp, run, same, sgd
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.ttnn.kernels import groups as rows
+from ttrain.device.ttnn.kernels import update as rows
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.train.steps.step_graph import StepGraph
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw, "sgd": lambda **given: sgd(momentum=0.9, nesterov=True, **given)}
+SMALL = {"layers": 1, "heads": 1, "width": 32}
 MODELS: dict[str, Any] = {
-    "stacks": lambda: gpt(),
-    "no stacks": lambda: gpt(vocabulary=50, width=40, context=20),
+    "stacks": lambda: gpt(**SMALL),
+    "no stacks": lambda: gpt(vocabulary=50, width=40, context=20, layers=1),
 }
 
 
@@ -34,16 +35,12 @@ def is_bf16(array: np.ndarray) -> bool:
     return not (array.view(np.uint32) & 0xFFFF).any()
 
 
-def same(one: Outcome, two: Outcome) -> bool:
-    return one.losses == two.losses and all(np.array_equal(one.state[name], two.state[name]) for name in one.state)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_are_bit_equal_and_state_is_bf16(model: str, optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
     outcomes = [
-        run(MODELS[model](), make(state_dtype="bf16"), golden(), engine=engine, steps=4)
+        run(MODELS[model](), make(state_dtype="bf16"), golden(), engine=engine, steps=2)
         for engine in ("dynamic", "static", "traced")
     ]
     assert same(outcomes[0], outcomes[1]) and same(outcomes[0], outcomes[2])
@@ -56,14 +53,14 @@ def test_engines_are_bit_equal_and_state_is_bf16(model: str, optimizer: str) -> 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_pure_bf16_rounded_stochastically(optimizer: str) -> None:
     make = OPTIMIZERS[optimizer]
-    losses = {
-        "fp32 master": run(gpt(DType.BF16), make(), golden(), steps=4).losses,
-        "pure": run(pure(gpt(DType.BF16)), make(stochastic_rounding=True), golden(), steps=4).losses,
-    }
-    np.testing.assert_allclose(losses["pure"], losses["fp32 master"], rtol=2e-2)
-    outcome = run(pure(gpt(DType.BF16)), make(stochastic_rounding=True), golden(), engine="traced", steps=4)
-    assert outcome.losses == losses["pure"]
-    assert all(is_bf16(array) for array in outcome.state.values())
+    master = run(gpt(DType.BF16, **SMALL), make(), golden())
+    static, traced = (
+        run(pure(gpt(DType.BF16, **SMALL)), make(stochastic_rounding=True), golden(), engine=engine)
+        for engine in ("static", "traced")
+    )
+    np.testing.assert_allclose(static.losses, master.losses, rtol=2e-2)
+    assert same(static, traced)
+    assert all(is_bf16(array) for array in traced.state.values())
 
 
 def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,16 +77,16 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
             np.testing.assert_array_equal(pieces.state[name], array)
 
 
-@pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (5, 7), (1, 33), (2, 3, 5)])
+@pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (25, 7), (3, 33, 5)])
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     """Of many elements with the same value, the right share goes up."""
-    from ttrain.device.ttnn.tensors.layout import TileLayout
+    from ttrain.device.ttnn.tensors.store import TileLayout
 
     c = golden().context
     seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     ups, count = 0, 0
     layout = TileLayout(shape)
-    for number in range(1, 1 + 60000 // int(np.prod(shape))):
+    for number in range(1, 1 + max(30000 // int(np.prod(shape)), 1)):
         seed.upload(np.asarray(number, np.int64))
         rounding = rows.Rounding(c, (0,), number, seed)
         value = 1 + 0.3 * 2**-7
@@ -103,14 +100,14 @@ def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
 
 def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks differ from chip to chip, rounding does not: replicas stay equal."""
-    from ttrain.device.ttnn.kernels.random import key_of
-    from ttrain.device.ttnn.tensors.device_tensor import Key
+    from ttrain.device.ttnn.kernels.elementwise import key_of
+    from ttrain.device.ttnn.tensors.device_tensor import Derived
 
     device: Any = golden()
     seed = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     seed.upload(np.asarray(5, np.int64))
     written: list[np.ndarray] = []
-    monkeypatch.setattr(Key, "upload", lambda self, array: written.append(array.ravel()))
+    monkeypatch.setattr(Derived, "upload", lambda self, array: written.append(array.ravel()))
     device.store.chips = 2
     for stream, per_chip in ((1, True), (2, False)):
         key_of(device.context, seed, stream, per_chip).refresh()  # type: ignore[attr-defined]

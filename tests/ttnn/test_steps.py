@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, sgd
+from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, same, sgd
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
@@ -29,7 +29,7 @@ class Case:
     model: Callable[..., Any]
     optimizer: Callable[[], Any] = adamw
     hosted: list[str] = field(default_factory=list)
-    steps: int = 3
+    steps: int = 2
 
     def run(self, device: Any, dtype: DType = DType.FP32, **how: Any) -> Outcome:
         return run(self.model(dtype), self.optimizer(), device, **{"steps": self.steps, **how})
@@ -78,17 +78,16 @@ CASES = {
     "llama": Case(of(llama, vocabulary=50, context=20, head_width=12, hidden=70, rotary_share=0.5, window=7)),
     "recomputed blocks": Case(of(gpt, recompute="block", dropout=0.1)),
     "adapters": Case(adapted),
-    "agillm, folded": Case(agillm, sgd, steps=2),
-    "agillm, unfolded": Case(of(agillm, fold="off"), sgd, steps=2),
-    "agillm, rank below a tile": Case(of(agillm, heads=8, rank=3), sgd, steps=2),
-    "agillm, standard alibi": Case(of(agillm, alibi="standard", context=21), sgd, steps=2),
-    "agillm, ar only, tied": Case(of(agillm, objective="ar_only", tied=True, recompute="block"), sgd, steps=2),
-    "agillm, windows": Case(of(agillm, sat_max_windows=3, context=40, pad_vocabulary=None), sgd, steps=2),
-    "agillm, 24 heads of 32": Case(of(agillm, heads=24, width=768, rank=96, layers=1), sgd, steps=2),
+    "agillm, folded": Case(agillm, sgd),
+    "agillm, unfolded": Case(of(agillm, fold="off"), sgd),
+    "agillm, rank below a tile": Case(of(agillm, heads=8, rank=3), sgd),
+    "agillm, standard alibi": Case(of(agillm, alibi="standard", context=21), sgd),
+    "agillm, ar only, tied": Case(of(agillm, objective="ar_only", tied=True, recompute="block"), sgd),
+    "agillm, windows": Case(of(agillm, sat_max_windows=3, context=40, pad_vocabulary=None), sgd),
+    "agillm, 24 heads of 32": Case(of(agillm, heads=24, width=768, rank=96, layers=1), sgd, steps=1),
     "agillm, chunks of the vocabulary": Case(of(agillm, **ONE_CHUNK), steps=1),
     "hosted, tied": Case(gpt, hosted=["embedding"]),
     "hosted, odd": Case(of(gpt, **ODD), hosted=["embedding", "head"]),
-    "hosted head": Case(of(gpt, tied=False), hosted=["head"]),
     "hosted first block": Case(of(gpt, tied=False), hosted=["embedding", "blocks.0", "norm"]),
     "hosted adapters": Case(adapted, hosted=["embedding", "blocks.0"]),
     "hosted heads of agillm": Case(agillm, hosted=["embedding", "head"]),
@@ -111,17 +110,16 @@ def test_steps_equal_the_cpu(name: str) -> None:
     assert bool(on_host) is bool(case.hosted)
 
 
-@pytest.mark.parametrize("engine", ["dynamic", "traced"])
 @pytest.mark.parametrize(
     "name", ["mlp", "odd everything", "agillm, folded", "adapters", "hosted, odd", "hosted heads of agillm"]
 )
-def test_engines_are_bit_equal(name: str, engine: str) -> None:
+def test_engines_are_bit_equal(name: str) -> None:
     """What the host runs between card and card is not captured: three captures."""
     case = CASES[name]
-    one, two = (case.golden(engine=each) for each in ("static", engine))
-    assert one.losses == two.losses
-    assert all(np.array_equal(one.state[path], two.state[path]) for path in one.state)
-    assert two.engine.counters.captures == (engine == "traced") * (3 if case.hosted else 1)
+    static, dynamic, traced = (case.golden(engine=each, steps=2) for each in ("static", "dynamic", "traced"))
+    assert same(static, dynamic) and same(static, traced)
+    assert (static.engine.counters.captures, dynamic.engine.counters.captures) == (0, 0)
+    assert traced.engine.counters.captures == (3 if case.hosted else 1)
 
 
 def ulps(actual: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -170,10 +168,11 @@ def test_pure_bf16_trains() -> None:
 def test_masks_move_with_the_seed() -> None:
     """A replay must not repeat yesterday's mask: losses of a model that does not learn differ from step to step."""
     losses = [
-        run(gpt(dropout=0.5), sgd(lr=0.0), golden(), engine=engine, steps=5).losses for engine in ("static", "traced")
+        run(gpt(dropout=0.5, layers=1), sgd(lr=0.0), golden(), engine=engine, steps=4).losses
+        for engine in ("static", "traced")
     ]
     assert losses[0] == losses[1]
-    assert len(set(losses[0])) == 5
+    assert len(set(losses[0])) == 4
 
 
 def built(device: Any, engine: str, model: Any, **how: Any) -> tuple[Any, dict[str, Any]]:
@@ -198,7 +197,7 @@ def test_evaluation_and_sampling_between_steps(engine: str, hosted: list[str]) -
     """Steps of one engine keep their tensors apart: whoever runs in between, training goes on as without."""
     outcomes = []
     for device, kind in ((cpu(), "static"), (golden(host_resident=hosted), engine)):
-        model, steps = built(device, kind, gpt(tied=False, vocabulary=50, width=40, context=20))
+        model, steps = built(device, kind, gpt(tied=False, vocabulary=50, width=40, context=20, layers=1))
         seen = []
         for number in range(1, 4):
             given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
@@ -215,11 +214,10 @@ def test_micro_batches_and_a_guarded_update_with_tables_in_host_memory(engine: s
     """Gradients are summed in host memory too, and the norm is over both sides."""
     results = []
     for device, kind in ((cpu(), "static"), (golden(host_resident=["embedding"]), engine)):
-        model, steps = built(
-            device, kind, gpt(vocabulary=50, width=40, context=20), gradient_accumulation=2, guarded=True
-        )
+        small = gpt(vocabulary=50, width=40, context=20, layers=1)
+        model, steps = built(device, kind, small, gradient_accumulation=2, guarded=True)
         seen = []
-        for number in range(1, 5):
+        for number in range(1, 4):
             for part, name in enumerate(("accumulate_first", "accumulate_next")):
                 given = batch(model, 2, 2 * number + part)
                 seen.append(steps[name]({**given, "loss_weight": 1 / 74, "seed": number})["loss"])

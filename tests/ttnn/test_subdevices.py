@@ -16,8 +16,7 @@ from tests.ttnn.doubles.golden import GoldenMesh
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, llama, run
 from ttrain.core.errors import ConfigError
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.runtime.core_subset import CoreSubsetRuntime
-from ttrain.device.ttnn.runtime.subdevices import divided
+from ttrain.device.ttnn.runtime.subdevices import CoreSubsetRuntime, divided
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 CORES = "the right half"
@@ -48,16 +47,13 @@ class PartMesh(GoldenMesh):
 
             return counted
 
-        whole._op = op  # type: ignore[method-assign]
+        whole._op = op
         self.part = 1
-        self.tt = CoreSubsetRuntime(whole, CORES, None, 1, sub_device=1, exact=None)  # type: ignore[assignment]
-
-    def settled(self) -> None:
-        self.tt.let_go()
+        self.tt = CoreSubsetRuntime(whole, CORES, None, 1, sub_device=1, exact=None)
 
 
 def part(fused: bool = True) -> TenstorrentDevice:
-    return TenstorrentDevice(PartMesh(), TenstorrentConfig(fused_kernels=fused))  # type: ignore[arg-type]
+    return TenstorrentDevice(PartMesh(), TenstorrentConfig(fused_kernels=fused))
 
 
 @every_op([each for each in test_rows.cases() if each.values[0].name in OPS])

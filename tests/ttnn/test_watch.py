@@ -19,7 +19,7 @@ from ttrain.train.runs.run_directory import RunDirectory
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-ROOT = forked.ROOT
+from tests.ttnn.runs import golden, mlp, sgd, turns
 
 
 class Ended:
@@ -47,13 +47,8 @@ def test_a_call_that_never_returns_ends_the_process_after_everybody_was_told(cap
     assert time.monotonic() - start >= 0.3
     assert ended.codes == [EXIT_DEVICE_BUSY] == [75]
     (hang,) = told
-    for part in (
-        "device=n300: step train (an upload) has neither returned",
-        "0.3 s",
-        "Reset it.",
-        "device.step_timeout_s",
-    ):
-        assert part in str(hang)
+    assert str(hang).startswith("device=n300: step train (an upload) has neither returned")
+    assert "0.3 s" in str(hang) and "Reset it." in str(hang) and "device.step_timeout_s" in str(hang)
     said = capsys.readouterr().err
     assert "step train (an upload) has not returned" in said  # before the end
     assert str(hang) in said
@@ -93,7 +88,38 @@ def test_a_closed_device_leaves_no_thread_that_keeps_its_runtime() -> None:
     assert not thread.is_alive()
 
 
-# A plugin: a device on the reference functions of ttnn, which needs no card, that sleeps for ever at one place; once,
+class HungError(Exception):
+    """Stands for a call that never returns."""
+
+
+@pytest.mark.parametrize(
+    ("call", "engine", "what"),
+    [
+        ("to_torch", "static", "what was launched"),
+        ("copy_host_to_device_tensor", "static", "step train (an upload)"),
+        ("capture", "traced", "step train (the capture of train)"),
+        ("linear", "dynamic", "step train"),
+        ("close", "static", "closing the device"),
+    ],
+)
+def test_calls_that_may_hang_are_watched_under_a_name(call: str, engine: str, what: str) -> None:
+    device: Any = golden(step_timeout_s=None)
+    seen: list[str] = []
+
+    def hang(*_: Any, **__: Any) -> None:
+        seen.append(device.watch.what)
+        raise HungError
+
+    steps = turns(mlp(), sgd(), device, engine=engine)
+    if call != "capture":
+        next(steps)
+    setattr(device.mesh if call in ("capture", "close") else device.mesh.tt, call, hang)
+    with pytest.raises(HungError):
+        device.close() if call == "close" else list(steps)
+    assert seen == [what]
+
+
+# A plugin: a device on the reference functions of ttnn, which needs no card, of which a product sleeps for ever; once,
 # where TTRAIN_HANG_ONCE names a file.
 HANGING = """
 import os, time
@@ -103,98 +129,54 @@ from ttrain.device.ttnn import device as module
 from tests.ttnn.doubles import golden
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
-place, after = os.environ["TTRAIN_HANG"].split()
 once, calls = os.environ.get("TTRAIN_HANG_ONCE"), 0
 
-def hang(where):
-    global calls
-    calls += where == place
-    if where == place and calls > int(after) and not (once and Path(once).exists()):
-        if once:
-            Path(once).touch()
-        while True:
-            time.sleep(3600)
-
-class HangingMesh(golden.GoldenMesh):
-    def capture(self, launches, name):
-        hang("capture")
-        return super().capture(launches, name)
-    def close(self):
-        hang("close")
-
-def slow(where, function):
-    def call(*arguments, **options):
-        hang(where)
-        return function(*arguments, **options)
-    return call
-
 def opened(config):
-    mesh = HangingMesh()
-    places = {"copy_host_to_device_tensor": "upload", "matmul": "launch", "linear": "launch", "to_torch": "read"}
-    for name, where in places.items():
-        setattr(mesh.tt, name, slow(where, getattr(mesh.tt, name)))
+    mesh = golden.GoldenMesh()
+    linear = mesh.tt.linear
+    def product(*arguments, **options):
+        global calls
+        calls += 1
+        if calls > 14 and not (once and Path(once).exists()):
+            if once:
+                Path(once).touch()
+            while True:
+                time.sleep(3600)
+        return linear(*arguments, **options)
+    mesh.tt.linear = product
     return module.TenstorrentDevice(mesh, config)
 
 registry.register("device", "hanging", config=TenstorrentConfig, target=opened)
 """
+RUN = [
+    "plugins=[hanging_device]", "device=hanging", "device.step_timeout_s=2", "model=mlp", "model.width=32",
+    "data=regression", "train.batch_size=32", "train.steps=6", "optimizer=sgd", "run.dir=run", "train.save_every=1",
+    "train.async_save=false",
+]  # fmt: skip
 
 
-def hanging(folder: Path, place: str, after: int, *words: str, once: bool = False) -> subprocess.CompletedProcess[str]:
+def hanging(folder: Path, *words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
+    """The end of a run, and its events."""
     (folder / "hanging_device.py").write_text(HANGING, "utf-8")
-    device = ["plugins=[hanging_device]", "device=hanging", f"device.step_timeout_s={60 if place == 'nowhere' else 2}"]
-    environment = {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache"),
-        "TTRAIN_HANG": f"{place} {after}", **({"TTRAIN_HANG_ONCE": str(folder / "hung")} if once else {}),
-    }  # fmt: skip
-    return forked.run("ttrain", *device, *words, cwd=folder, **environment)
+    paths = {"PYTHONPATH": f"{forked.ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache")}
+    done = forked.run("ttrain", *RUN, *words, cwd=folder, OMP_NUM_THREADS="1", **paths, **environment)
+    lines = (folder / "run" / "events.jsonl").read_text("utf-8").splitlines()
+    return done, [json.loads(line) for line in lines]
 
 
-MLP = ["model=mlp", "model.width=32", "data=regression", "train.batch_size=32", "train.steps=6", "optimizer=sgd"]
-
-
-@pytest.mark.parametrize(
-    ("place", "after", "words", "what"),
-    [
-        ("read", 6, ["train.save_every=1"], "what was launched"),
-        ("upload", 30, ["train.save_every=1", "train.async_save=false"], "step train (an upload)"),
-        ("capture", 0, ["engine=traced"], "step train (the capture of train)"),
-        ("launch", 12, ["engine=dynamic"], "step train"),
-        ("close", 0, ["train.steps=1"], "closing the device"),
-    ],
-    ids=["read", "upload", "capture", "dynamic", "close"],
-)
-def test_a_run_whose_device_hangs_ends(tmp_path: Path, place: str, after: int, words: list[str], what: str) -> None:
-    done = hanging(tmp_path, place, after, *MLP, "run.dir=run", *words)
+def test_a_run_whose_device_hangs_ends(tmp_path: Path) -> None:
+    done, events = hanging(tmp_path)
     assert done.returncode == EXIT_DEVICE_BUSY, done.stderr
-    assert f"device=hanging: {what}" in done.stderr
-    assert "resume=auto run.dir=" in done.stderr
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines()]
-    assert [(event["kind"], event.get("error")) for event in events][-1] == ("failed", "DeviceHang")
+    assert "device=hanging: step train" in done.stderr and "resume=auto run.dir=" in done.stderr
+    assert (events[-1]["kind"], events[-1]["error"]) == ("failed", "DeviceHang")
     RunDirectory.open(tmp_path / "run").close()  # its lock is free
 
 
 @pytest.mark.slow
 def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    words = ["run.dir=run", "train.save_every=1", "train.async_save=false", "supervise.backoff=0"]
-    done = hanging(tmp_path, "launch", 14, *MLP, *words, once=True)
+    done, events = hanging(tmp_path, "supervise.backoff=0", TTRAIN_HANG_ONCE=str(tmp_path / "hung"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "hung").exists()
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines()]
     (restart,) = [event for event in events if event["kind"] == "restart"]
     assert restart["exit_code"] == EXIT_DEVICE_BUSY and "has neither returned" in restart["message"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["step"] == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["sample", "verify"])
-def test_other_tasks_end_too(tmp_path: Path, task: str) -> None:
-    words = ["task=verify", "verify.ops=[matmul]", "verify.model=false"]
-    if task == "sample":
-        (tmp_path / "text.txt").write_text("abcdefgh " * 400, "utf-8")
-        given = ["model.layers=1", "model.heads=1", "model.width=32", "model.context=16", "train.steps=1"]
-        given += ["data.path=text.txt", "train.batch_size=2", "train.eval_sequences=4", "run.dir=run"]
-        assert hanging(tmp_path, "nowhere", 0, *given).returncode == 0
-        words = ["task=sample", "run.dir=run"]
-    done = hanging(tmp_path, "launch", 2, *words)
-    assert done.returncode == EXIT_DEVICE_BUSY, done.stdout + done.stderr
-    assert "has neither returned" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,9 @@ from benchmarks.wormhole.reproduce import scatter, stream
 from ttrain.cli import main
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.null.device import NullDevice
-from ttrain.device.ttnn.cost.calibrate import Calibration
-from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
-from ttrain.device.ttnn.cost.measured import cache_file, keep, known_constants
-from ttrain.device.ttnn.cost.programs import Product, Program
+from ttrain.device.ttnn.cost.calibrate import Calibration, cache_file, keep, known_constants
 from ttrain.device.ttnn.cost.step_time import FITTED
-from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Setting, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.tasks.plan import _recorded
 
@@ -60,26 +58,16 @@ class Chip(NullDevice):
         for launch in launches:
             launch()
         self.held = None
+        return partial(self.run, held)
 
-        def replay() -> None:
-            for number, program in enumerate(held):
-                self.start(program, self.constants.native_host if number == 0 else 0.0)
-
-        return replay
+    def run(self, programs: Sequence[Program]) -> None:
+        for number, program in enumerate(programs):
+            self.start(program, self.constants.native_host if number == 0 else 0.0)
 
     @property
     def kernels(self) -> dict[str, Kernel]:  # type: ignore[override]
         def row(programs: Callable[..., list[Program]]) -> Kernel:
-            def bind(ins: Any, outs: Any, attributes: Any, work: Any) -> Launch:
-                made = programs(*(buffer.spec.shape for buffer in ins))
-
-                def launch() -> None:
-                    for number, program in enumerate(made):
-                        self.start(program, self.constants.native_host if number == 0 else 0.0)
-
-                return launch
-
-            return Kernel(bind)
+            return Kernel(lambda ins, *_: partial(self.run, programs(*(buffer.spec.shape for buffer in ins))))
 
         return {
             "add": row(lambda a, b: [stream(a, b, a)]),
@@ -90,6 +78,7 @@ class Chip(NullDevice):
 
 @pytest.mark.parametrize("dispatch", ["worker", "eth"])
 def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
+    """And a step is predicted with it."""
     setting = Setting(dispatch, issuer="native")
     chip = Chip(TRUTH, setting)
     measured = Calibration(chip, setting, _recorded, clock=chip.clock)
@@ -100,12 +89,6 @@ def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
         assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
     # What was not measured stays as fitted.
     assert found.python_host == CONSTANTS.python_host and found.clock_mhz == CONSTANTS.clock_mhz
-
-
-def test_a_step_is_predicted_with_what_was_measured() -> None:
-    setting = Setting(issuer="native")
-    chip = Chip(TRUTH, setting)
-    found = Calibration(chip, setting, _recorded, clock=chip.clock).run()
     programs = [Product(2048, 512, 512), stream((2048, 512), (2048, 512)), scatter((1024, 1024), (1024, 1024))] * 4
     expected = Wormhole(setting, TRUTH).step(programs).total
     assert Wormhole(setting, found).step(programs).total == pytest.approx(expected, rel=0.05)

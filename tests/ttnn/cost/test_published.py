@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.wormhole.fit import BOUNDS, loss, median_error, report
+from benchmarks.wormhole.fit import BOUNDS, FITTED_NAMES, loss, median_error, report
 from benchmarks.wormhole.reproduce import findings, numbers
-from ttrain.device.ttnn.cost.constants import CONSTANTS, FITTED_NAMES
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS
 
 FOUND = findings()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.wormhole.reproduce import stream, tile_count
-from ttrain.device.ttnn.cost.programs import Product, Scatter, Stream
-from ttrain.device.ttnn.cost.wormhole import Setting, Wormhole
+from ttrain.device.ttnn.cost.wormhole import Product, Scatter, Setting, Stream, Wormhole
 
 
 @pytest.mark.parametrize(
@@ -55,10 +54,11 @@ def test_long_programs_hide_the_host() -> None:
 def test_memory_bounds_what_is_only_moved() -> None:
     chip = Wormhole()
     moved, scattered = chip.program(Stream(1e8, 50_000)), chip.program(Scatter(1e8, 50_000))
-    assert moved.bound == scattered.bound == "bandwidth" and scattered.bandwidth > moved.bandwidth
+    assert all(time.bandwidth > max(time.dispatch, time.compute) for time in (moved, scattered))
+    assert scattered.bandwidth > moved.bandwidth
 
 
 def test_waiting_for_every_program_is_slower_than_a_queue() -> None:
     programs = [stream((256, 256))] * 10
     chip = Wormhole(Setting(issuer="native"))
-    assert chip.step(programs).total < chip.stalling(programs).total < chip.blocking(programs).total
+    assert chip.step(programs).total < chip.blocking(programs).total

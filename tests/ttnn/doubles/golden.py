@@ -7,7 +7,6 @@ NaN, so that reading one before it was written shows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +14,18 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import TensorSpec
+from ttrain.device.base import Launch, chain
 from ttrain.device.ttnn.device import TenstorrentDevice
+from ttrain.device.ttnn.runtime.mesh import Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.layout import shares_memory
+from ttrain.device.ttnn.tensors.store import shares_memory
 
 # Keywords that name buffers for results, in the order of the results.
 _OUTPUTS = {
     "matmul": ("optional_output_tensor",),
     "linear": ("optional_output_tensor",),
     "gelu_bw": ("input_grad",),
-    "moreh.sum": ("output",),
     "moreh.softmax_backward": ("input_grad_tensor",),
-    "moreh.layer_norm": ("output", "mean", "rstd"),
     "moreh.layer_norm_backward": ("input_grad", "gamma_grad", "beta_grad"),
     "moreh.adamw": ("param_out", "exp_avg_out", "exp_avg_sq_out"),
 }
@@ -64,12 +63,10 @@ class GoldenRuntime:
             ttnn.int32: torch.int32,
             ttnn.uint32: torch.int32,
         }
-        moreh = ("sum", "softmax_backward", "layer_norm", "layer_norm_backward", "adamw")
-        self.operations = SimpleNamespace(
-            moreh=SimpleNamespace(
-                **{name: self._op(f"moreh.{name}", getattr(ttnn.operations.moreh, name)) for name in moreh}
-            )
-        )
+        given = ttnn.operations.moreh
+        names = ("softmax_backward", "layer_norm_backward", "adamw")
+        moreh = {name: self._op(f"moreh.{name}", getattr(given, name)) for name in names}
+        self.operations = SimpleNamespace(moreh=SimpleNamespace(**moreh))
         self.experimental = SimpleNamespace(view=self.view, nlp_create_qkv_heads=self.create_heads)
         heads = ("split_query_key_value_and_split_heads", "concatenate_heads")
         self.transformer = SimpleNamespace(**{name: self._op(name, getattr(ttnn.transformer, name)) for name in heads})
@@ -96,8 +93,14 @@ class GoldenRuntime:
         assert (host.dtype, host.layout, host.shape) == (tensor.dtype, tensor.layout, tensor.shape)
         tensor.data.copy_(host.data)
 
-    def synchronize_device(self, mesh: None, cq_id: int = 0) -> None:
+    def synchronize_device(self, mesh: Any, cq_id: int = 0) -> None:
         return
+
+    def init_device_compute_kernel_config(self, *_: Any, **__: Any) -> None:
+        return
+
+    def get_memory_view(self, *_: Any) -> Any:
+        return SimpleNamespace(num_banks=12)
 
     def to_torch(self, tensor: GoldenTensor, cq_id: int = 0) -> torch.Tensor:
         return tensor.data.clone()
@@ -180,9 +183,8 @@ class GoldenRuntime:
                 dtype = _first(arguments).dtype
             given = list(map(_plain, arguments))
             for position, key in enumerate(("input_tensor_a_activations", "input_tensor_b_activations")):
-                given[position : position + 1] = (
-                    [_activated(given[position], options.pop(key, ()))] if given[position:] else []
-                )
+                if key in options:
+                    given[position] = _activated(given[position], options.pop(key))
             last = options.pop("activations", ())
             results = reference(*given, **options)
             results = _activated(results, last) if last else results
@@ -253,30 +255,16 @@ def _plain(argument: Any) -> Any:
     return argument.data.float() if argument.data.is_floating_point() else argument.data
 
 
-class GoldenMesh:
+class GoldenMesh(Mesh):
     """Stands for the open chips: nothing to open, one chip, no traces but running the launches again."""
 
-    def __init__(self) -> None:
-        self.tt = GoldenRuntime()
-        self.handle, self.chips, self.banks, self.can_trace = None, 1, 12, True
-        self.precision = self.grid = self.whole_grid = self.part = self.divided = None
-        self.overlaps, self.queue = False, 0
+    def __init__(self, runtime: GoldenRuntime | None = None, config: TenstorrentConfig | None = None) -> None:
+        grid = SimpleNamespace(y=8, x=8)
+        handle = SimpleNamespace(arch=lambda: "none", compute_with_storage_grid_size=lambda: grid)
+        super().__init__(runtime or GoldenRuntime(), handle, config or TenstorrentConfig())
 
-    def writing(self, store: Any) -> Any:
-        return nullcontext()
-
-    def capture(self, launches: Sequence[Callable[[], Any]], name: str) -> Callable[[], None]:
-        def replay() -> None:
-            for launch in launches:
-                launch()
-
-        return replay
-
-    def synchronize(self) -> None:
-        return
-
-    def settled(self) -> None:
-        return
+    def capture(self, launches: Sequence[Launch], name: str) -> Launch:
+        return chain(*launches, self.consumed)
 
     def memory(self) -> dict[str, int]:
         return {"in_use": 0, "peak": 0, "total": 0}
@@ -296,5 +284,4 @@ class GoldenMesh:
 
 def open_golden(config: TenstorrentConfig) -> TenstorrentDevice:
     """Return the device of this config, answering by reference functions."""
-    mesh: Any = GoldenMesh()
-    return TenstorrentDevice(mesh, config)
+    return TenstorrentDevice(GoldenMesh(), config)

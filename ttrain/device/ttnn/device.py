@@ -9,21 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError, ConfigError, DeviceUnavailable, GraphError
+from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Launch, Layout
+from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
-from ttrain.device.ttnn.offload import both_tables, host_device, offloaded_by
-from ttrain.device.ttnn.runtime.double_buffer import DoubleBuffer
+from ttrain.device.ttnn.planned import TileDevice, both_tables, host_device
 from ttrain.device.ttnn.runtime.environment import opening_failure
-from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
+from ttrain.device.ttnn.runtime.mesh import NOTES, DoubleBuffer, Mesh
 from ttrain.device.ttnn.runtime.subdevices import open_mesh
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
-from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, shares_memory
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import Store, TileLayout
 
 
 class BufferPool:
@@ -39,14 +37,11 @@ class BufferPool:
         self._views: dict[tuple[int, TensorSpec], DeviceTensor] = {}
 
     def at(self, offset: int, spec: TensorSpec) -> DeviceTensor:
-        """The tensor of an offset, seen as `spec`."""
+        """Return the tensor of an offset, seen as `spec`."""
         if offset not in self._tensors:
-            self._tensors[offset] = self._new(spec)
-        tensor = self._tensors[offset]
-        if tensor.spec == spec:
-            return tensor
+            self._tensors[offset] = self._views[offset, spec] = self._new(spec)
         if (offset, spec) not in self._views:
-            self._views[offset, spec] = tensor.view(spec)
+            self._views[offset, spec] = self._tensors[offset].view(spec)
         return self._views[offset, spec]
 
     def _new(self, spec: TensorSpec) -> DeviceTensor:
@@ -59,31 +54,21 @@ class BufferPool:
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
-    """device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable or DeviceBusy, ConfigError for what no chip has."""
+    """Open device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable, DeviceBusy, or ConfigError."""
     try:
         mesh = open_mesh(config)
     except RuntimeError as error:
         raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
-    if mesh.memory()["total"] >= IMPOSSIBLE:  # more than the chip has makes the allocator's numbers wrap around
-        mesh.close()
-        raise ConfigError(
-            f"device.trace_region_mb={config.trace_region_mb}: is more than device={config.name} has in all. Give a "
-            "smaller one; tens of MiB hold a step."
-        )
     return TenstorrentDevice(mesh, config)
 
 
-IMPOSSIBLE = 1 << 45  # bytes of DRAM
 MENDS = {"silicon": "Reset the card with tt-smi -r, check the links with task=doctor, and start again."}
 
 
-class TenstorrentDevice(Device):
+class TenstorrentDevice(TileDevice):
     """One mesh of chips. Values are computed unless it is a mocked board."""
 
-    arenas = False
-    rematerializes = False
-    uniform_compute = True
-    narrow_lookups = True
+    supports_capture = True
 
     def __init__(self, mesh: Mesh, config: TenstorrentConfig, watch: Watch | None = None) -> None:
         """Parts of one chip share the `watch` of the whole."""
@@ -93,19 +78,17 @@ class TenstorrentDevice(Device):
         mend = MENDS.get(config.mode, "Start it again.")
         self.watch = watch or Watch(config.name, config.step_timeout_s, mesh.launched, mend, self.last_words)
         self.computes, self.chips = config.mode != "mock", mesh.chips
-        self.supports_capture = mesh.can_trace
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
         self.host = host_device(config, self.computes) if config.host_resident else None
         self.overlaps = mesh.overlaps and self.host is None
         # By the buffers' id, which the pair keeps alive.
         self._double_buffers: dict[int, tuple[Mapping[str, DeviceTensor], DoubleBuffer]] = {}
         self._replicas: list[Device] = []
-        self._capturing = False
         self._closed = False
 
     def _count(self, nbytes: int) -> None:
         """Count a tensor that is about to be made. Raises CaptureError where a capture has begun."""
-        if self._frozen_by is not None or self._capturing:
+        if self._frozen_by is not None:
             raise CaptureError(
                 f"a tensor of {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
                 "allocated before a capture; build every step before the first one runs."
@@ -124,35 +107,15 @@ class TenstorrentDevice(Device):
         return context
 
     @cached_property
-    def _table(self) -> Mapping[str, Kernel]:
+    def kernels(self) -> Mapping[str, Kernel]:
         rows = kernel_table(self.context)
         return rows if self.host is None else both_tables(rows, self.host, self.store)
 
-    @property
-    def kernels(self) -> Mapping[str, Kernel]:
-        return self._table
-
-    def offloaded(self, name: str) -> bool:
-        return offloaded_by(self.config, name)
-
-    def layout(self, spec: TensorSpec) -> Layout:
-        return default_layout(spec)
-
-    def layout_bytes(self, layout: Layout) -> int:
-        assert isinstance(layout, TileLayout)
-        return layout.nbytes
-
-    def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
-        return shares_memory(spec, other)
-
     def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> BufferPool:
         """A pool takes no memory; its tensors do, when they are made."""
-        self._check_open()
-        return BufferPool(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
-
-    def _check_open(self) -> None:
         if self._closed:
             raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
+        return BufferPool(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
 
     def _allocate(self, nbytes: int) -> BufferPool:
         return BufferPool(self.store)

@@ -14,7 +14,7 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 
 if TYPE_CHECKING:
     from ttrain.device.timing import Estimate, Work
-    from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile, TtnnProfiler
+    from ttrain.device.ttnn.runtime.profile import DispatchProfile, TtnnProfiler
 
 BLACKHOLE = "blackhole"
 
@@ -75,29 +75,28 @@ class Tenstorrent(DeviceInfo):
         return DRAM[board(_ours(config)).arch], "the board's DRAM"
 
     def smaller_keys(self, config: DeviceConfig, vocabulary: bool) -> list[str]:
-        from ttrain.device.ttnn.out_of_resources import HOST_TABLES
+        from ttrain.device.ttnn.problems import HOST_TABLES
 
         alone = _ours(config).mesh == [1, 1] and not _ours(config).host_resident
         return [HOST_TABLES] if vocabulary and alone else []
 
     def diagnose(self, config: DeviceConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
-        from ttrain.device.ttnn.out_of_resources import Run, diagnose
+        from ttrain.device.ttnn.problems import diagnose
 
-        return diagnose(error, Run(_ours(config), failed))
+        return diagnose(error, _ours(config), failed)
 
     def estimate(self, config: DeviceConfig, work: Work, engine: str) -> Estimate | str | None:
-        from ttrain.device.ttnn.cost.measured import known_constants
+        from ttrain.device.ttnn.cost.calibrate import known_constants
         from ttrain.device.ttnn.cost.step_time import wormhole_estimate
 
         if self._blackhole(config):
             return "There is no cost model of a Blackhole chip."
         if _ours(config).host_resident:
             return "The cost model does not know what the host computes for device.host_resident."
-        constants, source = known_constants(_ours(config))
-        return wormhole_estimate(work, _ours(config), engine, constants, source)
+        return wormhole_estimate(work, _ours(config), engine, known_constants(_ours(config)))
 
     def time_model(self, config: DeviceConfig) -> TimeModel:
-        from ttrain.device.ttnn.cost.time_model import WormholeModel
+        from ttrain.device.ttnn.cost.step_time import WormholeModel
 
         if self._blackhole(config):
             raise UserError(
@@ -106,7 +105,7 @@ class Tenstorrent(DeviceInfo):
         return WormholeModel(_ours(config))
 
     def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:
-        from ttrain.device.ttnn.cost.measured import calibrate
+        from ttrain.device.ttnn.cost.calibrate import calibrate
 
         if _ours(config).mode != SILICON or self._blackhole(config):
             raise UserError(
@@ -115,13 +114,12 @@ class Tenstorrent(DeviceInfo):
         return calibrate(_ours(config), node_of)
 
     def profiler(self, config: DeviceConfig, folder: Path) -> TtnnProfiler | None:
-        from ttrain.device.ttnn.runtime.dispatch_profile import TtnnProfiler
+        from ttrain.device.ttnn.runtime.profile import TtnnProfiler
 
         return None if _ours(config).mode == MOCK else TtnnProfiler(_ours(config), folder)
 
     def read_profile(self, report: Path, steps: int) -> DispatchProfile:
-        from ttrain.device.ttnn.runtime.dispatch_profile import DispatchProfile
-        from ttrain.device.ttnn.runtime.profile import read_report
+        from ttrain.device.ttnn.runtime.profile import DispatchProfile, read_report
 
         return DispatchProfile.of(read_report(report), steps)
 

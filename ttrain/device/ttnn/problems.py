@@ -1,11 +1,15 @@
-"""Problems of the config of a Tenstorrent device, told before anything is opened."""
+"""Problems of a config told before anything is opened, and what did not fit, with the keys that would mend it."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
 
 from ttrain.core.names import did_you_mean
-from ttrain.device.ttnn.offload import belongs
+from ttrain.device.info import Failed, OutOfResources
+from ttrain.device.ttnn.planned import belongs
+from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.runtime.identity import BOARDS, DRAM, MOST_CORES, board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -74,3 +78,76 @@ def parameter_problems(device: TenstorrentConfig, paths: Sequence[str], tied: bo
     if tied and len(unknown) < len(names):  # the head is the embedding, which is among the others
         unknown = [name for name in unknown if name != "head"]
     return [f"device.host_resident: {name!r} is no part of the model. {did_you_mean(name, known)}" for name in unknown]
+
+
+# What ttnn says -> what is short. The first that matches counts.
+CAUSES = (
+    (r"trace buffers of size|allocated for trace region|TRACE buffer", "trace region"),
+    (r"L1_SMALL|Reserved size must be less than bank size", "small buffers of L1"),
+    (r"DRAM buffer|DRAM banks", "DRAM"),
+    (r"allocator's L1 span|max L1 size|clash with L1|L1 buffer|dataflow buffers|circular buffers", "L1"),
+    (r"out of bounds\. The compute worker grid|core grid|compute_with_storage_grid|grid size", "core grid"),
+    (r"requires \d+ devices|Requested mesh shape|cluster_axis|uninitialized fabric", "chips"),
+)
+
+
+HOST_TABLES = "device.host_resident=[embedding,head]"
+
+
+def diagnose(error: BaseException, device: TenstorrentConfig, failed: Failed) -> OutOfResources | None:
+    """Return the resource that an error says is short; None for another kind of error."""
+    said = reason(error)
+    cause = next((cause for pattern, cause in CAUSES if re.search(pattern, said, re.IGNORECASE)), None)
+    if cause is None:
+        return None
+    # Overrides, the one that changes least first.
+    chosen = {"DRAM": _dram, "L1": _l1, "small buffers of L1": _l1, "trace region": _trace, "core grid": _grid}
+    keys = chosen[cause](said, device, failed) if cause in chosen else ["device.mesh=[1,1]"]
+    first = said.splitlines()[0].rstrip(".")[:300]
+    if device.dispatch == "eth" and "compute worker grid" in said:
+        # ttnn places programs on the cores that Ethernet dispatch leaves, but checks newer ones against those that
+        # worker dispatch would leave.
+        problem, cause = "dispatch=eth is refused by a fault of ttnn, not for want of cores", "dispatch"
+    else:
+        problem = f"does not fit: {cause}"
+    where = f"device={device.name}, device.mode={device.mode}"
+    return OutOfResources(f"{where}: {problem}. ttnn says: {first}. Give {', or '.join(keys)}.", cause, keys)
+
+
+def _dram(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
+    smaller, last = failed.smaller[:-1], failed.smaller[-1:]
+    state = []
+    if failed.precision in ("fp32", "bf16", "bf8"):
+        state.append("precision=bf16_true (weights and moments in bf16)")
+    if not device.host_resident and failed.vocabulary:
+        state.append(f"{HOST_TABLES} (tables and their state in host memory)")
+    if failed.memory and failed.state > failed.memory:  # no smaller batch helps, and no idle region
+        return [*(key for key in smaller if key.startswith(("precision", "optimizer"))), *state, *last]
+    asked = re.search(r"allocate (\d+) B DRAM buffer across (\d+) banks.*?free: (\d+) B", said, re.DOTALL)
+    lacking = int(asked[1]) - int(asked[2]) * int(asked[3]) if asked else 0
+    idle, meshes = [], []
+    if failed.engine != "traced" and 0 < lacking <= device.trace_region_mb * 2**20:
+        idle.append(f"device.trace_region_mb=0 (nothing is captured, {device.trace_region_mb} MiB lie idle)")
+    if board(device).chips > 1 and device.mesh == [1, 1] and not device.host_resident and failed.rows % 2 == 0:
+        meshes.append("device.mesh=[1,2] (half of the batch on each chip)")
+    return [*idle, *smaller, *state, *meshes, *last]
+
+
+def _l1(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
+    keys = {
+        "device.l1_small_kb=0 (kept from every core)": device.l1_small_kb > 0,
+        "device.core_grid=null (more cores share the work)": device.core_grid is not None,
+        "device.fused_kernels=false (smaller kernels)": device.fused_kernels is not False,
+    }
+    return [*(key for key, helps in keys.items() if helps), *failed.smaller]
+
+
+def _trace(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
+    found = re.search(r"trace buffers of size (\d+)", said)
+    needed = math.ceil(int(found[1]) / 2**20) if found else 2 * max(device.trace_region_mb, 32)
+    return [f"device.trace_region_mb={needed}", "engine=static (captures nothing)"]
+
+
+def _grid(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
+    keys = {"device.core_grid=null": device.core_grid is not None, "device.dispatch=worker": device.dispatch == "eth"}
+    return [key for key, helps in keys.items() if helps] or ["device.dispatch=worker"]

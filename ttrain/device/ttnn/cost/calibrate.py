@@ -1,4 +1,4 @@
-"""Constants of the cost model measured on an open Wormhole card, in place of fitted ones.
+"""Constants of the cost model measured on an open Wormhole card, and kept in the user's cache folder.
 
 A handful of programs run by themselves, in a row, and replayed from a capture; each constant follows from one time by
 the model's own equations. Written from ttnn's documented behaviour and tested on a pretended chip with a pretended
@@ -7,21 +7,26 @@ clock: no card has been measured by us.
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import replace_file, to_json
+from ttrain.core.folders import cache_folder
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, Launch
 from ttrain.device.info import NodeOf
-from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.lowering import Lowering
-from ttrain.device.ttnn.cost.programs import Product, Program, Scatter
-from ttrain.device.ttnn.cost.wormhole import FIDELITY_PASSES, Setting, Wormhole
+from ttrain.device.ttnn.cost.step_time import FITTED_ALONE, Known, chip_setting
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Scatter, Setting, Wormhole
+from ttrain.device.ttnn.settings import TenstorrentConfig
 
-Clock = Callable[[], float]
 REPEATS = 9
 QUEUED = 200  # small programs in a row: enough that filling the queue does not count
 SMALL, LARGE, PRODUCT = (32, 32), (4096, 4096), 4096
@@ -39,99 +44,80 @@ class Calibration:
     """Measures on `device`, which is used as `setting` says, nodes that `node_of` records."""
 
     def __init__(
-        self,
-        device: Device,
-        setting: Setting,
-        node_of: NodeOf,
-        constants: Constants = CONSTANTS,
-        clock: Clock = time.perf_counter,
+        self, device: Device, setting: Setting, node_of: NodeOf, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.device, self.setting, self.constants, self.clock = device, setting, constants, clock
-        self.node_of = node_of
+        self.device, self.setting, self.node_of, self.clock = device, setting, node_of, clock
         self.changed: dict[str, float] = {}
 
+    @property
+    def chip(self) -> Wormhole:
+        """The model with what is measured by now."""
+        return Wormhole(self.setting, replace(CONSTANTS, **self.changed))
+
     def run(self) -> Constants:
-        """The constants with those replaced that were measured; `changed` names them."""
-        add, product, softmax = self._bind_all()
-        self._dispatch(add[0])
-        self._bandwidth(add[1])
+        """Return the constants with those replaced that were measured; `changed` names them."""
+        # Everything is allocated before the first capture.
+        small, large = (self._bound("add", shape, shape) for shape in (SMALL, LARGE))
+        product, softmax = self._bound("matmul", (PRODUCT, PRODUCT), (PRODUCT, PRODUCT)), self._bound("softmax", LARGE)
+        self._dispatch(small)
+        nbytes = sum(program.nbytes for program in large.programs)
+        self._set("dram_efficiency", nbytes / self._busy(large) / CONSTANTS.dram_peak, most=1.0)
         self._product(product)
         self._scatter(softmax)
-        return self._now()
-
-    def _bind_all(self) -> tuple[tuple[Measured, Measured], Measured, Measured]:
-        """Everything is allocated before the first capture."""
-        small, large = (self._bound("add", shape, shape) for shape in (SMALL, LARGE))
-        square = (PRODUCT, PRODUCT)
-        return (small, large), self._bound("matmul", square, square), self._bound("softmax", LARGE)
+        return self.chip.constants
 
     def _dispatch(self, small: Measured) -> None:
         """Measure a call, a program in the queue and a replayed program."""
         (program,) = small.programs
-        each = self._replayed(small) if self.device.supports_capture else None
-        queued = self._queued([small.launch] * QUEUED) / QUEUED
-        work = self._parts(program)
-        if each is not None:
-            self._set("launch", each - max(work.compute, work.bandwidth), least=0.1)
-            if each < work.dispatch:  # handing out takes no longer than a program does from start to start
-                self._set("eth_dispatch" if self.setting.dispatch == "eth" else "worker_dispatch", each, least=0.1)
-        parts = self._parts(program)
-        if queued > 1.05 * max(parts.dispatch, parts.busy):
+        replayed = self._replayed(small.launch) if self.device.supports_capture else None
+        queued = self._timed([small.launch] * QUEUED) / QUEUED
+        work = self.chip.program(program)
+        if replayed is not None:
+            self._set("launch", replayed - max(work.compute, work.bandwidth), least=0.1)
+            if replayed < work.dispatch:  # handing out takes no longer than a program does from start to start
+                self._set(f"{self.setting.dispatch}_dispatch", replayed, least=0.1)
+        work = self.chip.program(program)
+        if queued > 1.05 * max(work.dispatch, work.busy):
             self._set("native_host", queued)
-        call = "eth_call" if self.setting.dispatch == "eth" else "worker_call"
-        self._set(call, self._alone(small.launch) - parts.dispatch - parts.busy, least=1.0)
-
-    def _bandwidth(self, large: Measured) -> None:
-        (program,) = large.programs
-        assert not isinstance(program, Product)
-        self._set("dram_efficiency", program.nbytes / self._busy(large) / self.constants.dram_peak, most=1.0)
+        self._set(f"{self.setting.dispatch}_call", self._alone(small.launch) - work.dispatch - work.busy, least=1.0)
 
     def _scatter(self, softmax: Measured) -> None:
         """Measure reads out of order: of softmax's programs, the time of those in order is known by now."""
-        chip = Wormhole(self.setting, self._now())
+        chip = self.chip
         ordered = sum(chip.program(program).busy for program in softmax.programs if not isinstance(program, Scatter))
-        scattered = [program for program in softmax.programs if isinstance(program, Scatter)]
-        nbytes = sum(program.nbytes for program in scattered)
-        left = self._busy(softmax) - ordered - (len(scattered) - 1) * self._now().launch
+        scattered = [program.nbytes for program in softmax.programs if isinstance(program, Scatter)]
+        left = self._busy(softmax) - ordered - (len(scattered) - 1) * chip.constants.launch
         if scattered and left > 0:
-            self._set("scatter_efficiency", nbytes / left / self.constants.dram_peak, most=1.0)
+            self._set("scatter_efficiency", sum(scattered) / left / CONSTANTS.dram_peak, most=1.0)
 
     def _product(self, product: Measured) -> None:
-        """Cycles of a tile product: those of the matrix unit at this fidelity, or of unpacking operands."""
+        """Measure cycles of a tile product: those of the matrix unit at this fidelity, or of unpacking operands."""
         (program,) = product.programs
         assert isinstance(program, Product)
-        c, inner = self._now(), program.k // 32
-        share, _ = Wormhole(self.setting, c).distribution(program)
-        waits = -(-inner // 2) * c.block_latency
-        cycles = (self._busy(product) - waits) * c.clock_mhz / (share * inner)
-        unit = 2 * 32**3 / c.flops_per_cycle * FIDELITY_PASSES[self.setting.fidelity]
+        chip, inner = self.chip, program.k // 32
+        c, (share, _) = chip.constants, chip.distribution(program)
+        cycles = (self._busy(product) - -(-inner // 2) * c.block_latency) * c.clock_mhz / (share * inner)
+        unit = chip.tile_product
         if cycles >= unit or c.operand_cycles < unit:
             self._set("matrix_efficiency", unit / cycles, most=1.0)
         else:
             self._set("operand_cycles", cycles)
 
     def _busy(self, measured: Measured) -> float:
-        """Microseconds of the cores beyond launching, from a call that is waited for."""
-        first = self._parts(measured.programs[0])
-        c = self._now()
-        call = c.eth_call if self.setting.dispatch == "eth" else c.worker_call
-        return self._alone(measured.launch) - call - first.dispatch - c.launch
-
-    def _parts(self, program: Program) -> Any:
-        return Wormhole(self.setting, self._now()).program(program)
-
-    def _now(self) -> Constants:
-        return replace(self.constants, **self.changed)
+        """Return the microseconds of the cores beyond launching, from a call that is waited for."""
+        chip = self.chip
+        first = chip.program(measured.programs[0])
+        return self._alone(measured.launch) - chip.call - first.dispatch - chip.constants.launch
 
     def _set(self, name: str, value: float, least: float = 1e-6, most: float = float("inf")) -> None:
         self.changed[name] = float(min(max(value, least), most))
 
     def _alone(self, launch: Launch) -> float:
-        """Microseconds of a launch that is waited for."""
-        return statistics.median(self._queued([launch]) for _ in range(REPEATS))
+        """Return the median microseconds of a launch that is waited for."""
+        return statistics.median(self._timed([launch]) for _ in range(REPEATS))
 
-    def _queued(self, launches: list[Launch]) -> float:
-        """Microseconds of launches in a row, until all are done."""
+    def _timed(self, launches: list[Launch]) -> float:
+        """Return the microseconds of launches in a row, until all are done."""
         self.device.synchronize()
         start = self.clock()
         with self.device.launching("a launch of the calibration"):
@@ -140,25 +126,73 @@ class Calibration:
         self.device.synchronize()
         return 1e6 * (self.clock() - start)
 
-    def _replayed(self, measured: Measured) -> float:
-        """Microseconds per program of a replay: the difference of a long and a short one leaves the call out."""
-        self._queued([measured.launch])
-        short, long = (
-            self.device.capture([measured.launch] * count, f"calibration of {count}") for count in (QUEUED, 2 * QUEUED)
-        )
-        times = [statistics.median(self._queued([replay]) for _ in range(REPEATS)) for replay in (short, long)]
-        return (times[1] - times[0]) / QUEUED
+    def _replayed(self, launch: Launch) -> float:
+        """Return the microseconds per program of a replay: a long one less a short one leaves the call out."""
+        self._timed([launch])
+        replays = [self.device.capture([launch] * count, f"calibration of {count}") for count in (QUEUED, 2 * QUEUED)]
+        short, long = map(self._alone, replays)
+        return (long - short) / QUEUED
 
     def _bound(self, op: str, *shapes: tuple[int, ...]) -> Measured:
-        """A node on bf16 tensors of their own, launched once so that its program is built."""
-        node = self.node_of(op, *(TensorSpec(shape, DType.BF16) for shape in shapes))
-        kernel = self.device.kernels[node.op.name]
-        given, made = node.specs
-        ins = [None if spec is None else self.device.allocate(spec) for spec in given]
-        outs = [self.device.allocate(spec) for spec in made]
-        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
-        launch = self.device.bind(kernel, ins, outs, node.attributes, work)
-        with self.device.launching("a launch of the calibration"):
-            launch()
-        self.device.synchronize()
-        return Measured(launch, Lowering().programs(node))
+        """Bind a node on bf16 tensors of its own, and launch it once so that its program is built."""
+        node, device = self.node_of(op, *(TensorSpec(shape, DType.BF16) for shape in shapes)), self.device
+        kernel, (given, made) = device.kernels[node.op.name], node.specs
+        ins = [None if spec is None else device.allocate(spec) for spec in given]
+        outs = [device.allocate(spec) for spec in made]
+        work = [device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
+        measured = Measured(device.bind(kernel, ins, outs, node.attributes, work), Lowering().programs(node))
+        self._timed([measured.launch])
+        return measured
+
+
+def cache_file() -> Path:
+    """Return the file that they are kept in."""
+    return cache_folder() / "wormhole.json"
+
+
+def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
+    """Open the card, measure, keep what was found and say it. Raises DeviceUnavailable or DeviceBusy."""
+    from ttrain.device.ttnn.device import open_device
+
+    with closing(open_device(replace(config, mesh=[1, 1], subdevices=1, command_queues=1))) as device:
+        measured = Calibration(device, chip_setting(config, "static"), node_of)
+        measured.run()
+        return keep(config, measured.changed, device.describe())
+
+
+def keep(config: TenstorrentConfig, changed: dict[str, float], facts: dict[str, Any]) -> str:
+    """Write measured constants for a board and a dispatch type. Return what a person should know of it."""
+    path, date = cache_file(), datetime.now().astimezone().isoformat(timespec="seconds")
+    kept = _read() | {_key(config): {"constants": changed, "date": date, "device": facts}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, to_json(kept))
+    lines = [f"  {name:20} {value:10.4g}  fitted {getattr(CONSTANTS, name):.4g}" for name, value in changed.items()]
+    return "\n".join([f"Measured on this card and kept in {path}:", *lines])
+
+
+def known_constants(config: TenstorrentConfig) -> Known:
+    """Return the constants for a device: measured here as far as they were, fitted else."""
+    kept, changed, date = _read(), dict[str, float](), ""
+    # The configured dispatch type comes last, so that it counts where both tell.
+    for key in sorted((_key(config, "worker"), _key(config, "eth")), key=_key(config).__eq__):
+        if key in kept:
+            changed |= {name: float(value) for name, value in kept[key]["constants"].items() if name in vars(CONSTANTS)}
+            date = kept[key]["date"]
+    if not changed:
+        return FITTED_ALONE
+    source = f"the cost model of a Wormhole chip with {len(changed)} constants measured on this card, {date}"
+    return replace(CONSTANTS, **changed), source
+
+
+def _key(config: TenstorrentConfig, dispatch: str | None = None) -> str:
+    dispatch = dispatch or config.dispatch
+    return f"{config.name} {'worker' if dispatch == 'auto' else dispatch} {config.math_fidelity}"
+
+
+def _read() -> dict[str, Any]:
+    """Return the kept entries by key; none where they can't be read."""
+    try:
+        kept = json.loads(cache_file().read_text("utf-8"))
+        return {key: entry for key, entry in kept.items() if isinstance(entry["constants"], dict) and entry["date"]}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}

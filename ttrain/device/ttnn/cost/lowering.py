@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,12 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery
-from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, Stream
+from ttrain.device.ttnn.cost.wormhole import Product, Program, Scatter, Stream
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
-from ttrain.device.ttnn.tensors.layout import ROWS, TILES, TileLayout, default_layout, shares_memory
 from ttrain.device.ttnn.tensors.stack import stacked
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import ROWS, TILES, Store, TileLayout, default_layout, shares_memory
 
 Node = Any  # of a graph, which lies above devices
 BANKS = 12  # of a Wormhole chip's DRAM
@@ -44,10 +44,10 @@ class ShapeRuntime:
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
-        self.experimental = SimpleNamespace(view=self._seen_as, nlp_create_qkv_heads=self._one_part)
-        self.transformer = SimpleNamespace(
-            split_query_key_value_and_split_heads=self._three_parts, concatenate_heads=self._joined_heads
-        )
+        one, three = (partial(self._parts, count) for count in (1, 3))
+        self.experimental = SimpleNamespace(view=self._seen_as, nlp_create_qkv_heads=one)
+        heads = {"split_query_key_value_and_split_heads": three, "concatenate_heads": self._joined_heads}
+        self.transformer = SimpleNamespace(**heads)
         moreh = {"adamw": self._adamw, "softmax_backward": self._softmax_backward}
         self.operations = SimpleNamespace(moreh=SimpleNamespace(layer_norm_backward=self._norm_backward, **moreh))
 
@@ -83,14 +83,14 @@ class ShapeRuntime:
         return self._reduced(x, dim, Scatter)
 
     def matmul(
-        self, a: TileLayout, b: TileLayout, transpose_a: bool = False, transpose_b: bool = False,
-        dtype: str | None = None, optional_output_tensor: TileLayout | None = None, **_: Any,
-    ) -> Any:  # fmt: skip
+        self, a: TileLayout, b: TileLayout, transpose_a: bool = False, transpose_b: bool = False, **options: Any
+    ) -> Any:
         m, k = a.shape[-2:][::-1] if transpose_a else a.shape[-2:]
         n, lead = b.shape[-2 if transpose_b else -1], np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         rows, batch = (m, prod(lead)) if transpose_a or prod(b.shape[:-2]) > 1 else (prod(lead) * m, 1)
         self.programs.append(Product(rows, k, n, batch, a.bytes_per_element))
-        return optional_output_tensor or TileLayout((*lead, m, n), dtype or a.dtype)
+        made = TileLayout((*lead, m, n), options.get("dtype") or a.dtype)
+        return options.get("optional_output_tensor") or made
 
     linear = matmul
 
@@ -136,15 +136,10 @@ class ShapeRuntime:
     def embedding_bw(self, ids: TileLayout, table: TileLayout, dy: TileLayout) -> Any:
         return self._ran(Scatter, [dy], replace(dy, shape=(1, 1, *table.shape)))
 
-    def _three_parts(self, x: TileLayout, num_heads: int, **_: Any) -> list[TileLayout]:
-        batch, time, width = x.shape
-        part = replace(x, shape=(batch, num_heads, time, width // 3 // num_heads))
-        self._ran(Scatter, [x], part, part, part)
-        return [part] * 3
-
-    def _one_part(self, x: TileLayout, num_heads: int, **_: Any) -> list[TileLayout]:
-        batch, _one, time, width = x.shape
-        return [self._ran(Scatter, [x], replace(x, shape=(batch, num_heads, time, width // num_heads)))]
+    def _parts(self, count: int, x: TileLayout, num_heads: int, **_: Any) -> list[TileLayout]:
+        made = [replace(x, shape=(x.shape[0], num_heads, x.shape[-2], x.shape[-1] // count // num_heads))] * count
+        self._ran(Scatter, [x], *made)
+        return made
 
     def _joined_heads(self, x: TileLayout) -> Any:
         batch, heads, time, width = x.shape

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, duration, simplest
-from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
 from ttrain.device.ttnn.cost.lowering import Lowering
-from ttrain.device.ttnn.cost.wormhole import Setting, StepEstimate, Wormhole
+from ttrain.device.ttnn.cost.wormhole import BYTES, CONSTANTS, Constants, Product, Setting, StepEstimate, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 # What the grid of a chip leaves to compute: a board of one chip loses one row to harvesting, of two chips two.
@@ -16,6 +16,9 @@ GRIDS = {"n150": {"worker": (8, 8), "eth": (9, 8)}, "n300": {"worker": (7, 8), "
 INPUT_CALL = 30e-6  # s to turn one host array into tiles and enqueue it: 20 to 34 us measured on a mocked board
 INPUT_RATE = 8e9  # byte/s from host to card: PCIe 4 with 8 lanes at half its 15.8 GB/s
 FITTED = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
+
+Known = tuple[Constants, str]  # constants, and where they are from
+FITTED_ALONE: Known = (CONSTANTS, FITTED)
 
 
 class CardStep:
@@ -29,12 +32,10 @@ class CardStep:
         self.host_input = work.inputs * INPUT_CALL + work.input_bytes / INPUT_RATE
 
     def sums(self, chip: Wormhole) -> StepEstimate:
-        """The estimates of its programs added up, in microseconds."""
-        total = dict.fromkeys((part.name for part in fields(StepEstimate)), 0)
-        for times, listed in self.programs:
-            for name, value in vars(chip.step(listed)).items():
-                total[name] += times * value
-        return StepEstimate(**total)
+        """Return the estimates of its programs added up, in microseconds."""
+        found = [(times, vars(chip.step(listed))) for times, listed in self.programs]
+        names = StepEstimate.__dataclass_fields__
+        return StepEstimate(**{name: sum(times * values[name] for times, values in found) for name in names})
 
     def time(
         self, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = FITTED
@@ -57,23 +58,16 @@ def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
     return Setting(dispatch, config.math_fidelity, grid, issuer)
 
 
-def wormhole_estimate(
-    work: Work,
-    config: TenstorrentConfig,
-    engine: str,
-    constants: Constants = CONSTANTS,
-    source: str = FITTED,
-) -> Estimate:
+def wormhole_estimate(work: Work, config: TenstorrentConfig, engine: str, known: Known = FITTED_ALONE) -> Estimate:
     """Estimate the step as configured, and beside it every combination of engine, dispatch and queues."""
+    constants, source = known
     step = CardStep(work, config)
     time = step.time(config, engine, constants, source)
     ways = []
-    for name in ("static", "traced", "dynamic"):
-        for dispatch in ("worker", "eth"):
-            for queues in (1, 2):
-                tried = replace(config, dispatch=dispatch, command_queues=queues)
-                overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
-                ways.append(Way(name, overrides, step.time(tried, name, constants).total))
+    for name, dispatch, queues in product(("static", "traced", "dynamic"), ("worker", "eth"), (1, 2)):
+        tried = replace(config, dispatch=dispatch, command_queues=queues)
+        overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
+        ways.append(Way(name, overrides, step.time(tried, name, constants).total))
     best = simplest(ways).engine
     split = split_time(step, config, best, constants)
     note = (
@@ -97,10 +91,10 @@ class SplitTime:
         return self.side_by_side * (1 + TIE) < self.in_turn
 
     def text(self, engine: str) -> str:
-        """A sentence with what to choose."""
-        both, turn = duration(self.side_by_side), duration(self.in_turn)
+        """Return a sentence with what to choose."""
         times = (
-            f"by engine={engine} a step of two runs takes {both} on the halves of a chip, {turn} one after the other"
+            f"by engine={engine} a step of two runs takes {duration(self.side_by_side)} on the halves of a chip, "
+            f"{duration(self.in_turn)} one after the other"
         )
         if self.gains:
             return f"device.subdevices=2 for two runs at a time: {times}."
@@ -108,14 +102,40 @@ class SplitTime:
 
 
 def split_time(step: CardStep, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> SplitTime:
-    """Two runs of the same step. Halves have half the columns of cores, half the bandwidth, and one host."""
+    """Estimate two runs of the step. Halves have half the columns of cores, half the bandwidth, and one host."""
     setting = chip_setting(config, engine)
     rows, columns = setting.cores
-    half = replace(
-        constants,
-        dram_efficiency=constants.dram_efficiency / 2,
-        scatter_efficiency=constants.scatter_efficiency / 2,
-    )
+    half = replace(constants, dram_peak=constants.dram_peak / 2)
     found = step.sums(Wormhole(replace(setting, grid=(rows, max(columns // 2, 1))), half))
     in_turn = 2 * step.time(replace(config, command_queues=1), engine, constants).total
     return SplitTime(max(found.total, 2 * found.host) / 1e6 + 2 * step.host_input, in_turn)
+
+
+class WormholeModel:
+    """A board as a config uses it, for benchmarks where there is no card. See `TimeModel`."""
+
+    def __init__(self, config: TenstorrentConfig) -> None:
+        self.config = config
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "name": self.config.name,
+            "mode": "cost model",
+            "model": "the cost model of a Wormhole chip",
+            "source": "ttrain/device/ttnn/cost, docs/planning.md",
+        }
+
+    def product(self, size: int, dtype: str, engine: str) -> tuple[float, str]:
+        estimate = self._chip(engine).blocking([Product(size, size, size, 1, BYTES[dtype])])
+        bound = "call" if estimate.total > 2 * (estimate.compute + estimate.bandwidth) else estimate.bottleneck
+        return estimate.total / 1e3, bound
+
+    def step(self, work: Work, engine: str) -> tuple[float, str]:
+        time = CardStep(work, self.config).time(self.config, engine)
+        return 1e3 * time.total, time.bottleneck.replace("_", " ")
+
+    def peak_flops(self, engine: str) -> float:
+        return self._chip(engine).peak_flops()
+
+    def _chip(self, engine: str) -> Wormhole:
+        return Wormhole(chip_setting(self.config, engine))

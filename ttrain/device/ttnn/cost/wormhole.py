@@ -1,7 +1,8 @@
 """Time of programs on one Wormhole chip: max(dispatch, compute, memory bandwidth) per program, and their pipeline.
 
-Three stages work at once: the host issues programs, the dispatch cores hand them out, the compute cores run them. A
-program starts when it has been handed out and its predecessor is done. A captured step leaves the first stage out.
+A program is the work of one launch on the chip's cores. Three stages work at once: the host issues programs, the
+dispatch cores hand them out, the compute cores run them. A program starts when it has been handed out and its
+predecessor is done. A captured step leaves the first stage out.
 """
 
 from __future__ import annotations
@@ -10,11 +11,84 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttrain.device.ttnn.cost.constants import CONSTANTS, Constants
-from ttrain.device.ttnn.cost.programs import Product, Program, Scatter, tiles
+
+@dataclass(frozen=True)
+class Constants:
+    """Every field can be measured on a card or fitted anew."""
+
+    clock_mhz: float = 1000.0
+    flops_per_cycle: float = 4096.0  # of a core at LoFi: 8x16 times 16x16 a cycle
+    dram_peak: float = 288e3  # 288 GB/s of GDDR6 a chip
+    tile_cycles: float = 300.0  # of the vector unit for a tile: 32 lanes, about nine passes over 1024 elements
+
+    dram_efficiency: float = 0.674  # of dram_peak
+    matrix_efficiency: float = 1.0  # of the matrix unit's rate
+    operand_cycles: float = 49.6  # of a tile product: unpacking operands, at any fidelity
+    block_latency: float = 2.38  # of two tiles of the inner axis: read, multicast, wait
+    launch: float = 3.11  # of a program: start and finish on the cores
+    worker_dispatch: float = 2.58  # of a program
+    eth_dispatch: float = 3.16  # of a program
+    eth_per_core: float = 0.265  # of a program and a core: an Ethernet core writes arguments core by core
+    worker_call: float = 76.6  # of a blocking call: host, queue, completion
+    eth_call: float = 65.3  # of a blocking call
+    native_host: float = 33.5  # of a program issued from compiled code
+    python_host: float = 263.6  # of a program issued from Python with a tape
+    scatter_efficiency: float = 0.0245  # of dram_peak: of programs that read or write out of order
+
+
+CONSTANTS = Constants()
+
 
 GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute
 FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matrix unit over the mantissas
+TILE = 32  # rows and columns of a tile
+BYTES = {"fp32": 4.0, "bf16": 2.0, "bf8": 1.0625}  # per element; bf8 shares an exponent among 16 elements
+
+
+def tiles(size: int) -> int:
+    """Return the number of tiles along an axis."""
+    return -(-size // TILE)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Matrix product [m, k] x [k, n] of `batch` independent pairs."""
+
+    m: int
+    k: int
+    n: int
+    batch: int = 1
+    bytes_per_element: float = 2.0
+
+    @property
+    def flops(self) -> int:
+        """Number of operations; a multiply-add counts two."""
+        return 2 * self.batch * self.m * self.k * self.n
+
+    @property
+    def nbytes(self) -> float:
+        """Padded bytes of the two inputs and the output, each once."""
+        m, k, n = (tiles(size) * TILE for size in (self.m, self.k, self.n))
+        return self.bytes_per_element * self.batch * (m * k + k * n + m * n)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Whole tiles come in, whole tiles go out, in the order in which they lie: elementwise ops and plain sums."""
+
+    nbytes: float
+    tiles: int  # of the largest tensor: the work that cores share
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Rows of tiles are read or written out of order, or read several times: norms, softmax, head moves, lookup."""
+
+    nbytes: float
+    tiles: int
+
+
+Program = Product | Stream | Scatter
 
 
 @dataclass(frozen=True)
@@ -37,26 +111,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class ProgramTime:
-    """Microseconds of one program by what could bound it, and the cores it runs on."""
+    """Microseconds of one program by what could bound it."""
 
     host: float
     dispatch: float
     compute: float
     bandwidth: float
     launch: float
-    cores: int
 
     @property
     def busy(self) -> float:
         """Microseconds in which the compute cores are taken."""
         return self.launch + max(self.compute, self.bandwidth)
-
-    @property
-    def bound(self) -> str:
-        """The name of the longest part where programs follow one another without a gap."""
-        parts = {"host": self.host, "dispatch": self.dispatch, "compute": self.compute, "bandwidth": self.bandwidth}
-        parts[max(("compute", "bandwidth"), key=lambda name: parts[name])] += self.launch
-        return max(parts, key=lambda name: parts[name])
 
 
 @dataclass(frozen=True)
@@ -68,13 +134,11 @@ class StepEstimate:
     dispatch: float
     compute: float
     bandwidth: float
-    launch: float
     programs: int
 
     @property
     def bottleneck(self) -> str:
-        parts = {"host": self.host, "dispatch": self.dispatch, "compute": self.compute, "bandwidth": self.bandwidth}
-        return max(parts, key=lambda name: parts[name])
+        return max(("host", "dispatch", "compute", "bandwidth"), key=lambda name: getattr(self, name))
 
 
 class Wormhole:
@@ -83,23 +147,32 @@ class Wormhole:
     def __init__(self, setting: Setting = Setting(), constants: Constants = CONSTANTS) -> None:
         self.setting, self.constants = setting, constants
 
+    @property
+    def tile_product(self) -> float:
+        """Cycles of the matrix unit for a product of two tiles, if it never waited."""
+        return 2 * TILE**3 / self.constants.flops_per_cycle * FIDELITY_PASSES[self.setting.fidelity]
+
+    @property
+    def call(self) -> float:
+        """Microseconds of a call that is waited for, beside its program."""
+        return self.constants.worker_call if self.setting.dispatch == "worker" else self.constants.eth_call
+
     def program(self, program: Program) -> ProgramTime:
-        """The parts of one program."""
+        """Return the parts of one program."""
         c, setting = self.constants, self.setting
         if isinstance(program, Product):
             compute, cores = self._product(program)
-            bandwidth = program.nbytes / c.dram_rate
+            rate = c.dram_efficiency
         else:
             cores = min(program.tiles, setting.count)
             compute = -(-program.tiles // setting.count) * c.tile_cycles / c.clock_mhz
-            rate = c.scatter_rate if isinstance(program, Scatter) else c.dram_rate
-            bandwidth = program.nbytes / rate
+            rate = c.scatter_efficiency if isinstance(program, Scatter) else c.dram_efficiency
         host = {"replay": 0.0, "native": c.native_host, "python": c.python_host}[setting.issuer]
         dispatch = c.worker_dispatch if setting.dispatch == "worker" else c.eth_dispatch + c.eth_per_core * cores
-        return ProgramTime(host, dispatch, compute, bandwidth, c.launch, cores)
+        return ProgramTime(host, dispatch, compute, program.nbytes / (c.dram_peak * rate), c.launch)
 
     def step(self, programs: Sequence[Program]) -> StepEstimate:
-        """Programs that follow one another on one queue, without a wait of the host until the end."""
+        """Estimate programs that follow one another on one queue, without a wait of the host until the end."""
         times = [self.program(program) for program in programs]
         issued = handed = done = 0.0
         for time in times:
@@ -109,33 +182,26 @@ class Wormhole:
         return self._estimate(done, times)
 
     def blocking(self, programs: Sequence[Program]) -> StepEstimate:
-        """Programs whose end the host waits for one by one."""
-        c, times = self.constants, [self.program(program) for program in programs]
-        call = c.worker_call if self.setting.dispatch == "worker" else c.eth_call
-        return self._estimate(sum(call + time.dispatch + time.busy for time in times), times)
-
-    def stalling(self, programs: Sequence[Program]) -> StepEstimate:
-        """Programs that alternate between sub-devices on one queue: each is issued when its predecessor is done."""
+        """Estimate programs whose end the host waits for one by one."""
         times = [self.program(program) for program in programs]
-        return self._estimate(sum(time.host + time.dispatch + time.busy for time in times), times)
+        return self._estimate(sum(self.call + time.dispatch + time.busy for time in times), times)
 
     def peak_flops(self) -> float:
-        """FLOP/s of the matrix units at this fidelity, if they never waited."""
+        """Return the FLOP/s of the matrix units at this fidelity, if they never waited."""
         c = self.constants
         return self.setting.count * c.flops_per_cycle / FIDELITY_PASSES[self.setting.fidelity] * c.clock_mhz * 1e6
 
     def _product(self, product: Product) -> tuple[float, int]:
-        """(microseconds of the slowest core, cores that work)."""
+        """Return (microseconds of the slowest core, cores that work)."""
         c = self.constants
         share, cores = self.distribution(product)
         inner = tiles(product.k)
-        passes = FIDELITY_PASSES[self.setting.fidelity]
-        cycles = max(2 * 32**3 / c.flops_per_cycle * passes / c.matrix_efficiency, c.operand_cycles)
+        cycles = max(self.tile_product / c.matrix_efficiency, c.operand_cycles)
         rounds = -(-product.batch // self.setting.count) if product.batch > 1 else 1
         return share * inner * cycles / c.clock_mhz + rounds * -(-inner // 2) * c.block_latency, cores
 
     def distribution(self, product: Product) -> tuple[int, int]:
-        """(output tiles of the busiest core, cores that work): the best of a grid, rows only and columns only."""
+        """Return (output tiles of the busiest core, cores that work): the best of a grid, rows only, columns only."""
         rows, columns = self.setting.cores
         m, n, count = tiles(product.m), tiles(product.n), self.setting.count
         if product.batch > 1:
@@ -149,16 +215,8 @@ class Wormhole:
 
     @staticmethod
     def _estimate(total: float, times: Sequence[ProgramTime]) -> StepEstimate:
-        """Each program counts under what its cores waited for: compute or bandwidth."""
-        sums = {"compute": 0.0, "bandwidth": 0.0}
-        for time in times:
-            sums["compute" if time.compute >= time.bandwidth else "bandwidth"] += time.busy
-        return StepEstimate(
-            total,
-            sum(time.host for time in times),
-            sum(time.dispatch for time in times),
-            sums["compute"],
-            sums["bandwidth"],
-            sum(time.launch for time in times),
-            len(times),
-        )
+        """Sum up; each program counts under what its cores waited for: compute or bandwidth."""
+        host, dispatch = sum(time.host for time in times), sum(time.dispatch for time in times)
+        compute = sum(time.busy for time in times if time.compute >= time.bandwidth)
+        bandwidth = sum(time.busy for time in times if time.compute < time.bandwidth)
+        return StepEstimate(total, host, dispatch, compute, bandwidth, len(times))

@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 from ttrain.device.base import Kernel
-from ttrain.device.ttnn.kernels import (
-    attention,
-    cache,
-    collective,
-    elementwise,
-    embedding,
-    heads,
-    layout,
-    loss,
-    matmul,
-    norm,
-    random,
-    reduce,
-    update,
-)
+from ttrain.device.ttnn.kernels import attention, elementwise, embedding, layout, loss, norm, products, reduce, update
 from ttrain.device.ttnn.kernels.common import ROWS, Context
 
 

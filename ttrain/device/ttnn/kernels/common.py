@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Attributes as Attributes
 from ttrain.device.base import Delivery, Kernel, Launch, Layout
 from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, device_shape, dtype_name
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import TILE, Store, TileLayout, device_shape, dtype_name
 
 Specs = Sequence[Any]
 Build = Callable[..., Launch]  # (Context, inputs, outputs, attributes, workspace)
@@ -27,7 +27,7 @@ class Context:
     config: precision of the matrix unit. grid: cores that matrix products may use, None for all. fused: whether to take
     ttnn's fused training kernels (moreh), which compute in bf16, where there are some. replayed: whether steps are
     captured, so that no row may turn an input into a number. core_subset: whether ops are kept on some of the cores,
-    see core_subset.py.
+    see runtime/subdevices.py.
     """
 
     store: Store
@@ -62,18 +62,25 @@ class Context:
             self.constants[key, layout] = tensor
         return self.constants[key, layout]
 
-    def ones_row(self, length: int, dtype: DType) -> DeviceTensor:
-        """[1, length] of ones: a product with it sums columns."""
-        return self.constant(
-            "ones", TileLayout((1, length), dtype_name(dtype)), lambda: np.ones((1, length), np.float32)
-        )
+    def full(self, value: float, shape: tuple[int, ...], dtype: DType = DType.FP32) -> DeviceTensor:
+        """Return a constant tensor of one number. A product with a row of ones sums columns."""
+        layout = TileLayout(shape, dtype_name(dtype))
+        return self.constant(("full", value), layout, lambda: np.full(shape, value, np.float32))
+
+    def numbers(self, count: int, start: int = 0) -> DeviceTensor:
+        """Return the constant row of int32 numbers from `start` on."""
+        row = np.arange(start, start + count, dtype=np.int32)[None]
+        return self.constant(("numbers", start), TileLayout((1, count), "int32"), lambda: row)
 
     def derived(self, sources: Tensors, function: Callable[..., float], width: int = 1) -> Derived:
-        """A scalar tensor, or a row of equal numbers, that the host works out from scalar step inputs."""
-        scalar = Derived(self.store, TensorSpec((1, width), DType.FP32), sources, function)
-        scalar.t  # noqa: B018 - it must exist before a capture
-        scalar.refresh()
-        return scalar
+        """Return a scalar tensor, or a row of equal numbers, that the host works out from scalar step inputs."""
+
+        def row(*values: float) -> np.ndarray:
+            return np.full((1, width), function(*values), np.float32)
+
+        made = Derived(self.store, TileLayout((1, width)), sources, row)
+        made.t  # noqa: B018 - it must exist before a capture
+        return made
 
 
 ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
@@ -108,13 +115,23 @@ def wide(c: Context, tensor: DeviceTensor) -> Any:
     return c.tt.typecast(tensor.t, c.tt.float32) if is_bf16(tensor) else tensor.t
 
 
+def in_parts(tt: Any, x: Any, moves: Callable[[Any], Any]) -> Any:
+    """Apply what only moves elements, but not those of fp32, to any tensor: three parts in bf16 hold its 24 bits."""
+    if x.dtype != tt.float32:
+        return moves(x)
+    rest, total = x, None
+    for last in (False, False, True):
+        part = tt.typecast(rest, tt.bfloat16)
+        found = tt.typecast(moves(part), tt.float32)
+        total = found if total is None else tt.add(total, found)
+        rest = rest if last else tt.subtract(rest, part)
+    return total
+
+
 def rows_shape(shape: Sequence[int]) -> tuple[int, int]:
     """All axes but the last as one."""
-    shape = device_shape(tuple(shape))
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1]
+    *lead, last = device_shape(tuple(shape))
+    return prod(lead), last
 
 
 def flattens(shape: Sequence[int]) -> bool:
@@ -126,11 +143,9 @@ def flattens(shape: Sequence[int]) -> bool:
 def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into_: DeviceTensor | None) -> Any:
     """The sum over all axes but the last, [1, C]; None where it was written into a buffer that keeps its tensor."""
     rows, columns = rows_shape(shape)
-    if flattens(shape):
-        flat = c.tt.reshape(tensor, (rows, columns))
-        if into_ is None or into_.adopts:
-            return c.tt.matmul(c.ones_row(rows, dtype).t, flat, **c.product)
-        c.tt.matmul(c.ones_row(rows, dtype).t, flat, optional_output_tensor=into_.t, **c.product)
-        return None
-    axes = list(range(len(shape) - 1))
-    return c.tt.reshape(c.tt.sum(tensor, dim=axes, keepdim=True, **c.exact), (1, columns))
+    if not flattens(shape):
+        axes = list(range(len(shape) - 1))
+        return c.tt.reshape(c.tt.sum(tensor, dim=axes, keepdim=True, **c.exact), (1, columns))
+    options = {} if into_ is None or into_.adopts else {"optional_output_tensor": into_.t}
+    total = c.tt.matmul(c.full(1, (1, rows), dtype).t, c.tt.reshape(tensor, (rows, columns)), **options, **c.product)
+    return None if options else total

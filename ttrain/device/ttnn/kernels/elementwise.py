@@ -1,97 +1,119 @@
-"""Rows that treat every element alike: one ttnn call each, writing into the planned tensor."""
+"""Rows that treat every element alike, and random bits: the hash of core/random_bits.py in int32, keyed by a tensor.
+
+ttnn's own dropout takes its seed as a number, which a captured step would repeat for ever.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
+from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, stream_key
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, row
-from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.layout import dtype_name
+from ttrain.device.ttnn.kernels.common import Attributes, Context, Specs, row
+from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, IntegerInput, Tensors
+from ttrain.device.ttnn.tensors.store import TileLayout, device_shape, dtype_name
 
-BINARY = {
-    "add": "add", "subtract": "subtract", "multiply": "multiply", "divide": "div", "maximum": "maximum",
-    "greater": "gt",
-}  # fmt: skip
-UNARY = {
-    name: name
-    for name in ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "relu", "tanh", "sign", "erf", "silu")
-}  # fmt: skip
+SAME_NAMES = (
+    "add", "subtract", "multiply", "maximum", "exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "relu", "tanh",
+    "sign", "erf", "silu",
+)  # fmt: skip
 
 
-def _called(name: str, c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    call, (y,) = getattr(c.tt, name), outs
+def _silu_grad(tt: Any, dy: Any, x: Any, **into: Any) -> None:
+    """dx = t + t (x - silu(x)) with t = dy sigmoid(x)."""
+    scaled = tt.multiply(dy, x, input_tensor_b_activations=[tt.UnaryOpType.SIGMOID])
+    rest = tt.subtract(x, x, input_tensor_b_activations=[tt.UnaryOpType.SILU])
+    tt.addcmul(scaled, scaled, rest, value=1.0, **into)
+
+
+def _variant(tt: Any, attributes: Attributes) -> Any:
+    return tt.GeluVariant.Tanh if attributes["approximate"] == "tanh" else tt.GeluVariant.Accurate
+
+
+def _named(name: str, tt: Any, attributes: Attributes) -> Callable[..., Any]:
+    return getattr(tt, name)
+
+
+# By the name of an op: (ttnn, attributes) -> a function of the inputs that writes `output_tensor`.
+CALLS: dict[str, Callable[[Any, Attributes], Callable[..., Any]]] = {
+    "divide": partial(_named, "div"),
+    "greater": partial(_named, "gt"),
+    "scale": lambda tt, given: lambda x, **into: tt.multiply(x, given["factor"], **into),
+    "cast": lambda tt, given: lambda x, **into: tt.typecast(x, getattr(tt, dtype_name(given["dtype"])), **into),
+    "full": lambda tt, given: lambda output_tensor: tt.fill(output_tensor, given["value"], output_tensor=output_tensor),
+    "relu_grad": lambda tt, _: partial(tt.multiply, input_tensor_b_activations=[tt.UnaryOpType.GTZ]),
+    # dx = dy - (dy y) y
+    "tanh_grad": lambda tt, _: lambda dy, y, **into: tt.addcmul(dy, tt.multiply(dy, y), y, value=-1.0, **into),
+    "silu_grad": lambda tt, _: partial(_silu_grad, tt),
+    "gelu": lambda tt, given: partial(tt.gelu, variant=_variant(tt, given)),
+    "gelu_grad": lambda tt, given: (
+        lambda dy, x, output_tensor: tt.gelu_bw(dy, x, variant=_variant(tt, given), input_grad=output_tensor)
+    ),
+    # SwiGLU; ttnn's gelu within a product is off by a percent, so that GeGLU takes two launches.
+    "gated_activation": lambda tt, _: partial(tt.multiply, input_tensor_a_activations=[tt.UnaryOpType.SILU]),
+    **{name: partial(_named, name) for name in SAME_NAMES},
+}
+
+
+def _elementwise(op: str, c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    call, (y,) = CALLS[op](c.tt, attributes), outs
     return lambda: call(*(x.t for x in ins), output_tensor=y.t)
 
 
-for _op, _name in (BINARY | UNARY).items():
-    row(_op)(partial(_called, _name))
+def _swiglu(specs: Specs, attributes: Attributes) -> bool:
+    return bool(attributes["function"] == "silu")
 
 
-@row("scale")
-def _scale(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (x,), (y,), factor = ins, outs, attributes["factor"]
-    return lambda: c.tt.multiply(x.t, factor, output_tensor=y.t)
+for _op in CALLS:
+    row(_op, supports=_swiglu if _op == "gated_activation" else None)(partial(_elementwise, _op))
 
 
-@row("relu_grad")
-def _relu_grad(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (dy, y), (dx,), positive = ins, outs, [c.tt.UnaryOpType.GTZ]
-    return lambda: c.tt.multiply(dy.t, y.t, input_tensor_b_activations=positive, output_tensor=dx.t)
+_SIGN = 1 << 31
 
 
-@row("tanh_grad")
-def _tanh_grad(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    """dx = dy - (dy y) y."""
-    (dy, y), (dx,) = ins, outs
-    return lambda: c.tt.addcmul(dy.t, c.tt.multiply(dy.t, y.t), y.t, value=-1.0, output_tensor=dx.t)
+def signed(number: int) -> int:
+    """The int32 that has the same bits as a 32-bit unsigned number."""
+    return number - (1 << 32) if number >= _SIGN else number
 
 
-@row("silu_grad")
-def _silu_grad(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    """dx = t + t (x - silu(x)) with t = dy sigmoid(x)."""
-    (dy, x), (dx,), tt = ins, outs, c.tt
-    one, other = [tt.UnaryOpType.SIGMOID], [tt.UnaryOpType.SILU]
+def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> DeviceTensor:
+    """Return the key of a stream of random bits, int32, which follows the seed; another on every chip if `per_chip`."""
+    source = seed.source
+    if stream not in source.keys:
+
+        def keys(number: int) -> np.ndarray:
+            numbers = [number + chip * per_chip for chip in range(c.store.chips)]
+            return np.asarray([[signed(stream_key(each, stream))] for each in numbers], np.int32)
+
+        source.keys[stream] = Derived(c.store, TileLayout((1, 1), "int32"), [source], keys)
+    return source.keys[stream]
+
+
+@row("dropout_mask")
+def _dropout_mask(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
+    shape, tt = device_shape(mask.spec.shape), c.tt
+    size, p = mask.spec.size, attributes["p"]
+    index = c.constant("index", TileLayout(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
+    least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
 
     def run() -> None:
-        scaled = tt.multiply(dy.t, x.t, input_tensor_b_activations=one)
-        rest = tt.subtract(x.t, x.t, input_tensor_b_activations=other)
-        tt.addcmul(scaled, scaled, rest, value=1.0, output_tensor=dx.t)
+        x = tt.add(index.t, key.t)
+        mix_into(tt, x)
+        # With the top bit flipped, the signed comparison orders the hash as unsigned.
+        tt.bitwise_xor(x, -_SIGN, output_tensor=x)
+        tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
 
     return run
 
 
-@row("gated_activation", supports=lambda specs, attributes: attributes["function"] == "silu")
-def _gated_activation(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    """SwiGLU; ttnn's gelu within a product is off by a percent, so that GeGLU takes two launches."""
-    (gate, up), (y,), gated = ins, outs, [c.tt.UnaryOpType.SILU]
-    return lambda: c.tt.multiply(gate.t, up.t, input_tensor_a_activations=gated, output_tensor=y.t)
-
-
-def _variant(c: Context, attributes: Attributes) -> Any:
-    return c.tt.GeluVariant.Tanh if attributes["approximate"] == "tanh" else c.tt.GeluVariant.Accurate
-
-
-@row("gelu")
-def _gelu(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (x,), (y,), variant = ins, outs, _variant(c, attributes)
-    return lambda: c.tt.gelu(x.t, variant=variant, output_tensor=y.t)
-
-
-@row("gelu_grad")
-def _gelu_grad(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (dy, x), (dx,), variant = ins, outs, _variant(c, attributes)
-    return lambda: c.tt.gelu_bw(dy.t, x.t, variant=variant, input_grad=dx.t)
-
-
-@row("cast")
-def _cast(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (x,), (y,), dtype = ins, outs, getattr(c.tt, dtype_name(attributes["dtype"]))
-    return lambda: c.tt.typecast(x.t, dtype, output_tensor=y.t)
-
-
-@row("full")
-def _full(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (y,), value = outs, attributes["value"]
-    return lambda: c.tt.fill(y.t, value, output_tensor=y.t)
+def mix_into(tt: Any, x: Any) -> None:
+    """x <- mix(x), int32."""
+    for shift, factor in zip(MIX_SHIFTS, (*map(signed, MIX_MULTIPLIERS), None), strict=True):
+        tt.bitwise_xor(x, tt.logical_right_shift(x, shift), output_tensor=x)
+        if factor is not None:
+            tt.multiply(x, factor, output_tensor=x)

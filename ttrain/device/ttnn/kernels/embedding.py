@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, is_bf16, row
+from ttrain.device.ttnn.kernels.common import Attributes, Context, in_parts, is_bf16, row
 from ttrain.device.ttnn.tensors.device_tensor import IntegerInput, Tensors
-from ttrain.device.ttnn.tensors.layout import ROWS, TILE, TileLayout, device_shape, dtype_name
+from ttrain.device.ttnn.tensors.store import ROWS, TILE, TileLayout, device_shape, dtype_name
 
 ONE_HOT_UP_TO = 2048  # ids: a product with one-hot rows sums in fp32, where embedding_bw sums in bf16
 
@@ -20,11 +18,13 @@ def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int 
     """A launch that returns rows `start` to `stop` of [N, count]: 1 where a column's number is the row's id, else 0."""
     rows = ids.spec.size
     column = ids.in_layout(TileLayout((rows, 1), "int32"))
-    numbers = c.constant("numbers", TileLayout((1, count), "int32"), lambda: np.arange(count, dtype=np.int32)[None])
-    kind = getattr(c.tt, dtype_name(dtype))
-    if start == 0 and stop in (None, rows):
-        return lambda: c.tt.eq(column(), numbers.t, dtype=kind)
-    return lambda: c.tt.eq(c.tt.slice(column(), [start, 0], [stop, 1]), numbers.t, dtype=kind)
+    numbers, kind, whole = c.numbers(count), getattr(c.tt, dtype_name(dtype)), start == 0 and stop in (None, rows)
+
+    def run() -> Any:
+        part = column() if whole else c.tt.slice(column(), [start, 0], [stop, 1])
+        return c.tt.eq(part, numbers.t, dtype=kind)
+
+    return run
 
 
 @row("embedding", Delivery.RETURNS)
@@ -37,7 +37,6 @@ def _embedding(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attrib
     tt, shape = c.tt, device_shape(outs[0].spec.shape)
     rows = ids.in_layout(TileLayout(device_shape(ids.spec.shape), "uint32", ROWS))
     aligned = device_shape(ids.spec.shape)[-1] % TILE == 0
-
     picked = one_hot(c, ids, weight.spec.shape[0], DType.BF16) if c.core_subset else None
 
     def look_up(table: Any) -> Any:
@@ -48,19 +47,7 @@ def _embedding(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attrib
         table = tt.to_layout(table, tt.ROW_MAJOR_LAYOUT)
         return tt.to_layout(tt.embedding(rows(), table, layout=tt.ROW_MAJOR_LAYOUT), tt.TILE_LAYOUT)
 
-    def narrow() -> list[Any]:
-        return [tt.reshape(look_up(weight.t), shape)]
-
-    def wide() -> list[Any]:
-        rest, total = weight.t, None
-        for last in (False, False, True):
-            part = tt.typecast(rest, tt.bfloat16)
-            found = tt.typecast(look_up(part), tt.float32)
-            total = found if total is None else tt.add(total, found)
-            rest = rest if last else tt.subtract(rest, part)
-        return [tt.reshape(total, shape)]
-
-    return narrow if is_bf16(weight) else wide
+    return lambda: [tt.reshape(in_parts(tt, weight.t, look_up), shape)]
 
 
 @row("embedding_grad", Delivery.RETURNS)
@@ -70,11 +57,11 @@ def _embedding_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: A
     shape = device_shape(ids.spec.shape)
     if vocabulary > ONE_HOT_UP_TO and not c.core_subset and is_bf16(dy) and shape[-1] % TILE == 0:
         rows = ids.in_layout(TileLayout(shape, "uint32", ROWS))
-        weight = c.constant("table", TileLayout((vocabulary, width), "bfloat16"), lambda: np.zeros((vocabulary, width)))
+        table = c.full(0, (vocabulary, width), DType.BF16)
 
         def summed() -> list[Any]:
             flat = tt.reshape(dy.t, (1, 1, count, width))
-            return [tt.reshape(tt.embedding_bw(rows(), weight.t, flat), (vocabulary, width))]
+            return [tt.reshape(tt.embedding_bw(rows(), table.t, flat), (vocabulary, width))]
 
         return summed
     hot = one_hot(c, ids, vocabulary, dy.spec.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, row
 from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.layout import TILE, device_shape
+from ttrain.device.ttnn.tensors.store import TILE, device_shape
 
 
 @row("copy_reshape", Delivery.RETURNS)

@@ -7,7 +7,6 @@ ttnn's reductions leave padding out, and the products read a gradient that is ze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,30 +17,22 @@ from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row, rows_shape, wide
 from ttrain.device.ttnn.kernels.embedding import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
-from ttrain.device.ttnn.tensors.layout import TILE, TileLayout, dtype_name
+from ttrain.device.ttnn.tensors.store import TILE, TileLayout, dtype_name
 
 CHUNK_LOGITS = 2**23  # of how many logits of a head are formed at a time, 32 MiB
 
 
-@dataclass
-class _Targets:
-    """Targets as one-hot rows, and the weight of every row: `weight`, or 0 where there is no target."""
+SMALLEST = 1e-30  # probability of a target below which its loss no longer grows, at 69 nats
 
-    hot: Launch
-    weights: Launch
 
-    @classmethod
-    def of(cls, c: Context, targets: IntegerInput, vocabulary: int, weight: DeviceTensor) -> _Targets:
-        present = targets.in_layout(TileLayout((targets.spec.size, 1), "float32"))
-
-        def weights() -> Any:
-            return c.tt.multiply(present(), weight.t)
-
-        return cls(one_hot(c, targets, vocabulary, DType.FP32), weights)
+def _targets(c: Context, targets: IntegerInput, vocabulary: int, weight: DeviceTensor) -> tuple[Launch, Launch]:
+    """Return launches of one-hot rows, and of the weight of every row: `weight`, or 0 where there is no target."""
+    present = targets.in_layout(TileLayout((targets.spec.size, 1), "float32"))
+    return one_hot(c, targets, vocabulary, DType.FP32), lambda: c.tt.multiply(present(), weight.t)
 
 
 def softmax_parts(c: Context, logits: Any, into: Any = None) -> tuple[Any, Any, Any]:
-    """(probabilities, sum of exponentials, largest logit) of fp32 logits [N, V]; the first `into` a tensor."""
+    """Return (probabilities, sum of exponentials, largest logit) of fp32 logits [N, V]; the first `into` a tensor."""
     tt = c.tt
     largest = tt.max(logits, dim=-1, keepdim=True)
     powers = tt.subtract(logits, largest, activations=[tt.UnaryOpType.EXP])
@@ -50,47 +41,33 @@ def softmax_parts(c: Context, logits: Any, into: Any = None) -> tuple[Any, Any, 
 
 
 def log_sum(c: Context, total: Any, largest: Any) -> Any:
-    """log-sum-exp of every row, [N, 1]."""
+    """Return the log-sum-exp of every row, [N, 1]."""
     return c.tt.add(largest, total, input_tensor_b_activations=[c.tt.UnaryOpType.LOG])
 
 
-def _loss(c: Context, logits: Any, log_sums: Any, hot: Any, weights: Any) -> Any:
-    """[1, 1]: the weighted sum of log-sum-exp minus the target's logit."""
-    tt = c.tt
-    picked = tt.sum(tt.multiply(logits, hot), dim=-1, keepdim=True, **c.exact)
-    rows = tt.multiply(tt.subtract(log_sums, picked), weights)
-    return tt.reshape(tt.sum(rows, dim=0, keepdim=True, **c.exact), (1, 1))
-
-
-SMALLEST = 1e-30  # probability of a target below which its loss no longer grows, at 69 nats
-
-
-def _picked_loss(c: Context, probabilities: Any, hot: Any, weights: Any, vocabulary: int) -> Any:
-    """[1, 1]: the weighted sum of -log of the target's probability, which the matrix unit picks."""
-    tt = c.tt
-    ones = c.ones_row(vocabulary, DType.FP32)
-    picked = tt.matmul(tt.multiply(probabilities, hot), ones.t, transpose_b=True, **c.product)
-    losses = tt.add(picked, SMALLEST, activations=[tt.UnaryOpType.LOG, tt.UnaryOpType.NEG])
-    return tt.matmul(losses, weights, transpose_a=True, **c.product)
+def _picked(c: Context, logits: Any, hot: Any) -> Any:
+    """Return the logit of every target, [N, 1]."""
+    return c.tt.sum(c.tt.multiply(logits, hot), dim=-1, keepdim=True, **c.exact)
 
 
 def _gradient(c: Context, probabilities: Any, hot: Any, weights: Any, dtype: DType) -> Any:
-    """weight (softmax - one-hot), rounded to `dtype`."""
+    """Return weight (softmax - one-hot), rounded to `dtype`."""
     kind = getattr(c.tt, dtype_name(dtype))
     return c.tt.multiply(c.tt.subtract(probabilities, hot), weights, dtype=kind)
 
 
 @row("cross_entropy", Delivery.RETURNS)
 def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    logits, targets, weight = ins
-    given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
+    (logits, targets, weight), tt = ins, c.tt
+    hot, weights = _targets(c, targets, logits.spec.shape[-1], weight)
 
     def run() -> list[Any]:
         z = wide(c, logits)
         _, total, largest = softmax_parts(c, z)
         log_sums = log_sum(c, total, largest)
-        loss = _loss(c, z, log_sums, given.hot(), given.weights())
-        return [loss, c.tt.reshape(log_sums, (1, logits.spec.shape[0]))]
+        rows = tt.multiply(tt.subtract(log_sums, _picked(c, z, hot())), weights())
+        loss = tt.reshape(tt.sum(rows, dim=0, keepdim=True, **c.exact), (1, 1))
+        return [loss, tt.reshape(log_sums, (1, logits.spec.shape[0]))]
 
     return run
 
@@ -98,11 +75,11 @@ def _cross_entropy(c: Context, ins: Sequence[Any], outs: Tensors, attributes: At
 @row("cross_entropy_grad", Delivery.RETURNS)
 def _cross_entropy_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     logits, targets, _, weight = ins
-    given = _Targets.of(c, targets, logits.spec.shape[-1], weight)
+    hot, weights = _targets(c, targets, logits.spec.shape[-1], weight)
 
     def run() -> list[Any]:
         probabilities, _, _ = softmax_parts(c, wide(c, logits))
-        return [_gradient(c, probabilities, given.hot(), given.weights(), logits.spec.dtype)]
+        return [_gradient(c, probabilities, hot(), weights(), logits.spec.dtype)]
 
     return run
 
@@ -122,9 +99,11 @@ class _HeadLoss:
         self.hot = [one_hot(c, targets, self.vocabulary, DType.FP32, *chunk) for chunk in self.chunks]
         self.present = targets.in_layout(TileLayout((self.rows, 1), "float32"))
         self.dtype = getattr(c.tt, dtype_name(self.hidden.spec.dtype))
+        self.hiding = self._row("hidden ids", 0.0, HIDDEN) if self.live < self.vocabulary else None
+        self.spread = self._row("smoothing", self.smoothing / self.live, 0.0) if self.smoothing else None
 
     def _row(self, key: str, live: float, rest: float) -> DeviceTensor:
-        """[1, V]: one number for live ids, another for the others."""
+        """Return a row [1, V]: one number for live ids, another for the others."""
 
         def values() -> np.ndarray:
             return np.where(np.arange(self.vocabulary) < self.live, live, rest).astype(np.float32)[None]
@@ -132,11 +111,8 @@ class _HeadLoss:
         return self.c.constant((key, live, self.live), TileLayout((1, self.vocabulary), "float32"), values)
 
     def launch(self, gradients: bool) -> Launch:
-        """A launch that returns the sums, and with `gradients` dhidden, unless frozen dhead and any dbias."""
-        c, tt = self.c, self.c.tt
-        hiding = self._row("hidden ids", 0.0, HIDDEN) if self.live < self.vocabulary else None
-        spread = self._row("smoothing", self.smoothing / self.live, 0.0) if self.smoothing else None
-        count = 2 if self.smoothing else 1
+        """Return a launch that returns the sums, and with `gradients` dhidden, unless frozen dhead and any dbias."""
+        c, tt, count = self.c, self.c.tt, 2 if self.smoothing else 1
 
         def run() -> list[Any]:
             each = tt.permute(self.weight.t, (1, 0)) if self.weight.spec.rank else self.weight.t
@@ -144,11 +120,11 @@ class _HeadLoss:
             sums: list[Any] = []
             rows: list[Any] = []
             for (start, stop), hot in zip(self.chunks, self.hot, strict=True):
-                part = [self._cut(x, start, stop) for x in (self.hidden.t, weights)]
-                found, dlogits = self._chunk(part, hot(), hiding, spread, gradients)
+                hidden, part = (self._cut(x, start, stop) for x in (self.hidden.t, weights))
+                found, dlogits = self._chunk(hidden, part, hot(), gradients)
                 if gradients:
                     rows.append(tt.matmul(dlogits, self.head.t, **c.product))
-                    found += [] if self.frozen else self._parameter_sums(dlogits, part[0])
+                    found += [] if self.frozen else self._parameter_sums(dlogits, hidden)
                 sums = found if not sums else [tt.add(*pair) for pair in zip(sums, found, strict=True)]
             if not gradients:
                 return sums
@@ -163,18 +139,15 @@ class _HeadLoss:
             return tensor
         return self.c.tt.slice(tensor, [start, 0], [stop, tensor.shape[1]])
 
-    def _chunk(
-        self, part: Sequence[Any], hot: Any, hiding: DeviceTensor | None, spread: DeviceTensor | None, gradients: bool
-    ) -> tuple[list[Any], Any]:
-        """The sums over some rows, each [1, 1], and the gradient of their logits."""
-        c, tt = self.c, self.c.tt
-        hidden, weights = part
+    def _chunk(self, hidden: Any, weights: Any, hot: Any, gradients: bool) -> tuple[list[Any], Any]:
+        """Return the sums over some rows, each [1, 1], and the gradient of their logits."""
+        c, tt, spread = self.c, self.c.tt, self.spread
         logits = tt.matmul(hidden, self.head.t, transpose_b=True, dtype=tt.float32, **c.product)
         if self.bias is not None:
             logits = tt.add(logits, self.bias.t, dtype=tt.float32)
-        scores = logits if hiding is None else tt.add(logits, hiding.t)
+        scores = logits if self.hiding is None else tt.add(logits, self.hiding.t)
         probabilities, total, largest = softmax_parts(c, scores)
-        picked = tt.sum(tt.multiply(logits, hot), dim=-1, keepdim=True, **c.exact)
+        picked = _picked(c, logits, hot)
         plain = tt.subtract(log_sum(c, total, largest), picked)
         entropy = tt.matmul(plain, weights, transpose_a=True, **c.product)
         sums = [entropy]
@@ -187,15 +160,15 @@ class _HeadLoss:
             return sums, None
         if spread is not None:
             hot = tt.add(tt.multiply(hot, 1 - self.smoothing), spread.t)
-        return sums, tt.multiply(tt.subtract(probabilities, hot), weights, dtype=self.dtype)
+        return sums, _gradient(c, probabilities, hot, weights, self.hidden.spec.dtype)
 
     def _parameter_sums(self, dlogits: Any, hidden: Any) -> list[Any]:
-        """Gradients of head and bias from some rows; in fp32 where more are to come."""
+        """Return the gradients of head and bias from some rows; in fp32 where more are to come."""
         c, tt = self.c, self.c.tt
         kind = self.dtype if len(self.chunks) == 1 else tt.float32
         sums = [tt.matmul(dlogits, hidden, transpose_a=True, dtype=kind, **c.product)]
         if self.bias is not None:
-            ones = c.ones_row(dlogits.shape[0], self.hidden.spec.dtype)
+            ones = c.full(1, (1, dlogits.shape[0]), self.hidden.spec.dtype)
             sums.append(tt.matmul(ones.t, dlogits, dtype=kind, **c.product))
         return sums
 
@@ -203,7 +176,8 @@ class _HeadLoss:
 def _plain_head(c: Context, ins: Sequence[Any], gradients: bool, frozen: bool) -> Launch:
     """Without bias, smoothing, weights of rows and ids that pad the vocabulary: the fewest launches, on all rows."""
     (hidden, head, targets, weight, _), tt = ins, c.tt
-    given = _Targets.of(c, targets, head.spec.shape[0], weight)
+    hot_rows, row_weights = _targets(c, targets, head.spec.shape[0], weight)
+    ones = c.full(1, (1, head.spec.shape[0]))
 
     def run() -> list[Any]:
         logits = tt.matmul(hidden.t, head.t, transpose_b=True, dtype=tt.float32, **c.product)
@@ -211,8 +185,10 @@ def _plain_head(c: Context, ins: Sequence[Any], gradients: bool, frozen: bool) -
             probabilities, _, _ = softmax_parts(c, logits)
         else:
             probabilities = tt.softmax(logits, dim=-1, numeric_stable=True, **c.exact)
-        hot, weights = given.hot(), given.weights()
-        loss = _picked_loss(c, probabilities, hot, weights, head.spec.shape[0])
+        hot, weights = hot_rows(), row_weights()
+        picked = tt.matmul(tt.multiply(probabilities, hot), ones.t, transpose_b=True, **c.product)
+        losses = tt.add(picked, SMALLEST, activations=[tt.UnaryOpType.LOG, tt.UnaryOpType.NEG])
+        loss = tt.matmul(losses, weights, transpose_a=True, **c.product)
         if not gradients:
             return [loss]
         dlogits = _gradient(c, probabilities, hot, weights, hidden.spec.dtype)
@@ -255,7 +231,7 @@ def _squared_error(c: Context, ins: Sequence[Any], outs: Tensors, attributes: At
 def _squared_error_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
     """2 weight (prediction - target)."""
     (prediction, target, weight), (out,), tt = ins, outs, c.tt
-    zero = c.constant("zero", TileLayout((1, 1), "float32"), lambda: np.zeros((1, 1), np.float32))
+    zero = c.full(0, (1, 1))
 
     def run() -> None:
         difference = tt.subtract(prediction.t, target.t, dtype=tt.float32)

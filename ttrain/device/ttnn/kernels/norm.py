@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ttrain.core.spec import DType
-from ttrain.device.base import Delivery, Launch, Layout
+from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, is_bf16, row, wide
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.layout import TileLayout, device_shape
+from ttrain.device.ttnn.tensors.store import TileLayout, device_shape
 
 
 def _fuses(c: Context, x: Any) -> bool:
@@ -23,7 +21,7 @@ def _column(shape: Sequence[int], dtype: str) -> TileLayout:
     return TileLayout((*device_shape(tuple(shape))[:-1], 1), dtype)
 
 
-def _statistics(c: Context, x: Any) -> list[Layout | None]:
+def _statistics(c: Context, x: Any) -> list[TileLayout]:
     """Layouts of mean and rstd, which are columns. Where the gradient is fused, normalised x stands for mean."""
     if _fuses(c, x):
         return [TileLayout(device_shape(x.shape), "bfloat16"), _column(x.shape, "bfloat16")]
@@ -32,7 +30,6 @@ def _statistics(c: Context, x: Any) -> list[Layout | None]:
 
 def _hold(c: Context, x: DeviceTensor, mean: DeviceTensor, rstd: DeviceTensor) -> None:
     for tensor, layout in zip((mean, rstd), _statistics(c, x.spec), strict=True):
-        assert isinstance(layout, TileLayout)
         tensor.hold_as(layout)
 
 
@@ -43,38 +40,34 @@ def _layer_norm(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attri
     _hold(c, x, mean, rstd)
     root = [tt.UnaryOpType.RSQRT]
 
-    def normed(*scales: Any) -> Any:
-        given = dict(zip(("weight", "bias"), scales, strict=False))
-        return tt.layer_norm(x.t, epsilon=eps, **given, **c.exact)
+    def normed() -> Any:
+        return tt.layer_norm(x.t, epsilon=eps, weight=weight.t, bias=None if bias is None else bias.t, **c.exact)
 
     def fused() -> list[Any]:
         variance = tt.var(x.t, dim=-1, keepdim=True, correction=False, **c.exact)
-        y = normed(weight.t, None if bias is None else bias.t)
-        return [y, normed(), tt.add(variance, eps, activations=root)]
+        return [normed(), tt.layer_norm(x.t, epsilon=eps, **c.exact), tt.add(variance, eps, activations=root)]
 
     def plain() -> list[Any]:
-        centred, mu = _centred(c, x)
-        variance = tt.sum(tt.multiply(centred, centred), dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-        inverse = tt.add(variance, eps, activations=root)
-        if c.core_subset:
-            return [_scaled(c, x, tt.multiply(centred, inverse), weight, bias), mu, inverse]
-        return [normed(weight.t, None if bias is None else bias.t), mu, inverse]
+        given = wide(c, x)
+        mu = _mean(c, given)
+        centred = tt.subtract(given, mu)
+        inverse = tt.add(_mean(c, tt.multiply(centred, centred)), eps, activations=root)
+        y = _scaled(c, x, tt.multiply(centred, inverse), weight, bias) if c.core_subset else normed()
+        return [y, mu, inverse]
 
     return fused if _fuses(c, x.spec) else plain
 
 
-def _scaled(c: Context, x: DeviceTensor, normal: Any, weight: DeviceTensor, bias: DeviceTensor | None) -> Any:
+def _mean(c: Context, x: Any) -> Any:
+    """Return the mean over the last axis, [..., 1]."""
+    return c.tt.sum(x, dim=-1, keepdim=True, scalar=1 / x.shape[-1], **c.exact)
+
+
+def _scaled(c: Context, x: DeviceTensor, normal: Any, weight: DeviceTensor, bias: DeviceTensor | None = None) -> Any:
     """normal * weight + bias in the dtype of x, where ttnn's own norm can't be kept on a part of the chip."""
     y = c.tt.multiply(normal, wide(c, weight))
     y = y if bias is None else c.tt.add(y, wide(c, bias))
     return c.tt.typecast(y, c.tt.bfloat16) if is_bf16(x) else y
-
-
-def _centred(c: Context, x: DeviceTensor) -> tuple[Any, Any]:
-    """x minus its mean, and the mean, in fp32."""
-    given = wide(c, x)
-    mean = c.tt.sum(given, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-    return c.tt.subtract(given, mean), mean
 
 
 @row("layer_norm_grad")
@@ -89,9 +82,7 @@ def _layer_norm_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: 
     if not _fuses(c, x.spec):
         return lambda: _plain_grad(c, ins, outs, attributes["bias"])
     shape = (1,) * (3 - x.spec.rank) + x.spec.shape
-    row = TileLayout(shape[:-1], "bfloat16")
-    zeros = c.constant("zeros", row, lambda: np.zeros(row.shape, np.float32))
-    ones = c.constant("ones", row, lambda: np.ones(row.shape, np.float32))
+    zeros, ones = (c.full(value, shape[:-1], DType.BF16) for value in (0, 1))
 
     def fused() -> None:
         dx = outs[0].t
@@ -111,17 +102,15 @@ def _plain_grad(c: Context, ins: Sequence[Any], outs: Tensors, bias: bool) -> No
     """dx = rstd (s - mean(s) - n mean(s n)) with s = dy weight and n the normalised x; all in fp32."""
     tt = c.tt
     dy, x, mean, rstd, weight, residual = ins
-    means = {"dim": -1, "keepdim": True, "scalar": 1 / x.spec.shape[-1], **c.exact}
     gradient = wide(c, dy)
     normal = tt.multiply(tt.subtract(wide(c, x), mean.t), rstd.t)
     scaled = tt.multiply(gradient, wide(c, weight))
-    projected = tt.multiply(normal, tt.sum(tt.multiply(scaled, normal), **means))
-    rest = tt.subtract(tt.subtract(scaled, tt.sum(scaled, **means)), projected)
+    projected = tt.multiply(normal, _mean(c, tt.multiply(scaled, normal)))
+    rest = tt.subtract(tt.subtract(scaled, _mean(c, scaled)), projected)
     products = tt.multiply(gradient, normal)
     tt.copy(column_sum(c, products, x.spec.shape, DType.FP32, None), outs[1].t)
     if bias:
-        total = column_sum(c, dy.t, x.spec.shape, dy.spec.dtype, None)
-        tt.copy(total, outs[2].t)
+        tt.copy(column_sum(c, dy.t, x.spec.shape, dy.spec.dtype, None), outs[2].t)
     tt.multiply(rest, rstd.t, output_tensor=outs[0].t)
     if residual is not None:
         tt.add(outs[0].t, residual.t, output_tensor=outs[0].t)
@@ -133,11 +122,9 @@ def _rms_norm(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, w
     outs[1].hold_as(_column(x.spec.shape, "float32"))
 
     def run() -> list[Any]:
-        square = tt.multiply(x.t, x.t, dtype=tt.float32)
-        mean = tt.sum(square, dim=-1, keepdim=True, scalar=1 / x.spec.shape[-1], **c.exact)
-        inverse = tt.add(mean, eps, activations=root)
+        inverse = tt.add(_mean(c, tt.multiply(x.t, x.t, dtype=tt.float32)), eps, activations=root)
         if c.core_subset:
-            return [_scaled(c, x, tt.multiply(x.t, inverse, dtype=tt.float32), weight, None), inverse]
+            return [_scaled(c, x, tt.multiply(x.t, inverse, dtype=tt.float32), weight), inverse]
         return [tt.rms_norm(x.t, epsilon=eps, weight=weight.t, **c.exact), inverse]
 
     return run
@@ -157,7 +144,8 @@ def _rms_norm_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: At
             tt.copy(total, dweight.t)
         projected = tt.matmul(product, weight.t, transpose_b=True, dtype=tt.float32, **c.product)
         scaled = tt.multiply(dy.t, weight.t)
-        scaled = tt.typecast(scaled, tt.float32) if is_bf16(dy) else scaled
+        if is_bf16(dy):
+            scaled = tt.typecast(scaled, tt.float32)
         rest = tt.addcmul(scaled, normal, projected, value=-1 / x.spec.shape[-1])
         if residual is None:
             tt.multiply(rest, rstd.t, output_tensor=dx.t)

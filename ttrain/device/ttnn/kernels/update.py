@@ -1,31 +1,155 @@
-"""The update stage. State is joined into stacks, so that one launch serves all parameters of a group (see stack.py)."""
+"""The update stage. State is joined into stacks, so that one launch serves all parameters of a group (see stack.py).
+
+State in bf16 is widened to fp32 a piece at a time, so that what is saved by keeping it in bf16 is not asked for again
+during the update. Random bits of rounding come from core/random_bits.py; an element's number is its place in the
+stack, which is another than on a CPU, so the bits differ from those drawn there.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt, prod
 from typing import Any
 
-from ttrain.core.spec import DType
-from ttrain.device.base import Delivery, Launch
+import numpy as np
+
+from ttrain.device.base import Delivery, Launch, chain
 from ttrain.device.ttnn.kernels.common import Attributes, Context, row
-from ttrain.device.ttnn.kernels.elementwise import BINARY, UNARY
-from ttrain.device.ttnn.kernels.groups import (
-    Joined,
-    Rounding,
-    Scalars,
-    Update,
-    UpdateGroup,
-    each,
-    groups_of,
-    on_wide,
-    pieces,
-    scaled_gradient,
-)
-from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.stack import stacked
+from ttrain.device.ttnn.kernels.elementwise import CALLS, key_of, mix_into
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
+from ttrain.device.ttnn.tensors.stack import Stack, stacked
+from ttrain.device.ttnn.tensors.store import TILE, TileLayout
+
+Joined = Any  # a stack, a tensor by itself or a part of a stack: all have `t` and `layout`
+
+
+@dataclass
+class UpdateGroup:
+    """Tensors that one chain of launches updates: a buffer per written slot, and the gradients arranged alike."""
+
+    slots: list[Joined]
+    gradients: Joined
+
+
+@dataclass
+class Part:
+    """Rows of a stack, or a tensor that exists for the time of one launch."""
+
+    t: Any
+    layout: TileLayout
+
+
+Update = Callable[[UpdateGroup], Launch]
+Rounded = Callable[[int, Part], None]  # turns the fp32 numbers of a slot into numbers that bf16 has
+
+
+@dataclass
+class Scalars:
+    """Scalar inputs of a rule."""
+
+    lr: DeviceTensor
+    step: DeviceTensor
+    factor: DeviceTensor | None
+
+
+def scaled_gradient(c: Context, gradient: Any, factor: DeviceTensor | None) -> Any:
+    """Return a new fp32 tensor: the gradient times the clip factor."""
+    tt = c.tt
+    return tt.typecast(gradient, tt.float32) if factor is None else tt.multiply(gradient, factor.t, dtype=tt.float32)
+
+
+def on_wide(c: Context, group: UpdateGroup, update: Update, rounding: Rounded | None = None) -> Launch:
+    """Return an update of fp32 tensors on state of which some is bf16: widened before, rounded after."""
+    tt, slots = c.tt, group.slots
+    wide = {number: Part(None, slot.layout) for number, slot in enumerate(slots) if slot.layout.dtype != "float32"}
+    launch = update(UpdateGroup([wide.get(number, slot) for number, slot in enumerate(slots)], group.gradients))
+
+    def run() -> None:
+        for number, part in wide.items():
+            part.t = tt.typecast(slots[number].t, tt.float32)
+        launch()
+        for number, part in wide.items():
+            if rounding is not None:
+                rounding(number, part)
+            tt.typecast(part.t, tt.bfloat16, output_tensor=slots[number].t)
+            part.t = None
+
+    return run if wide else launch
+
+
+PIECE = 2**23  # elements that are widened at a time
+_LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
+
+
+def pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
+    """Cut a group where its stacks begin a bank anew. Yield each piece with the number of its first element."""
+    first = group.slots[0]
+    if not isinstance(first, Stack):
+        yield group, 0
+        return
+    rows, width = first.layout.shape
+    unit = c.store.banks * TILE
+    length = max(1, PIECE // (unit * width)) * unit
+    for start in range(0, rows, length):
+        count = min(length, rows - start)
+        gradients, *slots = (
+            Part(c.tt.narrow(whole.t, 0, start, count), TileLayout((count, width), whole.layout.dtype))
+            for whole in (group.gradients, *group.slots)
+        )
+        yield UpdateGroup(slots, gradients), start * width
+
+
+class Rounding:
+    """Stochastic rounding of the slots of one update."""
+
+    def __init__(self, c: Context, numbers: Sequence[int], stream: int, seed: Any) -> None:
+        self.c = c
+        self.keys = {number: key_of(c, seed, stream + number, per_chip=False) for number in numbers}
+
+    def of(self, layout: TileLayout, first: int) -> Rounded:
+        """Return the rounding of tensors of this layout whose first element has this number."""
+        shape = _seen_as(layout)
+        rows, columns = (prod(shape[:-1]), shape[-1])
+        row = self._counter((*shape[:-1], 1), rows, columns)
+        column = self._counter((1,) * (len(shape) - 1) + (columns,), columns, 1)
+
+        def run(number: int, slot: Any) -> None:
+            if number in self.keys:
+                start = self.c.tt.add(self.c.tt.add(column.t, self.keys[number].t), first)
+                slot.t = self._rounded(slot.t, layout.shape, shape, self.c.tt.add(row.t, start))
+
+        return run
+
+    def _counter(self, shape: tuple[int, ...], count: int, stride: int) -> DeviceTensor:
+        """0, stride, 2 stride and so on, as int32 that wraps."""
+
+        def values() -> np.ndarray:
+            return (np.arange(count, dtype=np.int64) * stride).astype(np.uint32).view(np.int32).reshape(shape)
+
+        return self.c.constant(("counter", stride), TileLayout(shape, "int32"), values)
+
+    def _rounded(self, x: Any, given: tuple[int, ...], shape: tuple[int, ...], hashes: Any) -> Any:
+        tt = self.c.tt
+        mix_into(tt, hashes)
+        tt.bitwise_and(hashes, _LOW, output_tensor=hashes)
+        seen = x if shape == given else tt.experimental.view(x, shape)
+        bits = tt.bitcast(tt.bitcast(seen, tt.uint32), tt.int32)
+        tt.add(bits, hashes, output_tensor=bits)
+        tt.bitwise_and(bits, _HIGH, output_tensor=bits)
+        cut = tt.bitcast(tt.bitcast(bits, tt.uint32), tt.float32)
+        return cut if shape == given else tt.experimental.view(cut, given)
+
+
+def _seen_as(layout: TileLayout) -> tuple[int, ...]:
+    """A shape of the same tiles in which the numbers of rows and of columns take little memory."""
+    if layout.shape[-1] != TILE or layout.padded != layout.shape or len(layout.shape) != 2:
+        return layout.shape
+    tiles = layout.tiles
+    across = next(count for count in range(isqrt(tiles), 0, -1) if tiles % count == 0)
+    return tiles // across * TILE, across * TILE
 
 
 @row("assign", Delivery.INPLACE)
@@ -104,7 +228,7 @@ def _adamw_fused(c: Context, group: UpdateGroup, rule: Any, given: Scalars) -> L
 def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
     settings = dict(rule.settings)
     decay, momentum, nesterov = settings["weight_decay"], settings.get("momentum"), settings.get("nesterov")
-    tt, lr, factor, one = c.tt, given.lr, given.factor, c.ones_row(1, DType.FP32)
+    tt, lr, factor, one = c.tt, given.lr, given.factor, c.full(1, (1, 1))
 
     def update(group: UpdateGroup) -> Launch:
         p, *velocity = group.slots
@@ -184,12 +308,8 @@ def _number(steps: Sequence[Any], item: int, vectors: int, given: tuple[float, f
 
 def _launched(c: Context, step: Any, known: Mapping[int, Any]) -> Any:
     name, operands, attributes = step
-    ins, tt = [known[item] for item in operands], c.tt
-    if name == "cast":
-        return ins[0]
-    if name == "scale":
-        return tt.multiply(ins[0], dict(attributes)["factor"])
-    return getattr(tt, BINARY[name] if name in BINARY else UNARY[name])(*ins)
+    ins = [known[item] for item in operands]
+    return ins[0] if name == "cast" else CALLS[name](c.tt, dict(attributes))(*ins)
 
 
 @row("update", Delivery.INPLACE)
@@ -202,31 +322,25 @@ def _update(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attribute
     lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
     copies = lists.pop() if attributes.get("copies") else []
     given = Scalars(*ins[-4:-1])
-    groups = groups_of(c, lists[1], [lists[0], *lists[2:]])
     update = _RULES.get(rule.name, stepwise)(c, rule, given)
     rounding = Rounding(c, stochastic, attributes.get("stream", 0), ins[-1]) if stochastic else None
     launches, numbered = [], 0
-    for group in groups:
+    joined = [stacked(c.store, tensors) for tensors in lists]
+    for p, gradients, *slots in zip(*joined, strict=True):
+        group = UpdateGroup([p, *slots], gradients)
+        narrow = all(slot.layout.dtype != "float32" for slot in group.slots)
         if rounding is not None:
-            launches += [
-                on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first))
-                for piece, first in pieces(c, group)
-            ]
+            for piece, first in pieces(c, group):
+                launches.append(on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first)))
+        elif narrow and rule.name == "adamw" and c.fused and not c.replayed:
+            launches.append(_adamw_fused(c, group, rule, given))
         else:
-            launches.append(_plain(c, group, update, rule, given))
+            launches.append(on_wide(c, group, update))
         numbered += prod(group.slots[0].layout.shape)
     if copies:
         pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
         launches += [_rounded(c, copy, master) for copy, master in pairs]
-    return each(launches)
-
-
-def _plain(c: Context, group: UpdateGroup, update: Update, rule: Any, given: Scalars) -> Launch:
-    """One group without random bits."""
-    narrow = [slot.layout.dtype != "float32" for slot in group.slots]
-    if all(narrow) and rule.name == "adamw" and c.fused and not c.replayed:
-        return _adamw_fused(c, group, rule, given)
-    return on_wide(c, group, update) if any(narrow) else update(group)
+    return chain(*launches)
 
 
 def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:

@@ -1,7 +1,7 @@
 """A stub for the compiler of Tenstorrent kernels, for mocked boards only.
 
 A mocked board runs no kernel, yet metal compiles one for every program. `runtime_root` makes a folder that links to the
-installed ttnn and holds a compiler of its own: a shell script that writes a program of one instruction (see elf.py).
+installed ttnn and holds a compiler of its own: a shell script that writes a program of one instruction.
 It needs neither a C compiler nor root rights, and it refuses to work for a process that has not asked for a mocked
 board, so that such a kernel can never reach a card.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from ttrain.core.errors import DeviceUnavailable
-from ttrain.device.ttnn.mock.elf import return_only
 
 COMPILER = "riscv-tt-elf-g++"
 MOCK_VARIABLE = "TT_METAL_MOCK_CLUSTER_DESC_PATH"
@@ -120,3 +120,46 @@ def _quoted(program: bytes) -> str:
     """Bytes as a format of the shell's printf."""
     plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_. ,-"
     return "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in program)
+
+
+DATA_ADDRESS = 0xFFB00800  # start of a core's local memory
+MARK = b"ttrain stub kernel, mocked boards only\0"
+
+_RETURN = struct.pack("<I", 0x00008067)  # jalr x0, 0(ra)
+_ET_EXEC, _EM_RISCV = 2, 243
+_PROGBITS, _SYMTAB, _STRTAB, _RELA = 1, 2, 3, 4
+_START = 52 + 2 * 32  # bytes of the header and of two segments' headers
+
+
+def return_only(text_address: int) -> bytes:
+    """Return an executable whose text is one return at `text_address`."""
+    end = text_address + len(_RETURN)
+    symbols = {  # value, info, section
+        b"_start": (text_address, 0x12, 1),
+        b"__fw_export_text_end": (end, 0x10, 0xFFF1),
+        b"__fw_export_ldm_end": (DATA_ADDRESS, 0x10, 0xFFF1),
+    }
+    sections = {  # kind, flags, address, linked section, info, alignment, bytes of an entry
+        b".text": (_PROGBITS, 6, text_address, 0, 0, 4, 0),
+        b".rela.text": (_RELA, 0, 0, 4, 1, 4, 12),
+        b".data": (_PROGBITS, 3, DATA_ADDRESS, 0, 0, 4, 0),
+        b".symtab": (_SYMTAB, 0, 0, 5, 1, 4, 16),
+        b".strtab": (_STRTAB, 0, 0, 0, 0, 1, 0),
+    }
+    strings, names = b"\0" + MARK, dict[bytes, int]()
+    for name in (*symbols, *sections):
+        names[name] = len(strings)
+        strings += name + b"\0"
+    relocation, entries = struct.pack("<III", text_address, 0, 0), bytes(16)
+    for name, (value, info, section) in symbols.items():
+        entries += struct.pack("<IIIBBH", names[name], value, 0, info, 0, section)
+    content, table = b"", bytes(40)
+    bodies = (_RETURN, relocation, b"", entries, strings)
+    for body, (name, (kind, flags, address, *rest)) in zip(bodies, sections.items(), strict=True):
+        table += struct.pack("<10I", names[name], kind, flags, address, _START + len(content), len(body), *rest)
+        content += body + bytes(-len(body) % 4)
+    text = struct.pack("<8I", 1, _START, text_address, text_address, len(_RETURN), len(_RETURN), 5, 4)
+    data = struct.pack("<8I", 1, _START + len(_RETURN) + len(relocation), DATA_ADDRESS, end, 0, 0, 6, 4)
+    identity = b"\x7fELF\x01\x01\x01" + bytes(9)
+    header = (identity, _ET_EXEC, _EM_RISCV, 1, text_address, 52, _START + len(content), 0, 52, 32, 2, 40, 6, 5)
+    return struct.pack("<16sHHIIIIIHHHHHH", *header) + text + data + content + table

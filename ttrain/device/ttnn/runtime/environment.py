@@ -9,19 +9,44 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import at_home, cache_folder
 from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
+from ttrain.device.ttnn.runtime.identity import checked_simulator
 from ttrain.device.ttnn.runtime.profile import profiler_variables
-from ttrain.device.ttnn.runtime.simulator import checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
+
+DEVICE_NODES = Path("/dev/tenstorrent")
+
+
+def holders(nodes: Path = DEVICE_NODES, processes: Path = Path("/proc")) -> dict[int, str]:
+    """Process id -> command of every process that has a card open, as far as this user may see."""
+    found: dict[int, str] = {}
+    for entry in processes.glob("[0-9]*"):
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            if any(link.startswith(f"{nodes}/") for link in links):
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+                found[int(entry.name)] = command[:80]
+        except OSError:
+            continue
+    return {pid: command for pid, command in found.items() if pid != os.getpid()}
+
+
+def holders_text() -> str:
+    """A sentence that names them."""
+    found = holders()
+    if not found:
+        return "No other process of this user holds it; it may hang (tt-smi -r resets it)."
+    return "It is held by " + ", ".join(f"process {pid} ({command})" for pid, command in found.items()) + "."
+
 
 SIMULATOR_VARIABLE = "TT_METAL_SIMULATOR"
 BOARD_FOLDER = Path(__file__).parent.parent / "mock" / "boards"
-DEVICE_NODES = Path("/dev/tenstorrent")
 MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
 _OTHER_MODES = {
     MOCK_VARIABLE: "device.mode=mock",
@@ -29,29 +54,23 @@ _OTHER_MODES = {
 }
 
 
+QUIET = {"TT_METAL_LOGGER_LEVEL": "off", "LOGURU_LEVEL": "ERROR", "TT_METAL_DISABLE_BACKTRACE": "1"}
+
+
 def ttnn_folder() -> Path:
     """Return the folder of stub roots and kernel caches of mocked boards and simulators."""
     return cache_folder() / "ttnn"
 
 
-def quiet(verbose: bool) -> dict[str, str]:
-    """Logging off unless asked for; and no file left behind in shared memory by Open MPI."""
-    level = (
-        {} if verbose else {"TT_METAL_LOGGER_LEVEL": "off", "LOGURU_LEVEL": "ERROR", "TT_METAL_DISABLE_BACKTRACE": "1"}
-    )
-    return {**level, "OMPI_MCA_btl": "^sm"}
-
-
 def variables(config: TenstorrentConfig) -> dict[str, str]:
     """Return the variables that ttnn needs before its import. Raises DeviceUnavailable or ConfigError."""
     wheel = installed_ttnn()
-    common = quiet(config.verbose)
+    common = {"OMPI_MCA_btl": "^sm"} | ({} if config.verbose else QUIET)  # Open MPI leaves no file in shared memory
     if config.profile is not None:
         common |= profiler_variables(at_home(config.profile).resolve())
-    if config.mode == "mock":
-        return {**common, **_mock(config, wheel)}
-    if config.mode == "simulator":
-        return {**common, **_simulator(config)}
+    if config.mode != "silicon":
+        base = ttnn_folder() / f"{config.mode}-{_wheel_version()}"
+        return common | (_mock(config, wheel, base) if config.mode == "mock" else _simulator(config, base))
     for key, instead in _OTHER_MODES.items():
         if os.environ.get(key):
             raise DeviceUnavailable(
@@ -70,40 +89,32 @@ def has_card() -> bool:
     return any(DEVICE_NODES.glob("*"))
 
 
-def board_of(config: TenstorrentConfig) -> str:
-    """The board that a mocked run plays; `tt` plays an N150."""
-    return "n150" if config.name == "tt" else config.name
-
-
-def _mock(config: TenstorrentConfig, wheel: Path) -> dict[str, str]:
-    base = ttnn_folder() / f"mock-{_wheel_version()}"
+def _mock(config: TenstorrentConfig, wheel: Path, base: Path) -> dict[str, str]:
+    """`tt` plays an N150."""
     runtime_root(base / "root", wheel)
     return {
-        MOCK_VARIABLE: str(BOARD_FOLDER / f"{board_of(config)}.yaml"),
+        MOCK_VARIABLE: str(BOARD_FOLDER / f"{'n150' if config.name == 'tt' else config.name}.yaml"),
         "TT_METAL_RUNTIME_ROOT": str(base / "root"),
         "TT_METAL_CACHE": str(base / "kernels"),
         "TT_METAL_LOGS_PATH": str(base / "logs"),
     }
 
 
-def _simulator(config: TenstorrentConfig) -> dict[str, str]:
+def _simulator(config: TenstorrentConfig, base: Path) -> dict[str, str]:
     """The user's library; its root, cache and dispatch settings may come from the environment."""
-    library = checked_simulator(config)
-    base = ttnn_folder() / f"simulator-{_wheel_version()}"
-    found = {
-        SIMULATOR_VARIABLE: str(library),
-        "TT_METAL_CACHE": os.environ.get("TT_METAL_CACHE", str(base / "kernels")),
-        "TT_METAL_LOGS_PATH": os.environ.get("TT_METAL_LOGS_PATH", str(base / "logs")),
-        "TT_METAL_DISABLE_SFPLOADMACRO": os.environ.get("TT_METAL_DISABLE_SFPLOADMACRO", "1"),
+    usual = {
+        "TT_METAL_CACHE": str(base / "kernels"),
+        "TT_METAL_LOGS_PATH": str(base / "logs"),
+        "TT_METAL_DISABLE_SFPLOADMACRO": "1",
     }
-    # Captured steps and a second queue need the dispatch that cards use, with its queue in simulated DRAM.
-    fast = {"TT_METAL_DRAM_BACKED_CQ": "1"}
-    return found | (fast if os.environ.get("TT_METAL_SLOW_DISPATCH_MODE") != "1" else {})
+    if os.environ.get("TT_METAL_SLOW_DISPATCH_MODE") != "1":
+        # Captured steps and a second queue need the dispatch that cards use, with its queue in simulated DRAM.
+        usual["TT_METAL_DRAM_BACKED_CQ"] = "1"
+    found = {key: os.environ.get(key, value) for key, value in usual.items()}
+    return {SIMULATOR_VARIABLE: str(checked_simulator(config)), **found}
 
 
 def _wheel_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("ttnn")
     except PackageNotFoundError:
@@ -129,9 +140,8 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
     try:
         import ttnn
     except ImportError as error:
-        raise DeviceUnavailable(
-            f"{missing_ttnn() if error.name == 'ttnn' else f'ttnn can not be imported: {error}'}"
-        ) from error
+        told = missing_ttnn() if error.name == "ttnn" else f"ttnn can not be imported: {error}"
+        raise DeviceUnavailable(told) from error
     return ttnn
 
 
@@ -140,10 +150,7 @@ OPENING_FIXES = (
     (r"Reserved size must be less than bank size", "Give device.l1_small_kb=0, or less than a core has."),
     (r"requires \d+ devices", "Give device.mesh=[1,1], or a board with as many chips."),
     (r"sfpi not found", "A card needs Tenstorrent's sfpi package; task=doctor tells more."),
-    (
-        r"Tracy-enabled build",
-        "Build tt-metal with it, or read the report of such a build: profile.csv=<file>.",
-    ),
+    (r"Tracy-enabled build", "Build tt-metal with it, or read the report of such a build: profile.csv=<file>."),
 )
 
 

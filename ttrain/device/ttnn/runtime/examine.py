@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.errors import TtrainError
 from ttrain.device.info import Finding
 from ttrain.device.ttnn.mock.stub_compiler import installed_ttnn, missing_ttnn
-from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, ttnn_folder
-from ttrain.device.ttnn.runtime.holders import holders
-from ttrain.device.ttnn.runtime.probe import probe
+from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, holders, ttnn_folder
+from ttrain.device.ttnn.settings import TenstorrentConfig
 
 DRIVER = Path("/sys/module/tenstorrent/version")
 CARDS = Path("/sys/class/tenstorrent")
 SYSTEM_COMPILER = Path("/opt/tenstorrent/sfpi")
 LOCKS = Path("/dev/shm")
 OPEN_SECONDS = 60.0
+_CARD_FACTS = ("card_type", "fw_bundle_ver", "serial")
 
 
 def examine(opening: bool = True) -> Iterator[Finding]:
-    """All findings in order. With `opening` devices are opened too, each in a process of its own."""
+    """Yield all findings in order. With `opening` devices are opened too, each in a process of its own."""
     ttnn = _ttnn()
     yield ttnn
     if ttnn.state == "ok":
         yield _compiler()
-    yield _driver()
-    cards = _cards()
-    yield cards
-    if cards.state == "ok":
-        yield from _firmware()
-        yield _holders()
-        yield _locks()
+    if driver := _text(DRIVER):
+        yield Finding("driver", "ok", f"tenstorrent {driver}")
+    else:
+        yield Finding("driver", "missing", "the kernel module tenstorrent is not loaded", "a card needs it: tt-kmd")
+    cards = sorted(path.name for path in DEVICE_NODES.glob("[0-9]*"))
+    if cards:
+        yield Finding("cards", "ok", f"{len(cards)} in {DEVICE_NODES}: {', '.join(cards)}")
+        yield from _state_of_cards()
+    else:
+        fix = "use device=cpu, or device.mode=mock for a dry run"
+        yield Finding("cards", "missing", f"nothing in {DEVICE_NODES}", fix)
     if opening and ttnn.state == "ok":
-        if cards.state == "ok":
+        if cards:
             yield from _open_cards()
-        yield _opened("mocked boards", "mock", "n150", f"remove {ttnn_folder()} and try again")
+        mocked = probe("mock", "n150", OPEN_SECONDS)
+        yield _answer("mocked boards", mocked, f"remove {ttnn_folder()} and try again")
     yield _simulator()
 
 
@@ -56,33 +65,24 @@ def _compiler() -> Finding:
     found = next((place for place in places if (place / "compiler").exists()), None)
     if found is not None:
         return Finding("kernel compiler", "ok", str(found))
-    return Finding(
-        "kernel compiler", "missing", f"no SFPI in {places[0]} or {places[1]}",
-        "a card needs it: install Tenstorrent's sfpi package; mocked boards bring a stub",
-    )  # fmt: skip
+    fix = "a card needs it: install Tenstorrent's sfpi package; mocked boards bring a stub"
+    return Finding("kernel compiler", "missing", f"no SFPI in {places[0]} or {places[1]}", fix)
 
 
-def _driver() -> Finding:
-    if DRIVER.exists():
-        return Finding("driver", "ok", f"tenstorrent {DRIVER.read_text('ascii', 'replace').strip()}")
-    return Finding("driver", "missing", "the kernel module tenstorrent is not loaded", "a card needs it: tt-kmd")
-
-
-def _cards(nodes: Path = DEVICE_NODES) -> Finding:
-    found = sorted(path.name for path in nodes.glob("[0-9]*"))
-    if found:
-        return Finding("cards", "ok", f"{len(found)} in {nodes}: {', '.join(found)}")
-    return Finding("cards", "missing", f"nothing in {nodes}", "use device=cpu, or device.mode=mock for a dry run")
-
-
-def _firmware(cards: Path = CARDS) -> Iterator[Finding]:
-    for card in sorted(cards.glob("*")):
+def _state_of_cards() -> Iterator[Finding]:
+    """Yield the firmware of every card, who holds them, and the driver's locks."""
+    for card in sorted(CARDS.glob("*")):
         facts = {name: _text(card / f"tt_{name}") or _text(card / "device" / f"tt_{name}") for name in _CARD_FACTS}
         known = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value)
         yield Finding(f"card {card.name}", "ok", known or "its driver tells nothing")
-
-
-_CARD_FACTS = ("card_type", "fw_bundle_ver", "serial")
+    if held := ", ".join(f"process {pid} ({command})" for pid, command in holders().items()):
+        fix = "wait for it or end it; a run on a held card ends with exit code 75"
+        yield Finding("held by", "broken", held, fix)
+    else:
+        yield Finding("held by", "ok", "nobody that this user may see")
+    locks = len([*LOCKS.glob("TT_UMD_LOCK*")])
+    left = " left by processes that ended; the driver takes them over" if locks and not held else " of the driver"
+    yield Finding("locks", "ok", f"{locks}{left}")
 
 
 def _text(path: Path) -> str:
@@ -92,37 +92,17 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _holders() -> Finding:
-    found = holders()
-    if not found:
-        return Finding("held by", "ok", "nobody that this user may see")
-    named = ", ".join(f"process {pid} ({command})" for pid, command in found.items())
-    return Finding("held by", "broken", named, "wait for it or end it; a run on a held card ends with exit code 75")
-
-
-def _locks(folder: Path = LOCKS) -> Finding:
-    found = sorted(path.name for path in folder.glob("TT_UMD_LOCK*"))
-    if not found or holders():
-        return Finding("locks", "ok", f"{len(found)} of the driver")
-    return Finding("locks", "ok", f"{len(found)} left by processes that ended; the driver takes them over")
-
-
 def _open_cards() -> Iterator[Finding]:
-    """A chip by itself, then all of them over the links between them."""
+    """Open a chip by itself, then all of them over the links between them."""
     result = probe("silicon", "tt", OPEN_SECONDS)
     yield _answer("opening a card", result, "reset it with tt-smi -r, then run task=doctor again")
     chips = result.get("opened", {}).get("chips", 1)
     if chips > 1:
-        linked = probe("silicon", "tt", OPEN_SECONDS, chips)
-        yield _answer("fabric links", linked, "check the cables and reset all cards with tt-smi -r; one chip is enough "
-                      "for device.mesh=[1,1]")  # fmt: skip
+        fix = "check the cables and reset all cards with tt-smi -r; one chip is enough for device.mesh=[1,1]"
+        yield _answer("fabric links", probe("silicon", "tt", OPEN_SECONDS, chips), fix)
 
 
-def _opened(subject: str, mode: str, name: str, fix: str) -> Finding:
-    return _answer(subject, probe(mode, name, OPEN_SECONDS), fix)
-
-
-def _answer(subject: str, result: Mapping[str, Any], fix: str) -> Finding:
+def _answer(subject: str, result: dict[str, Any], fix: str) -> Finding:
     if "error" in result:
         return Finding(subject, "broken", result["error"], fix)
     facts = result["opened"]
@@ -134,6 +114,43 @@ def _simulator() -> Finding:
     given = os.environ.get(SIMULATOR_VARIABLE)
     if given is None:
         return Finding("simulator", "missing", f"{SIMULATOR_VARIABLE} is not set", "only mode=simulator needs one")
-    exists = Path(given).exists()
+    if Path(given).exists():
+        return Finding("simulator", "ok", given)
     fix = f"set {SIMULATOR_VARIABLE} to the path of the library, or unset it"
-    return Finding("simulator", "ok" if exists else "broken", given if exists else f"no such file: {given}", fix)
+    return Finding("simulator", "broken", f"no such file: {given}", fix)
+
+
+def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:
+    """Open a device in a process of its own, which hangs in place of this one; several chips with their fabric.
+
+    Return `opened` with the facts of the device, or `error` with the reason, within `seconds`.
+    """
+    command = [sys.executable, "-m", "ttrain.device.ttnn.runtime.examine", mode, name, str(chips)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired as error:
+        opened = b'"opened"' in (error.stdout or b"")
+        return {"error": f"did not {'close' if opened else 'open'} within {seconds:g} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if lines:
+        return json.loads(lines[-1])
+    last = (done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"])[-1]
+    return {"error": last[:300]}
+
+
+def main(mode: str, name: str, together: str = "1") -> None:
+    """Print what was found as one line of JSON."""
+    from ttrain.device.ttnn.runtime.mesh import Mesh
+
+    try:
+        mesh = Mesh.open(TenstorrentConfig(name=name, mode=mode, mesh=[1, int(together)]))
+        chips = mesh.chips if mode == "mock" else int(mesh.tt.get_num_devices())
+        result: dict[str, Any] = {"opened": {**mesh.describe(), "chips": chips}}
+        mesh.close()
+    except TtrainError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

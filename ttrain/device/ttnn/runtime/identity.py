@@ -1,11 +1,19 @@
-"""Check that the chips that were opened are those of the board that a config names."""
+"""Check that what is opened is the board that a config names: its chips, or the simulator that stands for them.
+
+A simulator is checked before ttnn tries to open it: it fails with a stack of C++. ttnn takes a library, `*.so`, beside
+its soc_descriptor.yaml, or the folder of a simulated netlist with a run.sh.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import DeviceUnavailable
+from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.core.folders import at_home
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 
@@ -27,6 +35,7 @@ BOARDS = {
 # Bytes of DRAM of a chip (banks times bytes a bank, as ttnn reports them), and [rows, columns] of a die with all cores.
 DRAM = {"wormhole_b0": 12 * 1072693184, "blackhole": 8 * 4277141376}
 MOST_CORES = {"wormhole_b0": (10, 8), "blackhole": (10, 14)}
+MANY = 1 << 16  # chips, where their number is not known
 _UNNAMED = ("CUSTOM", "INVALID", "SIMULATOR")  # machines that ttnn knows no name of
 
 
@@ -41,28 +50,69 @@ def arch_of(handle: Any) -> str:
 
 
 def check_board(tt: Any, handle: Any, config: TenstorrentConfig) -> None:
-    """Raises DeviceUnavailable where the chips are no part of the board that is named; `tt` takes any."""
-    if config.name not in BOARDS:
-        return
-    cluster = str(tt.cluster.get_cluster_type()).rpartition(".")[2]
-    require_board(config, arch_of(handle), int(tt.get_num_devices()), cluster)
+    """Raise DeviceUnavailable where the chips are no part of the board that is named; `tt` takes any."""
+    if config.name in BOARDS:
+        cluster = str(tt.cluster.get_cluster_type()).rpartition(".")[2]
+        require_board(config, arch_of(handle), int(tt.get_num_devices()), cluster)
 
 
-def require_board(config: TenstorrentConfig, arch: str, chips: int | None = None, cluster: str | None = None) -> None:
-    """Check facts instead: chips and cluster, None where they are not known."""
-    board = BOARDS.get(config.name)
-    if board is None:
+def require_board(config: TenstorrentConfig, arch: str, chips: int = MANY, cluster: str = "CUSTOM") -> None:
+    """Check facts instead, as far as they are known."""
+
+    def fits(board: Board) -> bool:
+        named = cluster in board.clusters or cluster.startswith(_UNNAMED)
+        return arch == board.arch and named and chips >= board.chips
+
+    wanted = BOARDS.get(config.name)
+    if wanted is None or fits(wanted):
         return
-    named = cluster is None or cluster in board.clusters or cluster.startswith(_UNNAMED)
-    if arch == board.arch and named and (chips is None or chips >= board.chips):
-        return
-    fitting = [name for name, each in BOARDS.items() if each.arch == arch and (chips is None or each.chips <= chips)]
-    fitting = [name for name in fitting if cluster is None or cluster in BOARDS[name].clusters] or fitting
     what = "the simulator" if config.mode == "simulator" else "this machine"
-    count = "" if chips is None else f"{chips} "
-    known = f" ({cluster})" if cluster else ""
-    advice = " or ".join(f"device={name}" for name in [*fitting, "tt"])
+    known = arch if chips == MANY else f"{chips} {arch} ({cluster})"
+    advice = " or ".join(f"device={name}" for name in [*(name for name in BOARDS if fits(BOARDS[name])), "tt"])
     raise DeviceUnavailable(
-        f"device={config.name}: has {board.chips} {board.arch} chip(s), but {what} has {count}{arch}{known}. Give "
-        f"{advice}; tt takes what is there."
+        f"device={config.name}: has {wanted.chips} {wanted.arch} chip(s), but {what} has {known}. Give {advice}; tt "
+        "takes what is there."
     )
+
+
+DESCRIPTOR = "soc_descriptor.yaml"
+_ENTRY = b"libttsim_init"  # that every such library exports
+
+
+def checked_simulator(config: TenstorrentConfig) -> Path:
+    """The path to hand to ttnn. Raises ConfigError or DeviceUnavailable for what is no simulator of the board named."""
+    if config.simulator is None:
+        raise ConfigError("device.mode=simulator: needs device.simulator=<path of the simulator library>.")
+    # Not resolved: ttnn goes by the ending of the name, and looks for the descriptor beside the link.
+    given = Path(os.path.abspath(at_home(config.simulator)))
+    try:
+        arch = _arch(given)
+    except OSError as error:
+        raise _refusal(config, f"{error.filename} can't be read ({error.strerror})") from None
+    if arch is None:
+        raise _refusal(config, "is no simulator")
+    if not arch:
+        raise _refusal(config, f"its {DESCRIPTOR} names no arch_name")
+    require_board(config, arch)
+    return given
+
+
+def _refusal(config: TenstorrentConfig, problem: str) -> DeviceUnavailable:
+    return DeviceUnavailable(
+        f"device.simulator={config.simulator}: {problem}. Give a simulator's library (libttsim.so), which lies beside "
+        f"the chip's {DESCRIPTOR}."
+    )
+
+
+def _arch(given: Path) -> str | None:
+    """Return the architecture, such as wormhole_b0: empty where it is not named, None for what is no simulator."""
+    if given.is_dir():
+        known = (given / "run.sh").is_file()
+    else:
+        content = given.read_bytes()
+        known = given.suffix == ".so" and content.startswith(b"\x7fELF") and _ENTRY in content
+    if not known:
+        return None
+    descriptor = (given if given.is_dir() else given.parent) / DESCRIPTOR
+    found = re.search(r"^arch_name:\s*(\w+)", descriptor.read_text("utf-8", "replace"), re.MULTILINE)
+    return "" if found is None else found[1].lower()

@@ -6,27 +6,24 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from importlib.metadata import version
+from typing import Any
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
-from ttrain.device.base import Launch
-from ttrain.device.ttnn.runtime.environment import import_ttnn, opening_failure, reason
-from ttrain.device.ttnn.runtime.holders import holders_text
+from ttrain.device.base import Launch, chain
+from ttrain.device.ttnn.runtime.environment import holders_text, import_ttnn, opening_failure, reason
 from ttrain.device.ttnn.runtime.identity import arch_of, check_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import Store, TileLayout
 
-MIB = 1 << 20
-
-
-class Divided(Protocol):
-    """A divided chip: the sub-device manager, and the mesh as each part sees it."""
-
-    parts: list[Mesh]
-
-    def close(self) -> None: ...
+DRY_RUN = "sub-devices are in a dry run: made but not loaded, and all launch on queue 0"
+NOTES = {
+    "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
+    "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",
+}
 
 
 class Mesh:
@@ -38,22 +35,25 @@ class Mesh:
         self.chips = rows * columns
         self.mocked = config.mode == "mock"
         self.queues = config.command_queues
-        self.can_trace = True
         self.queue = 0  # that launches
         self.part: int | None = None  # which sub-device, where this is one
         self.traces: list[tuple[Any, list[Any]]] = []  # with the tensors that replays write
         self._consumed: Any = None  # event after which the inputs of the last step may be overwritten
-        fidelity = getattr(tt.MathFidelity, config.math_fidelity)
-        self.precision = tt.init_device_compute_kernel_config(
-            handle.arch(), math_fidelity=fidelity, math_approx_mode=False,
-            fp32_dest_acc_en=config.fp32_accumulate, packer_l1_acc=True,
-        )  # fmt: skip
+        self.precision = self.matrix_unit(config.math_fidelity, config.fp32_accumulate)
         size = handle.compute_with_storage_grid_size()
         self.cores = (size.y, size.x)
         self.banks = tt.get_memory_view(handle, tt.BufferType.DRAM).num_banks
         self.whole_grid = tt.CoreGrid(y=size.y, x=size.x)
-        self.grid = None if config.core_grid is None else self._part_of_chip(*config.core_grid)
-        self.divided: Divided | None = None  # into parts that launch by themselves, see subdevices.py
+        self.grid = None  # of products: all cores
+        if config.core_grid is not None:
+            rows, columns = config.core_grid
+            if rows > size.y or columns > size.x:  # ttnn itself takes such a grid, and fails later
+                raise ConfigError(
+                    f"device.core_grid=[{rows},{columns}]: the chip has {size.y} rows and {size.x} columns of cores. "
+                    "Give at most that, or null for all."
+                )
+            self.grid = tt.CoreGrid(y=rows, x=columns)
+        self.divided: Any = None  # the SubDevices that launch by themselves, where there are some
 
     @classmethod
     def open(cls, config: TenstorrentConfig) -> Mesh:
@@ -67,14 +67,11 @@ class Mesh:
             tt.close_mesh_device(handle)
             raise
 
-    def _part_of_chip(self, rows: int, columns: int) -> Any:
-        """A grid of cores; ttnn itself takes one that is larger than the chip, and fails later."""
-        if rows > self.cores[0] or columns > self.cores[1]:
-            raise ConfigError(
-                f"device.core_grid=[{rows},{columns}]: the chip has {self.cores[0]} rows and {self.cores[1]} columns "
-                "of cores. Give at most that, or null for all."
-            )
-        return self.tt.CoreGrid(y=rows, x=columns)
+    def matrix_unit(self, fidelity: str, wide: bool) -> Any:
+        """Return a config of the matrix unit, which sums in fp32 if `wide`."""
+        options = {"math_approx_mode": False, "fp32_dest_acc_en": wide, "packer_l1_acc": True}
+        passes = getattr(self.tt.MathFidelity, fidelity)
+        return self.tt.init_device_compute_kernel_config(self.handle.arch(), math_fidelity=passes, **options)
 
     @property
     def overlaps(self) -> bool:
@@ -94,9 +91,8 @@ class Mesh:
 
     @contextmanager
     def second_queue(self, store: Store, free: Any) -> Iterator[None]:
-        """Host writes inside go through the second queue, after the event `free` where there is one."""
-        if free is not None:
-            self.wait(1, free)
+        """Host writes inside go through the second queue, after the event `free`."""
+        self.wait(1, free)
         store.queue = 1
         try:
             yield
@@ -125,21 +121,13 @@ class Mesh:
         return int(self.tt._ttnn.get_device_operation_id())
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        tt = self.tt
-
-        def run() -> None:
-            for launch in launches:
-                launch()
-            self.consumed()
-
-        if self.mocked:
-            self._empty_capture(launches)
-            return run
+        """Record the launches. A mocked board can't hold ops: its trace stays empty, and a replay launches again."""
+        tt, run = self.tt, chain(*launches)
         self.settled()
         trace = tt.begin_trace_capture(self.handle, cq_id=self.queue)
         try:
-            for launch in launches:
-                launch()
+            if not self.mocked:
+                run()
         except BaseException as error:  # also Ctrl-C: an open capture would keep the device from closing
             tt.end_trace_capture(self.handle, trace, cq_id=self.queue)
             tt.release_trace(self.handle, trace)
@@ -147,23 +135,15 @@ class Mesh:
                 raise CaptureError(f"{name}: a launch can't be captured: {reason(error)}") from error
             raise
         tt.end_trace_capture(self.handle, trace, cq_id=self.queue)
+        if self.mocked:
+            tt.release_trace(self.handle, trace)
+            return chain(run, self.consumed)
         self.traces.append((trace, self.settled()))
-
-        def replay() -> None:
-            tt.execute_trace(self.handle, trace, cq_id=self.queue, blocking=False)
-            self.consumed()
-
-        return replay
+        return chain(partial(tt.execute_trace, self.handle, trace, cq_id=self.queue, blocking=False), self.consumed)
 
     def settled(self) -> list[Any]:
         """Return what a sub-device kept alive until now; call it when everything launched is done."""
         return [] if self.part is None else self.tt.let_go()
-
-    def _empty_capture(self, launches: Sequence[Launch]) -> None:
-        """Begin and end a capture on a mocked board, which can't hold ops: as far as a dry run goes."""
-        trace = self.tt.begin_trace_capture(self.handle, cq_id=0)
-        self.tt.end_trace_capture(self.handle, trace, cq_id=0)
-        self.tt.release_trace(self.handle, trace)
 
     def memory(self) -> dict[str, int]:
         """Bytes of DRAM over all banks of one chip; the peak is not known to ttnn."""
@@ -209,8 +189,9 @@ class Mesh:
 
     def describe(self) -> dict[str, Any]:
         """Facts for the run record."""
-        from importlib.metadata import version
-
+        note = NOTES.get(self.config.mode)
+        if self.mocked and self.part is not None:
+            note = f"{note}; {DRY_RUN}"
         return {
             "mode": self.config.mode,
             "arch": arch_of(self.handle),
@@ -222,11 +203,8 @@ class Mesh:
             "fp32_accumulate": self.config.fp32_accumulate,
             "ttnn": version("ttnn"),
             "memory_bytes": self.memory()["total"],
-        } | ({} if self.config.mode == "silicon" else {"note": self._note()})
-
-    def _note(self) -> str:
-        dry_run = self.mocked and self.part is not None
-        return NOTES[self.config.mode] + (f"; {DRY_RUN}" if dry_run else "")
+            **({} if note is None else {"note": note}),
+        }
 
     def close(self) -> None:
         """Releases traces, then the chips; a sub-device only its traces."""
@@ -245,12 +223,6 @@ class Mesh:
 
 _BUFFER_CHANGES = {"buffer_allocate": 1, "buffer_deallocate": -1}
 
-DRY_RUN = "sub-devices are in a dry run: made but not loaded, and all launch on queue 0"
-NOTES = {
-    "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
-    "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",
-}
-
 
 def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     """The handle of an open mesh, by a thread that is waited for only so long."""
@@ -260,7 +232,7 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     dispatch = "worker" if config.dispatch == "auto" and config.mode != "silicon" else config.dispatch
     options: dict[str, Any] = {
         "l1_small_size": config.l1_small_kb * 1024,
-        "trace_region_size": config.trace_region_mb * MIB,
+        "trace_region_size": config.trace_region_mb << 20,
         "num_command_queues": config.command_queues,
     }
     if dispatch != "auto":
@@ -295,3 +267,41 @@ def _leave(opening: threading.Thread) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(EXIT_DEVICE_BUSY)
+
+
+class DoubleBuffer:
+    """The second tensors of one step's inputs, made as they are first written."""
+
+    def __init__(self, mesh: Mesh, store: Store) -> None:
+        self._mesh, self._store = mesh, store
+        self._pairs: dict[int, tuple[Any, Any]] = {}  # by the tensor's id, which the pair keeps alive
+        self._taken: Any = None
+
+    def write(self, upload: Callable[[], None]) -> Launch:
+        """Run `upload`, whose writes go to the second tensors. The returned call copies what was written."""
+        store, pairs = self._store, {}
+
+        def redirect(tensor: Any, layout: TileLayout) -> Any:
+            key = id(tensor)
+            if key not in self._pairs:
+                self._pairs[key] = (tensor, store.blank(layout))
+            pairs[key] = self._pairs[key]
+            return pairs[key][1]
+
+        # New tensors may get memory that launches under way still use: the first write waits for all of them.
+        free = self._mesh.record(0) if self._taken is None else self._taken
+        store.redirect = redirect
+        try:
+            with self._mesh.second_queue(store, free):
+                upload()
+        finally:
+            store.redirect = None
+        written = self._mesh.record(1)
+
+        def take() -> None:
+            self._mesh.wait(0, written)
+            for tensor, second in pairs.values():
+                store.tt.copy(second, tensor)
+            self._taken = self._mesh.record(0)
+
+        return take

@@ -9,15 +9,21 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ttrain.core.errors import UserError
+from ttrain.core.tables import Table
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.ttnn.settings import TenstorrentConfig
 
 REPORTS = ("cpp_device_perf_report.csv", "ops_perf_results*.csv")
 _NAMES = ("OP CODE", "OP NAME")
 _BUSY, _GAP = ("DEVICE FW DURATION [ns]", "DEVICE KERNEL DURATION [ns]"), "OP TO OP LATENCY [ns]"
 _START, _END = "DEVICE FW START CYCLE", "DEVICE FW END CYCLE"
+_ABSENT = ("", "-")
 
 
 @dataclass(frozen=True)
@@ -29,9 +35,9 @@ class Dispatch:
     cores: int
     busy: float
     gap: float
-    start: int = 0  # cycles of the device's clock; 0 where the report does not tell
-    end: int = 0
-    replayed: bool = False
+    start: int  # cycles of the device's clock; 0 where the report does not tell
+    end: int
+    replayed: bool
 
 
 def profiler_variables(folder: Path) -> dict[str, str]:
@@ -47,7 +53,7 @@ def profiler_variables(folder: Path) -> dict[str, str]:
 
 
 def find_report(folder: Path) -> Path:
-    """The newest report below a folder. Raises UserError where the profiler wrote none."""
+    """Return the newest report below a folder. Raises UserError where the profiler wrote none."""
     for pattern in REPORTS:
         found = sorted(folder.rglob(pattern), key=lambda path: path.stat().st_mtime)
         if found:
@@ -59,55 +65,49 @@ def find_report(folder: Path) -> Path:
 
 
 def read_report(path: Path) -> list[Dispatch]:
-    """Every program that ran on a device, in the order of the file. Raises UserError for a file of another kind."""
+    """Return the programs that ran on a device, in order. Raises UserError for a file of another kind."""
     try:
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
             reader = csv.DictReader(file)
-            columns = [(column or "").strip() for column in reader.fieldnames or ()]
-            reader.fieldnames = columns
-            _check(path, columns)
-            return [found for row in reader if (found := _dispatch(path, reader.line_num, row)) is not None]
+            columns = reader.fieldnames = [(column or "").strip() for column in reader.fieldnames or ()]
+            if _GAP not in columns or not all(set(columns).intersection(names) for names in (_NAMES, _BUSY)):
+                raise UserError(
+                    f"{path}: is no report of ttnn's device profiler, with columns {' or '.join(_NAMES)}, "
+                    f"{' or '.join(_BUSY)} and {_GAP}. Give {' or '.join(REPORTS)}."
+                )
+            rows = ({name: (row.get(name) or "").strip() for name in row if name} for row in reader)
+            return [found for row in rows if (found := _dispatch(path, reader.line_num, row)) is not None]
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror or error}.") from None
     except csv.Error as error:
         raise UserError(f"{path}: is no CSV file: {error}.") from None
 
 
-def _check(path: Path, columns: Sequence[str]) -> None:
-    wanted = {"OP CODE or OP NAME": _NAMES, " or ".join(_BUSY): _BUSY, _GAP: (_GAP,)}
-    missing = [text for text, names in wanted.items() if not any(name in columns for name in names)]
-    if missing:
-        raise UserError(
-            f"{path}: is no report of ttnn's device profiler: it has no column {', '.join(missing)}. Give "
-            f"{' or '.join(REPORTS)}."
-        )
-
-
-def _dispatch(path: Path, line: int, row: dict[str, str | None]) -> Dispatch | None:
+def _dispatch(path: Path, line: int, row: dict[str, str]) -> Dispatch | None:
     """Read a row; return None for an op that ran on the host alone, which has no duration on a device."""
-    busy = next((name for name in _BUSY if (row.get(name) or "").strip() not in ("", "-")), None)
+    busy = next((name for name in _BUSY if row.get(name, "") not in _ABSENT), None)
     if busy is None:
         return None
     try:
         return Dispatch(
-            op=(row.get(_NAMES[0]) or row.get(_NAMES[1]) or "").strip() or "not named",
+            op=row.get(_NAMES[0]) or row.get(_NAMES[1]) or "not named",
             device=int(_number(row, "DEVICE ID")),
             cores=int(_number(row, "CORE COUNT")),
             busy=_number(row, busy),
             gap=max(_number(row, _GAP, least=-math.inf), 0.0),
             start=int(_number(row, _START)),
             end=int(_number(row, _END)),
-            replayed=(row.get("METAL TRACE REPLAY SESSION ID") or "").strip() not in ("", "-"),
+            replayed=row.get("METAL TRACE REPLAY SESSION ID", "") not in _ABSENT,
         )
     except ValueError as error:
         raise UserError(f"{path}, line {line}: {error}.") from None
 
 
-def _number(row: dict[str, str | None], name: str, least: float = 0.0) -> float:
-    """Empty counts as zero: the first program of a device has nothing before it. Raises ValueError."""
-    text = (row.get(name) or "").strip()
+def _number(row: dict[str, str], name: str, least: float = 0.0) -> float:
+    """Return a number; empty counts as zero: the first program of a device has nothing before it. Raises ValueError."""
+    text = row.get(name, "")
     try:
-        number = float(text) if text not in ("", "-") else 0.0
+        number = float(text) if text not in _ABSENT else 0.0
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or number < least:
@@ -116,8 +116,126 @@ def _number(row: dict[str, str | None], name: str, least: float = 0.0) -> float:
 
 
 def after(dispatches: Sequence[Dispatch], earlier: Sequence[Dispatch]) -> list[Dispatch]:
-    """The programs that started on their device after every program of an earlier report had ended."""
+    """Return the programs that started on their device after every program of an earlier report had ended."""
     last: dict[int, int] = {}
     for one in earlier:
         last[one.device] = max(last.get(one.device, 0), one.end or one.start)
     return [one for one in dispatches if one.start > last.get(one.device, -1)]
+
+
+LONGEST = 5
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """All dispatches of one op; nanoseconds over all steps."""
+
+    op: str
+    count: int
+    cores: int  # most that one dispatch used
+    busy: float
+    gap: float  # that the device idled before it
+
+    @property
+    def time(self) -> float:
+        return self.busy + self.gap
+
+
+@dataclass(frozen=True)
+class DispatchProfile:
+    """Programs of one device over `steps` steps. Times are nanoseconds over all of them."""
+
+    device: int
+    steps: int
+    ops: tuple[OpTime, ...]  # the busiest first
+    longest_gaps: tuple[tuple[float, str, str], ...]  # nanoseconds, the op before and the op after
+    replayed: int  # dispatches that a captured step replayed
+
+    @classmethod
+    def of(cls, dispatches: Sequence[Dispatch], steps: int) -> DispatchProfile:
+        """Sum up the first device; its first gap is from before the steps and counts for nothing.
+
+        Raises UserError where nothing ran on any.
+        """
+        if not dispatches:
+            raise UserError("task=profile: the report holds no program that ran on a device.")
+        device = min(one.device for one in dispatches)
+        first, *rest = [one for one in dispatches if one.device == device]
+        mine = [replace(first, gap=0.0), *rest]
+        ops = []
+        for op in dict.fromkeys(one.op for one in mine):
+            same = [one for one in mine if one.op == op]
+            cores = max(one.cores for one in same)
+            ops.append(OpTime(op, len(same), cores, sum(one.busy for one in same), sum(one.gap for one in same)))
+        gaps = sorted(((now.gap, before.op, now.op) for before, now in pairwise(mine) if now.gap), reverse=True)
+        ops.sort(key=lambda time: -time.busy)
+        return cls(device, steps, tuple(ops), tuple(gaps[:LONGEST]), sum(one.replayed for one in mine))
+
+    @property
+    def whole(self) -> OpTime:
+        """All ops added up."""
+        count, busy, gap = (sum(getattr(op, name) for op in self.ops) for name in ("count", "busy", "gap"))
+        return OpTime("all", count, 0, busy, gap)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time in which the device waited for its next program."""
+        return self.whole.gap / self.whole.time if self.whole.time else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "device": self.device,
+            "steps": self.steps,
+            "dispatches_per_step": self.whole.count / self.steps,
+            "busy_ms_per_step": self.whole.busy / self.steps / 1e6,
+            "idle_ms_per_step": self.whole.gap / self.steps / 1e6,
+            "dispatch_overhead": self.overhead,
+            "replayed": self.replayed,
+            "ops": [vars(op) for op in self.ops],
+            "longest_gaps_ns": [list(gap) for gap in self.longest_gaps],
+        }
+
+    def tables(self) -> list[Table]:
+        """Return tables for people."""
+        whole, steps = self.whole, self.steps
+        columns = ("op", "dispatches", "cores", "busy", "idle before", "share of time")
+        rows = [
+            (op.op, f"{op.count / steps:g}", str(op.cores or ""), f"{op.busy / steps / 1e3:.1f} us",
+             f"{op.gap / steps / 1e3:.1f} us", f"{op.time / whole.time:.1%}" if whole.time else "")
+            for op in (*self.ops, whole)
+        ]  # fmt: skip
+        note = (
+            f"Dispatch overhead {self.overhead:.1%}: the device idles {whole.gap / steps / 1e6:.3f} ms of "
+            f"{whole.time / steps / 1e6:.3f} ms a step. {self.replayed} of {whole.count} dispatches were replayed. "
+            "The profiler itself makes gaps longer."
+        )
+        gaps = [(f"{before} -> {following}", f"{gap / 1e3:.1f} us") for gap, before, following in self.longest_gaps]
+        return [
+            Table(f"Programs of device {self.device}, per step", columns, rows, (note,)),
+            Table("Longest gaps", ("between", "idle"), gaps),
+        ]
+
+
+class TtnnProfiler:
+    """Steps on a device whose profiler writes below a folder. See `Profiler`."""
+
+    def __init__(self, config: TenstorrentConfig, folder: Path) -> None:
+        self.folder = Path(config.profile or folder)
+        self.config: DeviceConfig = replace(config, profile=str(self.folder))
+        self._earlier: Sequence[Dispatch] = ()
+
+    def warm(self, device: Any) -> None:
+        """Leave out the programs that ran until now."""
+        self._earlier = self._read(device)
+
+    def profile(self, device: Any, steps: int) -> DispatchProfile:
+        """Return the profile of the steps run since `warm`."""
+        return DispatchProfile.of(after(self._read(device), self._earlier), steps)
+
+    def _read(self, device: Any) -> Sequence[Dispatch]:
+        """Read what the device's profiler has recorded so far."""
+        device.synchronize()
+        with device.launching("reading the profiler"):
+            device.mesh.tt.ReadDeviceProfiler(device.mesh.handle)
+        return read_report(find_report(self.folder))

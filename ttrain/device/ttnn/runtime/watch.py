@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from ttrain.core.errors import DeviceHang
 
@@ -72,26 +71,23 @@ class Watch:
                 self._thread = threading.Thread(target=self._run, name="device watch", daemon=True)
                 self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._inside.pop()
 
     @property
-    def _what(self) -> str:
+    def what(self) -> str:
         first, *inner = self._inside or [""]
         return f"{first} ({inner[-1]})" if inner else first
 
     def close(self) -> None:
-        """Ends the thread now: one that outlives Python's end keeps ttnn's objects, which ttnn then complains of."""
+        """End the thread now: one that outlives Python's end keeps ttnn's objects, which ttnn then complains of."""
         self._closed.set()
         self._last_words.clear()
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(2 * _POLL_SECONDS)
 
     def _run(self) -> None:
-        """Until a poll finds that nothing was entered since the one before."""
+        """Watch until a poll finds that nothing was entered since the one before."""
         assert self._seconds is not None
         poll, notice = min(_POLL_SECONDS, self._seconds / 10), min(_NOTICE_SECONDS, self._seconds / 2)
         seen, silent, told, last = (-1, -1), 0.0, False, time.monotonic()
@@ -116,26 +112,25 @@ class Watch:
                 return self._give_up()
             if silent > notice and not told:
                 told = True
-                say(
-                    f"{self._what} has not returned for {silent:.0f} s. Waiting until device.step_timeout_s="
-                    f"{self._seconds:g} are over."
-                )
+                limit = f"device.step_timeout_s={self._seconds:g}"
+                say(f"{self.what} has not returned for {silent:.0f} s. Waiting until {limit} are over.")
         faulthandler.cancel_dump_traceback_later()
 
     def _give_up(self) -> None:
         hang = DeviceHang(
-            f"device={self._device}: {self._what} has neither returned nor started another op for {self._seconds:g} s: "
+            f"device={self._device}: {self.what} has neither returned nor started another op for {self._seconds:g} s: "
             f"the device hangs. {self._mend} Where it only takes that long, give device.step_timeout_s=<more>."
         )
-        speaker = threading.Thread(target=self._speak, args=(hang,), daemon=True)
+
+        def speak() -> None:
+            for tell in list(self._last_words):
+                with contextlib.suppress(Exception):  # whoever can't note it must not keep the others from it
+                    tell(hang)
+
+        speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(_LAST_WORDS_SECONDS)
         say(str(hang))
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         self._end(hang.exit_code)
-
-    def _speak(self, hang: DeviceHang) -> None:
-        for tell in list(self._last_words):
-            with contextlib.suppress(Exception):  # whoever can't note it must not keep the others from it
-                tell(hang)

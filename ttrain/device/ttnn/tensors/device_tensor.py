@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
-from ttrain.core.spec import TensorSpec
-from ttrain.device.ttnn.tensors.layout import TileLayout, default_layout, device_shape
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.ttnn.tensors.store import Store, TileLayout, default_layout, device_shape
 
 
 class DeviceTensor:
@@ -34,7 +33,8 @@ class DeviceTensor:
     def t(self) -> Any:
         """The ttnn tensor."""
         if self.tensor is None:
-            self._make()
+            given, self.pending = self.pending, None
+            self.tensor = self.store.empty(self.layout) if given is None else self.store.filled(self.layout, given)
         return self.tensor
 
     def hold_as(self, layout: TileLayout) -> None:
@@ -42,12 +42,6 @@ class DeviceTensor:
         if layout != self.layout and self.tensor is not None:
             raise GraphError(f"{self.spec} is already held as {self.layout}, now asked for as {layout}.")
         self.layout = layout
-
-    def _make(self) -> None:
-        if self.pending is not None:
-            self.tensor, self.pending = self.store.filled(self.layout, self.pending), None
-        else:
-            self.tensor = self.store.empty(self.layout)
 
     def upload(self, array: np.ndarray) -> None:
         """Host values, now or when the tensor is made."""
@@ -59,8 +53,7 @@ class DeviceTensor:
             self.pending = array.copy()
         else:
             self.store.write(self.tensor, self.layout, array)
-        for watcher in self.watchers:
-            self.store.stale.add(watcher)
+        self.store.stale.update(self.watchers)
 
     def download(self) -> np.ndarray:
         """The values, as the spec's shape."""
@@ -69,17 +62,8 @@ class DeviceTensor:
             return values.reshape(self.spec.shape).copy()
         return self.store.read(self.t).reshape(self.spec.shape)
 
-    @property
-    def unwritten(self) -> bool:
-        """True if the buffer is zeros that exist nowhere yet."""
-        return self.tensor is None and self.pending is None
-
-    def adopt(self, tensor: Any) -> None:
-        """Take a tensor that a kernel returned as this buffer's own."""
-        self.tensor = tensor
-
     def release(self) -> None:
-        """Let the tensor go; the next one comes with `adopt` or when it is needed."""
+        """Let the tensor go; the next one comes from a kernel, or when it is needed."""
         self.tensor = None
         for view in self._views:
             view.forget()
@@ -89,7 +73,8 @@ class DeviceTensor:
         """True if the buffer may take another tensor than the one it has."""
         return self.stack is None
 
-    def view(self, spec: TensorSpec) -> View:
+    def view(self, spec: TensorSpec) -> DeviceTensor:
+        """Return the tensor under another shape."""
         view = View(self, spec)
         self._views.append(view)
         return view
@@ -105,7 +90,7 @@ def deliver(results: Sequence[Any], outputs: Tensors) -> None:
             continue
         tt = output.store.tt
         if output.adopts and result.dtype == getattr(tt, output.layout.dtype):
-            output.adopt(result)
+            output.tensor = result
         else:
             tt.copy(result, output.t)
 
@@ -145,18 +130,15 @@ class View(DeviceTensor):
 class IntegerInput(DeviceTensor):
     """Token ids, targets, positions or a seed: the host lays them out for every reader."""
 
-    def __init__(self, store: Store, spec: TensorSpec) -> None:
+    def __init__(self, store: Store, spec: TensorSpec, source: IntegerInput | None = None) -> None:
         super().__init__(store, spec)
+        self.source = source or self  # whose numbers this shows under another shape
         self.array: np.ndarray | None = None
         self.layouts: dict[TileLayout, Any] = {}  # in a floating-point layout: 1 where the number is 0 or more, else 0
-        self.keys: dict[int, Key] = {}
-
-    @property
-    def source(self) -> IntegerInput:
-        return self
+        self.keys: dict[int, Derived] = {}  # of random bits, by their stream
 
     def in_layout(self, layout: TileLayout) -> Callable[[], Any]:
-        """A function that returns the tensor in this layout; the tensor exists from now on."""
+        """Return a function that returns the tensor in this layout; the tensor exists from now on."""
         source = self.source
         if layout not in source.layouts:
             given = np.zeros(source.spec.shape, np.int64) if source.array is None else source.array
@@ -168,66 +150,39 @@ class IntegerInput(DeviceTensor):
         self.array = array.copy()
         for layout, tensor in self.layouts.items():
             self.store.write(tensor, layout, _in_dtype(self.array, layout))
-        for key in self.keys.values():
-            self.store.stale.add(key)
+        if self.spec.size == 1:
+            self.value = int(array.reshape(()))
+        self.store.stale.update(self.watchers)
 
     def download(self) -> np.ndarray:
         assert self.source.array is not None
         return self.source.array.reshape(self.spec.shape)
 
-    def view(self, spec: TensorSpec) -> View:
-        return IntegerView(self, spec)  # type: ignore[return-value]
+    def view(self, spec: TensorSpec) -> IntegerInput:
+        return IntegerInput(self.store, spec, self.source)
 
 
 def _in_dtype(numbers: np.ndarray, layout: TileLayout) -> np.ndarray:
     return (numbers >= 0).astype(np.float32) if layout.dtype == "float32" else numbers
 
 
-class IntegerView(IntegerInput):
-    """An integer input under another shape."""
-
-    def __init__(self, base: IntegerInput, spec: TensorSpec) -> None:
-        super().__init__(base.store, spec)
-        self._base = base
-
-    @property
-    def source(self) -> IntegerInput:
-        return self._base.source
-
-
 class Derived(DeviceTensor):
-    """A scalar, or a row of equal numbers, that the host works out from scalar step inputs when one of them changes.
+    """A tensor that the host works out from scalar step inputs when one of them changes.
 
     It has to be a tensor: a number given to a kernel would be frozen into a captured step.
     """
 
-    def __init__(self, store: Store, spec: TensorSpec, sources: Tensors, function: Callable[..., float]) -> None:
-        super().__init__(store, spec)
-        self._sources, self._function = sources, function
+    def __init__(self, store: Store, layout: TileLayout, sources: Tensors, function: Callable[..., np.ndarray]) -> None:
+        super().__init__(store, TensorSpec(layout.shape, DType.FP32))
+        self.layout, self._sources, self._function = layout, sources, function
         self.ready = False  # whether the sources turned out to be step inputs
         for source in sources:
             source.watchers.append(self)
+        self.refresh()
 
     def refresh(self) -> None:
         """Work it out again."""
         values = [source.value for source in self._sources]
         if all(value is not None for value in values):
-            self.upload(np.full(self.spec.shape, self._function(*values), np.float32))
+            self.upload(self._function(*values))
             self.ready = True
-
-
-class Key(DeviceTensor):
-    """The key of random bits, int32 [1, 1]: from the seed and a stream; another one on every chip if `per_chip`."""
-
-    def __init__(
-        self, store: Store, spec: TensorSpec, seed: IntegerInput, key_of: Callable[[int], int], per_chip: bool = True
-    ) -> None:
-        super().__init__(store, spec)
-        self._seed, self._key_of, self._per_chip = seed, key_of, per_chip
-        self.layout = TileLayout((1, 1), "int32")
-
-    def refresh(self) -> None:
-        if self._seed.array is not None:
-            seed = int(self._seed.array.reshape(()))
-            keys = [self._key_of(seed + chip * self._per_chip) for chip in range(self.store.chips)]
-            self.upload(np.asarray(keys, np.int32).reshape(-1, 1))

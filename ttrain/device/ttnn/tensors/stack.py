@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.layout import TILE, TileLayout
-from ttrain.device.ttnn.tensors.store import Store
+from ttrain.device.ttnn.tensors.store import TILE, Store, TileLayout
 
 
 def joinable(shape: tuple[int, ...]) -> bool:
@@ -29,7 +28,8 @@ class Stack:
 
     def __init__(self, store: Store, members: Tensors) -> None:
         self.store, self.members = store, list(members)
-        values = [None if member.unwritten else member.download() for member in members]
+        unwritten = [member.tensor is None and member.pending is None for member in members]
+        values = [None if zeros else member.download() for member, zeros in zip(members, unwritten, strict=True)]
         starts, end = [], 0
         for member in members:
             starts.append(end)

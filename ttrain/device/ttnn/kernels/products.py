@@ -1,11 +1,12 @@
-"""Products of every head with one matrix, and rows picked out of sequences, all by whole matrix products.
+"""Matrix products: plain ones, of every head with one matrix, and with 0 and 1 to pick rows out of sequences.
 
 Heads never lie in the last two axes: a head of 16 features would be padded to a tile of its own. Instead the small
-matrix is laid out along the diagonal of a large one, and a product with 0 and 1 moves rows.
+matrix is laid out along the diagonal of a large one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, row, rows_shape
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.layout import TileLayout, dtype_name
+from ttrain.device.ttnn.tensors.store import TileLayout, dtype_name
 
 
 def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> DeviceTensor:
@@ -126,3 +127,38 @@ def _pick_rows(
 
 
 row("index_put")(partial(_pick_rows, back=True))
+
+
+@row("matmul")
+def _matmul(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    (a, b), (y,) = ins, outs
+    options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
+    return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
+
+
+@row("linear")
+def _linear(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+    """relu fuses into the product; other activations follow in place."""
+    (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
+    options: dict[str, Any] = {"transpose_b": True, **c.product}
+    if activation == "relu":
+        options |= {"activation": "relu", "core_grid": c.grid or c.whole_grid}
+
+    def product() -> Any:
+        row = None if bias is None else bias.t
+        return c.tt.linear(x.t, weight.t, bias=row, optional_output_tensor=y.t, **options)
+
+    return product if activation in (None, "relu") else _then(c, product, activation)
+
+
+def _then(c: Context, product: Launch, activation: str) -> Launch:
+    variants = {"gelu": c.tt.GeluVariant.Accurate, "gelu_tanh": c.tt.GeluVariant.Tanh}
+
+    def run() -> None:
+        y = product()
+        if activation in variants:
+            c.tt.gelu(y, variant=variants[activation], output_tensor=y)
+        else:
+            getattr(c.tt, activation)(y, output_tensor=y)
+
+    return run
