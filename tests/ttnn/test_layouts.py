@@ -82,6 +82,8 @@ def test_values_that_take_turns_have_one_layout_and_equally_many_elements(contex
         assert layouts.setdefault(block.offset, block.layout) == block.layout
     for owner, block in plan.owned.items():
         assert elements.setdefault(block.offset, owner.spec.size) == owner.spec.size
+    # The mask that softmax keeps beside the plan: for each sequence where one launch scales, masks and sums.
+    assert plan.outside_bytes == TileLayout((context, context), "bfloat16").nbytes * (2 if context % 32 == 0 else 1)
     # A reshape that would move rows between tiles became a copy; a free one did not.
     names = [node.op.name for node in plan.graph.nodes]
     assert ("copy_reshape" in names) is (context % 32 != 0)

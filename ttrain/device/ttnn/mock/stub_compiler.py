@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,15 +55,11 @@ def installed_ttnn() -> Path:
 
 def missing_ttnn() -> str:
     """Return in one line why there is no ttnn here."""
-    import sys
-
     version = ".".join(map(str, sys.version_info[:2]))
-    if version not in ("3.10", "3.12") or not sys.platform.startswith("linux"):
-        return (
-            f"ttnn is not installed, and has no wheel for Python {version} on {sys.platform}: use Python 3.12 on Linux "
-            "(x86-64) and pip install 'ttrain[tt]'."
-        )
-    return "ttnn is not installed. Run pip install 'ttrain[tt]'."
+    if version in ("3.10", "3.12") and sys.platform.startswith("linux"):
+        return "ttnn is not installed. Run pip install 'ttrain[tt]'."
+    here = f"Python {version} on {sys.platform}"
+    return f"ttnn is not installed, and has no wheel for {here}: use Python 3.12 on Linux x86-64."
 
 
 def runtime_root(folder: Path, wheel: Path | None = None) -> Path:
