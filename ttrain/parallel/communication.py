@@ -24,7 +24,7 @@ class CommunicationThread:
         self._thread: threading.Thread | None = None
 
     def start(self, launches: Sequence[Launch]) -> None:
-        """Returns at once."""
+        """Return at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="exchange", daemon=True)
             self._thread.start()
@@ -32,7 +32,7 @@ class CommunicationThread:
         self._orders.put(launches)
 
     def finish(self) -> None:
-        """Waits for all that was started. Raises what one of the launches raised."""
+        """Wait for all that was started. Raises what one of the launches raised."""
         while self._pending:
             outcome = self._outcomes.get()
             self._pending -= 1
@@ -40,7 +40,7 @@ class CommunicationThread:
                 raise outcome
 
     def close(self) -> bool:
-        """Ends the thread once it has done what was started; False where that takes too long."""
+        """End the thread once it has done what was started. Return False where that takes too long."""
         if self._thread is None:
             return True
         self._orders.put(())

@@ -36,7 +36,7 @@ class DistributedWorld(World):
     group: DistributedGroup
 
     def __init__(self, place: Place, config: ParallelConfig, on_gpu: bool) -> None:
-        """Returns once all ranks are there. Raises TtrainError where some don't come in time."""
+        """Return once all ranks are there. Raises TtrainError where some don't come in time."""
         super().__init__(
             Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
         )
@@ -237,7 +237,7 @@ class DistributedGroup:
             dist.all_reduce(torch.from_numpy(array.view(np.int32)), group=self.host)  # bits, so that no sign is lost
 
     def close(self) -> None:
-        """Ends what was started, be it done or not."""
+        """End what was started, be it done or not."""
         if not self._communication.close():
             # A receive that nobody answers: once it is late, gloo closes all connections, which wakes who waits there.
             with suppress(RuntimeError):

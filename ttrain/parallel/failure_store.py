@@ -66,7 +66,7 @@ class FailureStore:
         self._beats = 0
 
     def watch(self) -> None:
-        """Starts to show that this rank lives, and to look for failures."""
+        """Start to show that this rank lives, and to look for failures."""
         self._beat()
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
@@ -95,7 +95,7 @@ class FailureStore:
         return text
 
     def rendezvous(self) -> None:
-        """Waits until all ranks are there. Raises TtrainError naming those that did not come."""
+        """Wait until all ranks are there. Raises TtrainError naming those that did not come."""
         self.watch()
         until = time.monotonic() + self._timeout
         missing = [rank for rank in range(self._count) if rank != self._rank]
@@ -163,7 +163,7 @@ class FailureStore:
         return error
 
     def _drain(self, cause: int) -> None:
-        """Gives the ranks that are not the cause the time to read why the run ends, where that goes with this one."""
+        """Give the ranks that are not the cause the time to read why the run ends, where that goes with this one."""
         until = time.monotonic() + (_PATIENCE_SECONDS if self._led and self._rank == 0 else 0)
         others = [rank for rank in range(1, self._count) if rank != cause]
         with suppress(RuntimeError):
@@ -172,7 +172,7 @@ class FailureStore:
                 time.sleep(_LOOK_SECONDS)
 
     def fail(self, failure: Failure) -> Failure:
-        """Posts why the run ends; the reason that was posted first."""
+        """Post why the run ends. Return the reason that was posted first."""
         text = json.dumps(asdict(failure))
         try:
             found = self._store.compare_set(_FAILURE, "", text).decode()

@@ -47,10 +47,10 @@ class World:
         yield
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
 
     def close(self) -> None:
-        """Leaves the other ranks; at the end of `together` this is done."""
+        """Leave the other ranks; at the end of `together` this is done."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -61,17 +61,17 @@ class World:
         """Raises UserError where another rank has other facts, JSON values by name."""
 
     def remember(self, key: str, text: str) -> None:
-        """Keeps a text for as long as the process that started the ranks, which may start them again."""
+        """Keep a text for as long as the process that started the ranks, which may start them again."""
 
     def remembered(self, key: str) -> str | None:
         return None
 
     def send(self, key: str, text: str) -> None:
-        """Leaves a text for whichever rank receives it. Any thread may."""
+        """Leave a text for whichever rank receives it. Any thread may."""
         self._texts[key] = text
 
     def receive(self, key: str, rank: int) -> str:
-        """Waits for the text that a rank sends."""
+        """Wait for the text that a rank sends."""
         return self._texts.pop(key)
 
     def joining(self, thread: Thread) -> AbstractContextManager[None]:

@@ -124,7 +124,7 @@ class Run:
         steps: Mapping[str, Step],
         attempt: dict[str, Any],
     ) -> None:
-        """Writes config, environment and plan of this attempt, and what `attempt` says of it."""
+        """Write config, environment and plan of this attempt, and what `attempt` says of it."""
         from ttrain.train.forecast.plan_report import plan_report
         from ttrain.train.forecast.show import product_ways
         from ttrain.train.runs.record import environment_record

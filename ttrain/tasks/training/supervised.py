@@ -25,7 +25,7 @@ def wanted(task: str, config: SuperviseConfig, source: Source) -> bool:
 
 
 def run(config: SuperviseConfig, parallel: ParallelConfig, overrides: Sequence[str], flags: Sequence[str]) -> int:
-    """Supervises the training that the overrides ask for; its exit code."""
+    """Supervise the training that the overrides ask for. Return its exit code."""
 
     def command(run: Path | None) -> list[str]:
         return [*PROGRAM, *flags, *continuing(overrides, run), *_fewer(parallel, supervisor.failures)]

@@ -37,7 +37,7 @@ class Events:
         self._say(f"WARNING: {message}")
 
     def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
-        """Adds a line; `facts` are further JSON values."""
+        """Add a line; `facts` are further JSON values."""
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
         if self._path is None:

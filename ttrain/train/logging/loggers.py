@@ -39,7 +39,7 @@ class Console:
         self._shown: dict[str, str] = {}
 
     def start(self, step: int, steps: int) -> None:
-        """Opens the bar at `step` of `steps`."""
+        """Open the bar at `step` of `steps`."""
         if self._wanted:
             from tqdm import tqdm
 
@@ -54,7 +54,7 @@ class Console:
         self._show(lambda: self._bar is None or self._bar.update(1))
 
     def say(self, message: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Print a line, above the bar where there is one."""
         message = self._mark + message
         if self._bar is not None:
             self._show(lambda: self._bar.write(message, file=sys.stderr))
@@ -120,7 +120,7 @@ class Loggers:
         self.close(EXIT_DONE if error is None else getattr(error, "exit_code", failed))
 
     def close(self, exit_code: int) -> None:
-        """Ends every view, also when another one fails to end."""
+        """End every view, also when another one fails to end."""
         for view in self._views[::-1]:
             self._close(view, exit_code)
         self._views = []

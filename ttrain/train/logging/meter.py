@@ -38,7 +38,7 @@ class Meter:
         self._started = self._stopped = 0.0
 
     def restart(self, flops_per_step: float) -> None:
-        """Forgets the steps so far; those that follow take another number of operations."""
+        """Forget the steps so far; those that follow take another number of operations."""
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         self._flops = flops_per_step if self._flops else None
 
@@ -46,7 +46,7 @@ class Meter:
         self._started = self._clock()
 
     def stop(self, tokens: int) -> float:
-        """Ends the timing of one step; its seconds."""
+        """End the timing of one step. Return its seconds."""
         self._stopped = self._clock()
         seconds = self._stopped - self._started
         self._steps, self._tokens, self._seconds = self._steps + 1, self._tokens + tokens, self._seconds + seconds
@@ -54,7 +54,7 @@ class Meter:
         return seconds
 
     def rest(self) -> float:
-        """Ends what comes with a step after it, such as a line of metrics; its seconds, which count for the next."""
+        """End what follows a step, such as a line of metrics. Return its seconds, which count for the next."""
         seconds = self._clock() - self._stopped
         self._seconds += seconds
         return seconds

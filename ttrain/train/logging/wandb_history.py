@@ -63,7 +63,7 @@ class WandbHistory:
         return True
 
     def end(self, mode: str) -> None:
-        """Notes what an attempt told, at its end."""
+        """Note what an attempt told, at its end."""
         if mode == "online":
             self._online = dict(self._told)
         self._write(mode, active=False)

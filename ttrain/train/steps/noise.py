@@ -23,7 +23,7 @@ class NoiseScale:
     signal: float = 0.0
 
     def add(self, first: float, whole: float, parts: int) -> float | None:
-        """Notes the norms of a step of so many micro-batches: `first` as in NOISE_NORM. Returns the scale in rows.
+        """Note the norms of a step of so many micro-batches: `first` as in NOISE_NORM. Return the scale in rows.
 
         None where none shows yet, and where a step is one micro-batch and tells nothing.
         """

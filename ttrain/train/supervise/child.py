@@ -84,12 +84,12 @@ class Child:
         return self.poll()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process, if it still runs."""
+        """Send a signal to the process, if it still runs."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the process and all that it started, at once."""
+        """End the process and all that it started, at once."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

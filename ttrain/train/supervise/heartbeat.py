@@ -34,7 +34,7 @@ class Heartbeat:
         return cls(Path(path) if path else None)
 
     def beat(self) -> None:
-        """Shows that the process is alive; cheap enough for every step."""
+        """Show that the process is alive; cheap enough for every step."""
         if self._path is not None:
             try:
                 os.utime(self._path)
@@ -42,7 +42,7 @@ class Heartbeat:
                 self._path = None
 
     def tell(self, **facts: Any) -> None:
-        """Adds JSON values to what the supervisor knows."""
+        """Add JSON values to what the supervisor knows."""
         if self._path is not None:
             self._told = {**read_json(self._path), **self._told, **facts}  # other ranks tell as well
             try:

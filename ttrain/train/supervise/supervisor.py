@@ -73,7 +73,7 @@ class Supervisor:
         self.restarts = 0
 
     def run(self) -> int:
-        """Supervises until the run ends for good; its exit code."""
+        """Supervise until the run ends for good. Return its exit code."""
         with (
             tempfile.TemporaryDirectory(prefix="ttrain-") as folder,
             PassOn(lambda: [] if self._child is None else [self._child]) as signals,
@@ -143,7 +143,7 @@ class Supervisor:
         return found[-1].step if found else -1
 
     def _prepare_restart(self, end: _End, signals: PassOn) -> None:
-        """Says what happened, waits, and runs on_restart."""
+        """Say what happened, wait, and run on_restart."""
         self.restarts += 1
         config = self._config
         wait = min(config.backoff * 2 ** (self.failures - 1), LONGEST_WAIT)
