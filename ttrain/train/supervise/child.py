@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,21 +39,17 @@ class Child:
 
         Raises OSError where the process or the file can't be made.
         """
-        self.command = list(command)
-        self._file: IO[bytes] | None = None if log is None else open(log, "ab")  # noqa: SIM115 - held while it runs
-        try:
+        with ExitStack() as stack:
+            file = None if log is None else stack.enter_context(open(log, "ab"))
             self._process = subprocess.Popen(
-                self.command,
+                list(command),
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.PIPE if piped else subprocess.DEVNULL if log is not None else None,
-                stdout=subprocess.PIPE if piped else self._file,
-                stderr=self._file if piped or self._file is None else subprocess.STDOUT,
+                stdin=subprocess.PIPE if piped else None if file is None else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else file,
+                stderr=file if piped or file is None else subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
-        except OSError:
-            self._close()
-            raise
 
     @property
     def stdin(self) -> IO[bytes]:
@@ -69,24 +66,19 @@ class Child:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs; below zero is the number of the signal that ended it."""
-        code = self._process.poll()
-        if code is not None:
-            self._close()
-        return code
+        """Return the exit code, None while it runs; below zero is the number of the signal that ended it."""
+        return self._process.poll()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """The exit code, None where it still runs after `seconds`."""
+        """Return the exit code, None where it still runs after `seconds`."""
         try:
-            self._process.wait(seconds)
+            return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        return self.poll()
 
     def send(self, number: int) -> None:
         """Send a signal to the process, if it still runs."""
-        if self._process.poll() is None:
-            self._process.send_signal(number)
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End the process and all that it started, at once."""
@@ -94,11 +86,6 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             self.send(signal.SIGKILL)
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def _end_with_parent(orphaned: signal.Signals) -> None:

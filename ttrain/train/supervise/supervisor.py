@@ -95,11 +95,12 @@ class Supervisor:
         heartbeat.touch()
         start = time.monotonic()
         self._child = child = Child(self._command(self._run), {VARIABLE: str(heartbeat)})
-        hung = False
+        hung, limit = False, self._config.hang_timeout
         while (code := child.wait(_POLL_SECONDS)) is None:
             if self._run is None:
                 self._learn_run(read_json(heartbeat))
-            if not signals.received and self._is_silent(heartbeat):
+            silent = time.time() - heartbeat.stat().st_mtime
+            if not signals.received and limit is not None and silent > limit:
                 hung = True
                 self._end_hung(child)
         told = read_json(heartbeat)
@@ -110,10 +111,6 @@ class Supervisor:
     def _learn_run(self, told: dict[str, Any]) -> None:
         if told.get("run"):
             self._run = Path(told["run"])
-
-    def _is_silent(self, heartbeat: Path) -> bool:
-        limit = self._config.hang_timeout
-        return limit is not None and time.time() - heartbeat.stat().st_mtime > limit
 
     def _end_hung(self, child: Child) -> None:
         self._note("hang", f"No sign of life for {self._config.hang_timeout:g} s; the process is killed.")
