@@ -203,13 +203,13 @@ def test_a_run_that_is_running_is_not_looked_into(train: Train, capsys: Any) -> 
     holder = f"in use by process {os.getpid()} on {socket.gethostname()}"
     with closing(RunDirectory.open(Path("run"))):
         (checkpoints / "step_00000006").rename(checkpoints / f"{UNFINISHED}replaced_step_00000006")
-        (checkpoints / "step_00000008" / "progress.json").unlink()  # as in the middle of a removal
+        (checkpoints / "step_00000008" / "config.json").unlink()  # as in the middle of a removal
         before = sorted(checkpoints.rglob("*"))
         for overrides in (["resume=auto"], ["resume=run"], ["resume=run/checkpoints/step_00000008"], []):
             capsys.readouterr()
             assert main([*TINY, "run.dir=run", *overrides]) == 2
             told = capsys.readouterr().err
-            assert holder in told and "can't be read" not in told and "progress.json" not in told
+            assert holder in told and "can't be read" not in told and "config.json" not in told
         assert sorted(checkpoints.rglob("*")) == before
     assert main(["run.dir=run", "resume=auto"]) == 0
 

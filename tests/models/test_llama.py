@@ -211,8 +211,8 @@ def test_a_config_that_this_model_has_not_is_refused(change: dict[str, Any], mes
 
 def test_a_weight_under_two_names_is_refused() -> None:
     model = Llama(LlamaConfig(layers=1, heads=1, width=2, hidden=2, context=2, vocabulary=3))
-    weights = {name: np.zeros(spec.shape, np.float32) for name, spec in model.to_original(model._specs()).items()}
-    assert model.from_original(weights).keys() == model._specs().keys()
+    weights = {name: np.zeros(spec.shape, np.float32) for name, spec in model.to_original(model.specs()).items()}
+    assert model.from_original(weights).keys() == model.specs().keys()
     with pytest.raises(CheckpointError, match="model.norm.weight: there twice"):
         model.from_original(weights | {"norm.weight": np.ones(2, np.float32)})
 

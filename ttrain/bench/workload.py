@@ -61,11 +61,12 @@ class TrainingWork:
         if isinstance(self.model, MLPConfig):
             return path
         if isinstance(self.model, GPTConfig):
-            from ttrain.models.gpt_weights import original_name as gpt_name
+            from ttrain.models.gpt_weights import NAMING as GPT_NAMING
 
-            return gpt_name(path)
-        from ttrain.models.llama_weights import original_name
+            return GPT_NAMING.name(path)
+        from ttrain.models.llama_weights import NAMING
 
+        original_name = NAMING.name
         if not self.lora.rank:
             return f"causal.{original_name(path)}"
         layer, adapter, matrix = path.partition(ADAPTER)

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.core.errors import UserError
+from ttrain.core.errors import CheckpointError, UserError
 
 CHUNK_BYTES = 1 << 22
 
@@ -111,6 +111,25 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError where it can't be read, or holds no object."""
+    try:
+        return parsed_object(path, path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
+
+
+def parsed_object(path: Path, data: bytes) -> dict[str, Any]:
+    """The object that the content of a JSON file is. Raises CheckpointError, which names the file, for any other."""
+    try:
+        value = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
+    return value
 
 
 def link_or_copy(source: Path, target: Path) -> None:

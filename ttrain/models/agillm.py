@@ -7,14 +7,13 @@ token or two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
-from ttrain.models import agillm_weights
+from ttrain.models.agillm_weights import AGILLMWeights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions, valid_targets
 from ttrain.models.cache import Caches
@@ -98,7 +97,7 @@ class SATHead(Linear):
         self.gate = Linear(width, GATE_CLASSES, role=Role.OUTPUT)
 
 
-class AGILLM(Module):
+class AGILLM(AGILLMWeights):
     """tokens int64 [B, T] -> loss or logits. No positions are added: order comes from the masks alone.
 
     Starts as torch does: embedding N(0, 1), linear layers uniform in +-1/sqrt(inputs), U orthogonal, norms 1. Raises
@@ -255,26 +254,3 @@ class AGILLM(Module):
         if self.ar_head is None:
             return use(graph, self.embedding.weight, self.compute), None
         return self._parameters(graph, self.ar_head)
-
-    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters by path -> weights under the original's flat names."""
-        return agillm_weights.to_original(values, self.specs())
-
-    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the original keeps of a model in a file: the weights of its parts, and its sizes."""
-        sizes = {"d": self.width, "layers": self.layers, "heads": self.heads, "rank": self.rank}
-        return {**agillm_weights.nested(self.to_original(values)), "cfg": sizes, "tie_weights": self.config.tied}
-
-    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Read what a file of the original says of its model; see agillm_weights.original_config."""
-        return agillm_weights.original_config(content)
-
-    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
-        """The content of an original's file -> its values by path; see agillm_weights.from_original."""
-        return agillm_weights.from_original(content, self.specs(), strict)
-
-    original_name = staticmethod(agillm_weights.original_name)
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Spec of every parameter by path, without padding."""
-        return {path: parameter.stored_spec for path, parameter in self.parameters(adapters=False).items()}

@@ -11,8 +11,8 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
-from ttrain.core.spec import TensorSpec
-from ttrain.models.weight_checks import different, mismatches, renamed, same, unusable
+from ttrain.models.settings import AGILLMConfig
+from ttrain.models.weight_checks import NamedWeights, Naming, unusable
 
 PARTS = ("core", "ar", "sat")
 _COMPILED = "_orig_mod."  # what torch.compile puts before names
@@ -34,21 +34,40 @@ _OUTSIDE = {
     "sat_head": "sat.proj",
     "sat_head.gate": "sat.gate",
 }
-_TIED = {"ar.proj.weight": "embedding.weight"}  # the original keeps a tied weight under both of its names
+NAMING = Naming(
+    _OUTSIDE, _BLOCK, "core.blocks", ("ar.proj.weight", "core.emb.weight"),
+    "layers, width, heads, rank, vocabulary, tied and objective",
+)  # fmt: skip
 
 
-def original_name(path: str) -> str:
-    """Our path -> the original's: blocks.3.attention.key.weight -> core.blocks.3.mha.k.weight."""
-    return renamed(path, _OUTSIDE, _BLOCK, "core.blocks")
+class AGILLMWeights(NamedWeights):
+    """The weights of an AGILLM-3 as the original names them, which keeps a tied weight under both of its names."""
 
+    naming = NAMING
+    config: AGILLMConfig
 
-def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Parameters by our path -> values by the original's flat name."""
-    weights = {original_name(path): values[path] for path in specs}
-    for name, path in _TIED.items():
-        if name not in weights:
-            weights[name] = weights[original_name(path)]
-    return weights
+    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path -> weights under the original's flat names."""
+        weights, (head, embedding) = super().to_original(values), NAMING.tied
+        return {**weights, head: weights.get(head, weights[embedding])}
+
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the original keeps of a model in a file: the weights of its parts, and its sizes."""
+        config = self.config
+        sizes = {"d": config.width, "layers": config.layers, "heads": config.heads, "rank": config.rank}
+        return {**nested(self.to_original(values)), "cfg": sizes, "tie_weights": config.tied}
+
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Read what a file of the original says of its model besides shapes, by our keys."""
+        cfg, tied = content.get("cfg"), content.get("tie_weights")
+        heads = {"heads": cfg["heads"]} if isinstance(cfg, Mapping) and "heads" in cfg else {}
+        if "ar_head.weight" in content:
+            tied = False
+        return heads | ({"tied": tied} if isinstance(tied, bool) else {})
+
+    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+        """The content of an original's file -> its values by our path; see Naming.taken."""
+        return NAMING.taken(flat(content), self.specs(), strict)
 
 
 def nested(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -87,39 +106,6 @@ def _plain(name: Any) -> str:
     return str(name).replace(_COMPILED, "")
 
 
-def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what a file of the original says of its model besides shapes, by our keys."""
-    cfg, tied = content.get("cfg"), content.get("tie_weights")
-    heads = {"heads": cfg["heads"]} if isinstance(cfg, Mapping) and "heads" in cfg else {}
-    if "ar_head.weight" in content:
-        tied = False
-    return heads | ({"tied": tied} if isinstance(tied, bool) else {})
-
-
-def from_original(content: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> dict[str, Any]:
-    """The content of an original's file -> its values by our path.
-
-    Raises CheckpointError naming every weight that is missing, left over or of another shape; unless `strict`, gives
-    what is there under the names of this model, whatever its shape.
-    """
-    given = flat(content)
-    names = {path: original_name(path) for path in specs}
-    if not strict:
-        return {path: given[name] for path, name in names.items() if name in given}
-    spare = {name for name in given if name in _TIED and name not in names.values()}
-    own = {name: weight for name, weight in given.items() if name not in spare}
-    problems = mismatches(own, {name: specs[path].shape for path, name in names.items()})
-    if not problems:
-        tied = {name: names[_TIED[name]] for name in spare}
-        problems += [different(name, other) for name, other in tied.items() if not same(given[name], given[other])]
-    if problems:
-        raise CheckpointError(
-            "the weights do not fit this model; layers, width, heads, rank, vocabulary, tied and objective must "
-            "agree:\n  " + listed(problems, 20, "\n  ")
-        )
-    return {path: given[name] for path, name in names.items()}
-
-
 def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """The model keys that weights in our names or the original's say: all sizes, vocabulary, tied and objective.
 
@@ -151,7 +137,7 @@ def _renamed(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield weights under the original's names; those that no model has are left out."""
     for path, weight in content.items():
         try:
-            yield original_name(path), weight
+            yield NAMING.name(path), weight
         except (AttributeError, KeyError, ValueError):
             continue
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
@@ -204,9 +204,6 @@ class Decoder(Module, ABC):
     def _head(self, graph: Graph) -> Value:
         """Weight [vocabulary, width] of the output head."""
         return use(graph, self.embedding.weight if self.head is None else self.head.weight, self.compute)
-
-    def _specs(self) -> Mapping[str, TensorSpec]:
-        return {path: parameter.spec for path, parameter in self.parameters(adapters=False).items()}
 
 
 class Heads(Module):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
-from ttrain.models import gpt_weights
 from ttrain.models.decoder import STD, BlockInputs, Decoder, Heads, linear
+from ttrain.models.gpt_weights import GPTWeights
 from ttrain.models.settings import GPTConfig
-from ttrain.models.weight_checks import Weight
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm
 from ttrain.nn.module import Module, Role, use
@@ -88,7 +85,7 @@ class Block(Module):
         return x + self.feed_forward(self.feed_forward_norm(x), inputs.seed)
 
 
-class GPT(Decoder):
+class GPT(GPTWeights, Decoder):
     """tokens int64 [B, T] -> loss or logits: learned positions, pre-norm blocks, causal attention.
 
     Starts as nanoGPT does: weights N(0, 0.02), the branches' output projections N(0, 0.02 / sqrt(2 layers)), biases 0,
@@ -115,43 +112,3 @@ class GPT(Decoder):
     def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, None]:
         places = placed(use(tokens.graph, self.positions.weight, self.compute))
         return self._dropout(ops.add(self.embedding(tokens, self.compute), places), seed), None
-
-    def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> dict[str, Weight]:
-        """Parameters by path -> weights under nanoGPT's names, or with `transposed` in Hugging Face's form."""
-        return gpt_weights.to_original(values, self._specs(), transposed)
-
-    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Weight]:
-        """The weights of Hugging Face's GPT-2, a tied head once. It has every bias: those that we lack are zero."""
-        weights = self.to_original(values, transposed=True)
-        if self.config.tied:
-            weights.pop("lm_head.weight")
-        layers = [name for name in weights if ".h." in name or ".ln_f." in name]
-        for name in () if self.config.bias else layers:
-            weights[name.removesuffix("weight") + "bias"] = np.zeros(weights[name].shape[-1], np.float32)
-        return weights
-
-    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what nanoGPT keeps of a model in a file: its weights, and the sizes to build it with.
-
-        Raises ConfigError for what nanoGPT does not compute.
-        """
-        gpt_weights.refuse_switches(self.config, "export.form=original")
-        sizes: dict[str, Any] = {
-            "n_layer": self.layers,
-            "n_head": self.heads,
-            "n_embd": self.width,
-            "block_size": self.context,
-        }
-        sizes |= {"bias": self.config.bias, "vocab_size": self.vocabulary, "dropout": self.config.dropout}
-        return {"model": self.to_original(values), "model_args": sizes}
-
-    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Read what a file of an original says of its model; see gpt_weights.original_config."""
-        return gpt_weights.original_config(content)
-
-    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> Mapping[str, Weight]:
-        """Weights of nanoGPT or of Hugging Face's GPT-2 -> parameters by path; see gpt_weights.from_original."""
-        return gpt_weights.from_original(weights, self._specs(), strict)
-
-    fan_in_fan_out = True  # so PEFT calls how Hugging Face keeps the matrices of this model
-    original_name = staticmethod(gpt_weights.original_name)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of, name_of_activation
-from ttrain.models.weight_checks import (
-    Weight,
-    Weights,
-    as_fp32,
-    different,
-    mismatches,
-    renamed,
-    same,
-    unfitting,
-    unusable,
-    unwrapped,
-)
+from ttrain.models.weight_checks import NamedWeights, Naming, Weight, Weights, as_fp32, same, unusable
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -54,77 +41,85 @@ _ALWAYS = {  # what Transformers lets a config choose, and this model has so
     "add_cross_attention": False,
 }  # fmt: skip
 _DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # for which this model has one probability
-_HEAD, _EMBEDDING = "lm_head.weight", "transformer.wte.weight"
-_AGREE = "layers, width, vocabulary, context, bias and tied"  # that the sizes of weights follow from
 _QKV = "c_attn.weight"
+NAMING = Naming(
+    _OUTSIDE, _BLOCK, "transformer.h", ("lm_head.weight", "transformer.wte.weight"),
+    "layers, width, vocabulary, context, bias and tied", "transformer.", _MASKS,
+)  # fmt: skip
 
 
-def original_name(path: str) -> str:
-    """Our parameter path -> the original's name: blocks.3.attention.qkv.bias -> transformer.h.3.attn.c_attn.bias."""
-    return renamed(path, _OUTSIDE, _BLOCK, "transformer.h")
+class GPTWeights(NamedWeights):
+    """The weights of a GPT under the names of nanoGPT and of Hugging Face's GPT-2, fp32."""
 
+    naming = NAMING
+    config: GPTConfig
+    fan_in_fan_out = True  # so PEFT calls how Hugging Face keeps the matrices of this model
 
-def to_original(
-    values: Mapping[str, Any], specs: Mapping[str, TensorSpec], transposed: bool = False
-) -> dict[str, Weight]:
-    """Parameters by our path -> weights by the original's name, fp32.
+    def to_original(self, values: Mapping[str, Any], transposed: bool = False) -> dict[str, Weight]:
+        """Parameters by path -> weights by the original's name; a tied head is written under both of its names.
 
-    A tied head is written under both of its names. `transposed` gives Hugging Face's form, whose linear layers hold
-    [inputs, outputs]; otherwise nanoGPT's, [outputs, inputs].
-    """
-    weights = {original_name(path): as_fp32(values[path]) for path in specs}
-    if transposed:
-        weights = {name: _turned(name, weight) for name, weight in weights.items()}
-    weights.setdefault(_HEAD, weights[_EMBEDDING])
-    return weights
+        `transposed` gives Hugging Face's form, whose linear layers hold [inputs, outputs]; otherwise nanoGPT's.
+        """
+        weights = {name: as_fp32(value) for name, value in super().to_original(values).items()}
+        if transposed:
+            weights = {name: _turned(name, weight) for name, weight in weights.items()}
+        head, embedding = NAMING.tied
+        return {**weights, head: weights.get(head, weights[embedding])}
 
+    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Weight]:
+        """The weights of Hugging Face's GPT-2, a tied head once. It has every bias: those that we lack are zero."""
+        weights = self.to_original(values, transposed=True)
+        if self.config.tied:
+            weights.pop("lm_head.weight")
+        layers = [name for name in weights if ".h." in name or ".ln_f." in name]
+        for name in () if self.config.bias else layers:
+            weights[name.removesuffix("weight") + "bias"] = np.zeros(weights[name].shape[-1], np.float32)
+        return weights
 
-def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what a file of an original says of its model besides shapes, by our keys.
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what nanoGPT keeps of a model in a file: its weights, and the sizes to build it with.
 
-    Understands nanoGPT's model_args and the config.json of Hugging Face's GPT-2, whose entries lie beside the weights.
-    """
-    args = content["model_args"] if isinstance(content.get("model_args"), Mapping) else content
-    said = {ours: args[theirs] for theirs, ours in _CLAIMS.items() if theirs in args}
-    if isinstance(activation := said.get("activation"), str):
-        said["activation"] = activation_of(activation)
-    weights = content["model"] if isinstance(content.get("model"), Mapping) else content
-    given = {_full_name(name): weight for name, weight in weights.items()}
-    head, embedding = given.get(_HEAD), given.get(_EMBEDDING)
-    own_head = head is not None and embedding is not None and not (unusable({_HEAD: head}) or same(head, embedding))
-    return said | ({"tied": False} if own_head or "head.weight" in weights else {})
+        Raises ConfigError for what nanoGPT does not compute.
+        """
+        refuse_switches(self.config, "export.form=original")
+        keys = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "block_size": "context", "bias": "bias"}
+        keys |= {"vocab_size": "vocabulary", "dropout": "dropout"}
+        sizes = {theirs: getattr(self.config, ours) for theirs, ours in keys.items()}
+        return {"model": self.to_original(values), "model_args": sizes}
 
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Read what a file of an original says of its model besides shapes, by our keys.
 
-def from_original(
-    weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True
-) -> Mapping[str, Weight]:
-    """Weights by the original's name (arrays or torch tensors) -> parameters by our path, fp32, each
-    converted when it is asked for.
+        Understands nanoGPT's model_args and the config.json of Hugging Face's GPT-2, whose entries lie beside weights.
+        """
+        args = content["model_args"] if isinstance(content.get("model_args"), Mapping) else content
+        said = {ours: args[theirs] for theirs, ours in _CLAIMS.items() if theirs in args}
+        if isinstance(activation := said.get("activation"), str):
+            said["activation"] = activation_of(activation)
+        given = NAMING.given(content)
+        head, embedding = (given.get(name) for name in NAMING.tied)
+        own_head = head is not None and embedding is not None and not (unusable({"": head}) or same(head, embedding))
+        return said | ({"tied": False} if own_head or "head.weight" in content else {})
 
-    Takes nanoGPT's form and Hugging Face's, told apart by the shape of the attention projections; prefixes that
-    torch.compile adds, a missing `transformer.`, and nanoGPT's checkpoints, which hold more beside the model, are
-    understood. Raises CheckpointError naming every weight that is missing, left over or of another shape; unless
-    `strict`, gives what is there under the names of this model, whatever its shape.
-    """
-    weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
-    given = {_full_name(name): weight for name, weight in weights.items() if not str(name).endswith(_MASKS)}
-    names = {path: original_name(path) for path in specs}
-    if problems := unusable({name: given[name] for name in names.values() if name in given}):
-        raise unfitting(problems, _AGREE)
-    spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
-    projections = [given[name].shape for name in names.values() if name in given and name.endswith(_QKV)]
-    turned = any(list(shape[1:]) == [3 * shape[0]] for shape in projections)
-    made = {path: partial(_read, name, given[name], turned) for path, name in names.items() if name in given}
-    if not strict:
-        return Weights(made, lambda path: made[path]())
-    shapes = {name: specs[path].shape for path, name in names.items()}
-    shapes |= {name: shape[::-1] for name, shape in shapes.items() if turned and name.endswith(_MATRICES)}
-    problems = mismatches(given, shapes)
-    if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
-        problems.append(different(_HEAD, _EMBEDDING))
-    if problems:
-        raise unfitting(problems, _AGREE)
-    return Weights(made, lambda path: made[path]())
+    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> Weights:
+        """The content of a file (arrays or torch tensors) -> parameters by our path, each converted when asked for.
+
+        Takes nanoGPT's form and Hugging Face's, told apart by the shape of the attention projections; see Naming.taken.
+        """
+        given = NAMING.given(content)
+        projections = [getattr(weight, "shape", ()) for name, weight in given.items() if name.endswith(_QKV)]
+        turned = any(list(shape[1:]) == [3 * size for size in shape[:1]] for shape in projections)
+
+        def stored(name: str, shape: Sequence[int]) -> Sequence[int]:
+            return shape[::-1] if turned and name.endswith(_MATRICES) else shape
+
+        found = NAMING.taken(given, self.specs(), strict, stored)
+
+        def read(path: str) -> Weight:
+            weight = as_fp32(found[path])
+            return _turned(NAMING.name(path), weight) if turned else weight
+
+        return Weights(found, read)
 
 
 def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
@@ -176,16 +171,6 @@ def refuse_switches(config: GPTConfig, form: str) -> None:
     """Raises ConfigError naming the switches that a form of another library does not hold."""
     if lost := config.switched_on():
         raise ConfigError(f"{form}: GPT-2 has no {', '.join(lost)}. Give export.form=ttrain.")
-
-
-def _read(name: str, value: Any, turned: bool) -> Weight:
-    """Return a weight in our layout."""
-    return _turned(name, as_fp32(value)) if turned else as_fp32(value)
-
-
-def _full_name(name: Any) -> str:
-    name = unwrapped(name)
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def _turned(name: str, weight: Weight) -> Weight:

@@ -7,7 +7,7 @@ values. What tells one maker's models from another's are settings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from ttrain.core.attention_mask import FULL, AttentionMask
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
-from ttrain.models import llama_weights
 from ttrain.models.cache import Caches
 from ttrain.models.decoder import STD, Angles, BlockInputs, Decoder, Heads, linear
+from ttrain.models.llama_weights import LlamaWeights
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Embedding, RMSNorm
@@ -128,7 +128,7 @@ class Block(Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Llama(Decoder):
+class Llama(LlamaWeights, Decoder):
     """tokens int64 [B, T] -> loss or logits.
 
     Starts with weights N(0, 0.02), the branches' output projections N(0, 0.02 / sqrt(2 layers)), biases 0, norms 1.
@@ -155,28 +155,6 @@ class Llama(Decoder):
 
     def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles]:
         return self.embedding(tokens, self.compute), self.rotary(tokens.graph, placed)
-
-    original_name = staticmethod(llama_weights.original_name)
-
-    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters by path -> weights under Transformers' names."""
-        return llama_weights.to_original(values, self._specs())
-
-    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights as `to_original` does: that is Transformers' form."""
-        return self.to_original(values)
-
-    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights under Transformers' names, and the config that Transformers builds the model with."""
-        return {"model": self.to_original(values), "config": llama_weights.config_to_transformers(self.config)}
-
-    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Read what a file of an original says of its model; see llama_weights.original_config."""
-        return llama_weights.original_config(content)
-
-    def from_original(self, weights: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
-        """Weights of Transformers -> parameters by path; see llama_weights.from_original."""
-        return llama_weights.from_original(weights, self._specs(), strict)
 
 
 def _pairs(config: LlamaConfig, head_width: int) -> int:

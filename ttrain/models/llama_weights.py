@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from ttrain.core.errors import ConfigError
-from ttrain.core.spec import TensorSpec
 from ttrain.models.settings import LlamaConfig, activation_of, name_of_activation
-from ttrain.models.weight_checks import different, mismatches, renamed, same, unfitting, unusable, unwrapped
+from ttrain.models.weight_checks import NamedWeights, Naming
 
 _BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
     "attention_norm": "input_layernorm",
@@ -45,51 +43,30 @@ _LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
     "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
     "rotary_context": "original_max_position_embeddings",
 }  # fmt: skip
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+NAMING = Naming(
+    _OUTSIDE, _BLOCK, "model.layers", ("lm_head.weight", "model.embed_tokens.weight"),
+    "layers, heads, widths, vocabulary, biases, qk_norm and tied", "model.", (".inv_freq",),
+)  # fmt: skip
 
 
-def original_name(path: str) -> str:
-    """Our parameter path -> Transformers': blocks.3.attention.query.bias -> model.layers.3.self_attn.q_proj.bias."""
-    return renamed(path, _OUTSIDE, _BLOCK, "model.layers")
+class LlamaWeights(NamedWeights):
+    """The weights of a Llama as Transformers names them; a tied head is not written."""
 
+    naming = NAMING
+    config: LlamaConfig
 
-def to_original(values: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    """Parameters by our path -> weights by Transformers' name. A tied head is not written."""
-    return {original_name(path): values[path] for path in specs}
+    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights as `to_original` does: that is Transformers' form."""
+        return self.to_original(values)
 
+    def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights under Transformers' names, and the config that Transformers builds the model with."""
+        return {"model": self.to_original(values), "config": config_to_transformers(self.config)}
 
-def from_original(weights: Mapping[str, Any], specs: Mapping[str, TensorSpec], strict: bool = True) -> dict[str, Any]:
-    """Weights by Transformers' name (arrays or torch tensors) -> the same by our path.
-
-    Raises CheckpointError naming every weight that is missing, left over or of another shape; unless `strict`, gives
-    what is there under the names of this model, whatever its shape.
-    """
-    weights = weights["model"] if isinstance(weights.get("model"), Mapping) else weights
-    weights = {name: weight for name, weight in weights.items() if not str(name).endswith(".inv_freq")}
-    given = {_full_name(name): weight for name, weight in weights.items()}
-    names = {path: original_name(path) for path in specs}
-    found = {path: given[name] for path, name in names.items() if name in given}
-    problems = unusable({names[path]: weight for path, weight in found.items()})
-    if strict and not problems:
-        spare = given.pop(_HEAD, None) if "head.weight" not in specs else None
-        problems = mismatches(given, {name: specs[path].shape for path, name in names.items()})
-        problems += [f"{name}: there twice" for name, count in Counter(map(_full_name, weights)).items() if count > 1]
-        if not problems and not (unusable({_HEAD: spare}) or same(spare, given[_EMBEDDING])):
-            problems.append(different(_HEAD, _EMBEDDING))
-    if problems:
-        raise unfitting(sorted(problems), "layers, heads, widths, vocabulary, biases, qk_norm and tied")
-    return found
-
-
-def _full_name(name: Any) -> str:
-    name = unwrapped(name)
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-
-
-def original_config(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what an original's file says of its model, by our keys: in the config.json beside it, or in itself."""
-    config = content["config"] if isinstance(content.get("config"), Mapping) else content
-    return config_from_transformers(config) if "model_type" in config else {}
+    def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Read what an original's file says of its model, by our keys: in the config.json beside it, or in itself."""
+        config = content["config"] if isinstance(content.get("config"), Mapping) else content
+        return config_from_transformers(config) if "model_type" in config else {}
 
 
 def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,19 @@
-"""Check which values of a file can be weights, and which have to agree."""
+"""Weights of files: the names of originals, which values can be weights, and which have to agree."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
+from ttrain.core.spec import TensorSpec
+from ttrain.nn.module import Module
 
 Array = NDArray[Any]
 Weight = NDArray[np.float32]
@@ -33,21 +37,100 @@ def as_fp32(value: Any) -> Weight:
         return np.ascontiguousarray(value, np.float32)
 
 
-def unwrapped(name: Any) -> str:
-    """A weight's name without what torch.compile and DataParallel put before it."""
-    return str(name).removeprefix("_orig_mod.").removeprefix("module.")
+@dataclass(frozen=True)
+class Naming:
+    """Names of a model's weights in its original.
 
-
-def renamed(path: str, outside: Mapping[str, str], block: Mapping[str, str], prefix: str) -> str:
-    """Our path -> an original's name, by tables of modules; `block` may name a whole weight in blocks.<i> as well.
-
-    Raises KeyError or ValueError for what they don't have.
+    `outside` and `block` map our modules to the original's; those of blocks.<i> lie in `prefix`.<i> there. `block` may
+    name a whole weight as well. `tied` are the names of the head's and the embedding's weight, which can be one tensor.
+    `agree` tells the keys that names and shapes follow from.
     """
-    module, _, leaf = path.rpartition(".")
-    if module in outside:
-        return f"{outside[module]}.{leaf}"
-    _, number, inner = path.split(".", 2)
-    return f"{prefix}.{number}." + (block.get(inner) or f"{block[inner.rpartition('.')[0]]}.{leaf}")
+
+    outside: Mapping[str, str]
+    block: Mapping[str, str]
+    prefix: str
+    tied: tuple[str, str]
+    agree: str
+    root: str = ""  # what names begin with, but for that of the head
+    ignored: tuple[str, ...] = ()  # ends of names of what is no weight
+
+    def name(self, path: str) -> str:
+        """Our path -> the original's name. Raises KeyError or ValueError for what the tables don't have."""
+        module, _, leaf = path.rpartition(".")
+        if module in self.outside:
+            return f"{self.outside[module]}.{leaf}"
+        _, number, inner = path.split(".", 2)
+        return f"{self.prefix}.{number}." + (self.block.get(inner) or f"{self.block[inner.rpartition('.')[0]]}.{leaf}")
+
+    def given(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights of a file, or of its `model`, by full name: without what torch.compile and DataParallel put before.
+
+        Raises CheckpointError for two with one name.
+        """
+        weights = content["model"] if isinstance(content.get("model"), Mapping) else content
+        found = [(self._full(name), w) for name, w in weights.items() if not str(name).endswith(self.ignored)]
+        twice = [f"{name}: there twice" for name, count in Counter(name for name, _ in found).items() if count > 1]
+        if twice:
+            raise self.unfitting(twice)
+        return dict(found)
+
+    def _full(self, name: Any) -> str:
+        name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
+        return name if name.startswith((self.root, "lm_head.")) else self.root + name
+
+    def taken(
+        self,
+        weights: Mapping[str, Any],
+        specs: Mapping[str, TensorSpec],
+        strict: bool,
+        stored: Callable[[str, Sequence[int]], Sequence[int]] = lambda name, shape: shape,
+    ) -> dict[str, Any]:
+        """Weights by the original's name -> the same by our path; `stored` gives the shape in the file of a name's.
+
+        Raises CheckpointError naming every weight that is missing, left over or of another shape; unless `strict`,
+        gives what is there under the names of this model, whatever its shape.
+        """
+        names = {path: self.name(path) for path in specs}
+        found = {path: weights[name] for path, name in names.items() if name in weights}
+        problems = unusable({names[path]: weight for path, weight in found.items()})
+        if strict and not problems:
+            head, embedding = self.tied
+            own = {*names.values()}
+            shapes = {name: stored(name, specs[path].shape) for path, name in names.items()}
+            problems = mismatches({name: w for name, w in weights.items() if name in own or name != head}, shapes)
+            spare = None if head in own else weights.get(head)
+            if not (problems or unusable({head: spare}) or same(spare, weights[embedding])):
+                problems = [f"{head}: differs from {embedding}, which a tied model has in its place"]
+        if problems:
+            raise self.unfitting(sorted(problems))
+        return found
+
+    def unfitting(self, problems: Sequence[str]) -> CheckpointError:
+        told = listed(problems, 8, "; ")
+        return CheckpointError(f"the weights do not fit this model; {self.agree} must agree: {told}")
+
+
+class NamedWeights(Module):
+    """A model whose weights have other names in its original."""
+
+    naming: ClassVar[Naming]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Spec of every parameter by path, without padding and adapters."""
+        return {path: parameter.stored_spec for path, parameter in self.parameters(adapters=False).items()}
+
+    @classmethod
+    def original_name(cls, path: str) -> str:
+        """Our parameter path -> the original's name."""
+        return cls.naming.name(path)
+
+    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path -> weights under the original's names."""
+        return {self.original_name(path): values[path] for path in self.specs()}
+
+    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> Mapping[str, Any]:
+        """The content of an original's file (arrays or torch tensors) -> its values by path; see Naming.taken."""
+        return self.naming.taken(self.naming.given(content), self.specs(), strict)
 
 
 class Weights(Mapping[str, Array]):
@@ -97,17 +180,6 @@ def mismatches(
             if tuple(value.shape) != tuple(shapes[name])
         ]
     )
-
-
-def different(name: str, other: str) -> str:
-    """Return what is wrong with a head of its own in a file that is read into a tied model."""
-    return f"{name}: differs from {other}, which a tied model has in its place"
-
-
-def unfitting(problems: Sequence[str], keys: str, shown: int = 8) -> CheckpointError:
-    """Weights that are not those of the model, in one line; `keys` are what their names and shapes follow from."""
-    told = listed(problems, shown, "; ")
-    return CheckpointError(f"the weights do not fit this model; {keys} must agree: {told}")
 
 
 def _problem(value: Any) -> str | None:

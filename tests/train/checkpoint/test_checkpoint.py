@@ -137,7 +137,7 @@ def test_truncated_file(tmp_path: Path, keep: int) -> None:
 def test_one_flipped_bit_in_any_file(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
     for name in ("parameters-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors", "config.json",
-                 "progress.json", "tokenizer.json"):  # fmt: skip
+                 "manifest.json", "tokenizer.json"):  # fmt: skip
         original = (path / name).read_bytes()
         damaged = bytearray(original)
         damaged[len(damaged) // 2] ^= 1

@@ -18,7 +18,7 @@ from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
-from ttrain.train.runs.run_directory import FollowedRun, RunDirectory, part_of
+from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
 
@@ -73,7 +73,7 @@ class Run:
             return str(claimed[0].path)
 
         path = self.world.once(claim)
-        return claimed[0] if claimed else FollowedRun(Path(path))
+        return claimed[0] if claimed else RunDirectory(Path(path))
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""

@@ -30,7 +30,6 @@ from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.resume import ResumePoint
 from ttrain.train.runs.run_directory import (
-    FollowedRun,
     RunDirectory,
     chosen_model,
     newest_attempt,
@@ -184,7 +183,7 @@ def _held(resume: str, run: str | None, world: World, stack: ExitStack) -> RunDi
         return str(held.path)
 
     path = world.once(hold)
-    return found[0] if found else FollowedRun(Path(path)) if path else None
+    return found[0] if found else RunDirectory(Path(path)) if path else None
 
 
 def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[str, Any] | None, list[str]]:

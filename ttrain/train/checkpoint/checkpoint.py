@@ -6,10 +6,10 @@
         frozen-00001-of-00001.safetensors       parameters that no step writes, likewise; none where all are trained. By
                                                 hard links a run has one file of it
         buffers-00001-of-00001.safetensors      saved buffers of the model, by module path; none where it has none
-        config.json  tokenizer.json  tokenizer_config.json  progress.json
-        manifest.json                           step, val_loss, size and SHA-256 of every other file, and its own
-                                                SHA-256; written last, and again with the progress when the state
-                                                is evaluated after it was saved
+        config.json  tokenizer.json  tokenizer_config.json
+        manifest.json                           step, progress, val_loss, size and SHA-256 of every other file, and its
+                                                own SHA-256; written last, and again when the state is evaluated after
+                                                it was saved
 
 Several ranks divide the tensors of a checkpoint: files of rank 1 are called parameters-rank1-00001-of-00001 and so on.
 A tensor of which each rank has a part is in the files of all of them, as `<name>[<start>:<stop> of <shape>]`.
@@ -20,10 +20,8 @@ Only safetensors and JSON are ever read, so a checkpoint can't run code.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -31,9 +29,8 @@ from typing import IO, Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError
-from ttrain.core.files import sha256_file, to_json
+from ttrain.core.files import parsed_object, read_object, sha256_file, to_json
 from ttrain.core.spec import DType
-from ttrain.core.units import format_bytes
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
@@ -42,9 +39,8 @@ from ttrain.train.checkpoint.state_match import match
 from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
-MAX_JSON_BYTES = 1 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
 STEMS = {
@@ -60,9 +56,8 @@ class Checkpoint:
     step: int
     val_loss: float | None
     files: dict[str, dict[str, Any]]
-    saved_at: float | None = None  # seconds since 1970
-    held_out: str | None = None  # SHA-256 of the data that val_loss is of
-    noted: dict[str, Any] | None = None  # progress that came after the files, such as an evaluation
+    progress: dict[str, Any]
+    saved_at: float  # seconds since 1970
     # While it is open, nobody removes the files.
     reader: IO[str] | None = field(default=None, repr=False, compare=False)
 
@@ -78,7 +73,7 @@ class Checkpoint:
                 f"JSON only; remove that file if you put it there."
             )
         for name, entry in self.files.items():
-            self._verify_file(self.path / name, entry, name in known)
+            _verify_file(self.path / name, entry, name in known)
         return self
 
     def files_of(self, *kinds: Kind) -> list[str]:
@@ -97,29 +92,10 @@ class Checkpoint:
         dtypes = {name: "BF16" if spec.dtype is DType.BF16 else "F32" for name, spec in specs.items()}
         return {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (s.shape, dtypes[n]) for n, s in specs.items()}
 
-    def _verify_file(self, path: Path, entry: dict[str, Any], known: bool = False) -> None:
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(
-                f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated."
-            )
-        if known:
-            return
-        if sha256_file(path) != entry["sha256"]:
-            raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
-        if path.suffix == ".safetensors":
-            list(tensors_of(path))  # raises for a file that is none
-
     @property
     def config(self) -> dict[str, Any]:
         """The resolved config of the run that wrote it."""
-        return dict(self._json("config.json"))
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        return dict(self._json("progress.json") if self.noted is None else self.noted)
+        return read_object(self.path / "config.json")
 
     @property
     def tokenizer(self) -> str | None:
@@ -133,7 +109,7 @@ class Checkpoint:
     @property
     def tokenizer_config(self) -> dict[str, Any]:
         """The tokenizer's end token and chat template, as a tokenizer_config.json has them; what is known of them."""
-        return dict(self._json("tokenizer_config.json")) if "tokenizer_config.json" in self.files else {}
+        return read_object(self.path / "tokenizer_config.json") if "tokenizer_config.json" in self.files else {}
 
     def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
         """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
@@ -173,62 +149,59 @@ class Checkpoint:
         names = {path: f"{path}/{AVERAGE}" for path in plain}
         return Weights(plain.keys(), lambda path: kept[names[path]] if names[path] in kept else plain[path])
 
-    def _json(self, name: str) -> dict[str, Any]:
-        return read_json(self.path / name)
+
+def _verify_file(path: Path, entry: dict[str, Any], known: bool) -> None:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path} is missing, though the manifest lists it. Use another checkpoint.")
+    if (size := path.stat().st_size) != entry["bytes"]:
+        raise CheckpointError(f"{path} has {size} bytes, the manifest says {entry['bytes']}: the file is truncated.")
+    if known:
+        return
+    if sha256_file(path) != entry["sha256"]:
+        raise CheckpointError(f"{path} does not have the SHA-256 of the manifest: the file was changed or damaged.")
+    if path.suffix == ".safetensors":
+        list(tensors_of(path))  # raises for a file that is none
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, verified. Raises CheckpointError where it is missing, incomplete or damaged."""
-    with _readable(path):
+    try:
         return read_manifest(path).verify()
-
-
-def read_manifest(path: Path) -> Checkpoint:
-    """The checkpoint in a directory by its manifest alone, without reading the tensors."""
-    with _readable(path):
-        complete = (path / MANIFEST).is_file()
-    if not complete:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last.")
-    data = _read_bytes(path / MANIFEST)  # once: a run that goes on may replace it
-    manifest = _parsed(path / MANIFEST, data)
-    try:
-        checkpoint = _parse_manifest(path, manifest)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{path / MANIFEST} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
-    for required in ("config.json", "progress.json"):
-        if required not in checkpoint.files:
-            raise CheckpointError(f"{path / MANIFEST} lists no {required}.")
-    _check_seal(path, manifest, data)
-    return checkpoint
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Report what the system refuses to read as a checkpoint that can't be used, like a damaged one."""
-    try:
-        yield
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
 
 
-def _parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
-    if manifest["format"] != FORMAT:
+def read_manifest(path: Path) -> Checkpoint:
+    """The checkpoint in a directory by its manifest alone, without reading the tensors."""
+    file = path / MANIFEST
+    try:
+        data = file.read_bytes()  # once: a run that goes on may replace it
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, the last file.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from None
+    manifest = parsed_object(file, data)
+    if manifest.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}."
         )
-    files = {}
-    for name, entry in manifest["files"].items():
+    try:
+        listed = manifest["files"].items()
+        files = {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in listed}
+        val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
+        facts = int(manifest["step"]), val_loss, files, dict(manifest["progress"]), float(manifest["saved_at"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise CheckpointError(f"{file} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
+    for name in files:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(
-                f"{path / MANIFEST} lists {name!r}. It holds .safetensors and .json files in its own folder only."
+                f"{file} lists {name!r}. It holds .safetensors and .json files in its own folder only."
             )
-        files[name] = {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-    val_loss = None if manifest["val_loss"] is None else float(manifest["val_loss"])
-    saved_at = manifest.get("saved_at")
-    noted = None if manifest.get("progress") is None else dict(manifest["progress"])
-    saved_at = None if saved_at is None else float(saved_at)
-    held_out = None if manifest.get("held_out") is None else str(manifest["held_out"])
-    return Checkpoint(path, int(manifest["step"]), val_loss, files, saved_at, held_out, noted)
+    if "config.json" not in files:
+        raise CheckpointError(f"{file} lists no config.json.")
+    if data != sealed({key: value for key, value in manifest.items() if key != "sha256"}).encode():
+        raise CheckpointError(f"{file} does not have its own SHA-256: the file was changed or damaged.")
+    return Checkpoint(path, *facts)
 
 
 def step_name(step: int) -> str:
@@ -240,34 +213,3 @@ def sealed(manifest: dict[str, Any]) -> str:
     """The text of a manifest, with the SHA-256 of the text that it has without that line."""
     digest = hashlib.sha256(to_json(manifest).encode()).hexdigest()
     return to_json({**manifest, "sha256": digest})
-
-
-def _check_seal(path: Path, manifest: dict[str, Any], data: bytes) -> None:
-    content = {key: value for key, value in manifest.items() if key != "sha256"}
-    if data != sealed(content).encode():
-        raise CheckpointError(f"{path / MANIFEST} does not have its own SHA-256: the file was changed or damaged.")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return _parsed(path, _read_bytes(path))
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(
-                f"{path} has {format_bytes(path.stat().st_size)}; at most {format_bytes(MAX_JSON_BYTES)} fit."
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
-
-
-def _parsed(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
-    return value

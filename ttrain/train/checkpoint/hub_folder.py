@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.core.files import read_object
 from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
 from ttrain.train.checkpoint.tensor_files import LazyTensor, tensors_of
@@ -59,7 +59,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
 def holds_model(folder: Path) -> bool:
     """True for a folder of Transformers' form: one that ttrain writes has no `model_type`."""
     try:
-        return (folder / CONFIG).is_file() and "model_type" in _json(folder / CONFIG)
+        return (folder / CONFIG).is_file() and "model_type" in read_object(folder / CONFIG)
     except CheckpointError:
         return False
 
@@ -69,7 +69,7 @@ def read_architecture(folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError for a model that is none of ours.
     """
-    config = _json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         raise CheckpointError(f"its config.json has model_type={kind!r}; ttrain has {', '.join(_FAMILIES)}.")
@@ -166,7 +166,7 @@ def read_folder(folder: Path) -> dict[str, LazyTensor]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """File by tensor. Raises CheckpointError for an index that is none."""
-    names = _json(folder / INDEX).get("weight_map")
+    names = read_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise CheckpointError(f"{folder / INDEX} has no weight_map. Bring the folder anew.")
     for name in names.values():
@@ -175,13 +175,3 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{folder / INDEX} names {name!r}; weights are read from .safetensors beside it only."
             )
     return dict(names)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
-    return value

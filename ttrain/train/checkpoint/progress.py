@@ -90,11 +90,11 @@ class Progress:
         hints = get_type_hints(cls)
         for name, value in stored.items():
             if name not in hints:
-                raise CheckpointError(f"progress.json holds {name!r}, which this version of ttrain does not know.")
+                raise CheckpointError(f"the progress holds {name!r}, which this version of ttrain does not know.")
             kind = hints[name] if float not in (hints[name], *get_args(hints[name])) else hints[name] | int
             if not isinstance(value, kind) or (isinstance(value, int) and value < 0):
                 expected = getattr(hints[name], "__name__", hints[name])
-                raise CheckpointError(f"progress.json holds {name}={value!r}, expected {expected}. It was changed.")
+                raise CheckpointError(f"the progress holds {name}={value!r}, expected {expected}. It was changed.")
         return cls(**stored)
 
 

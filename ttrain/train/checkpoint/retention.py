@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import hold_for_reading, lock_file, read_json
@@ -74,8 +74,13 @@ def best_checkpoint(folder: Path) -> Checkpoint | None:
     Those that were measured on other held-out data than the newest one do not compare with it.
     """
     scored = [(c.val_loss, c.step, c) for c in list_checkpoints(folder)[0] if c.val_loss is not None]
-    same = [entry for entry in scored if entry[2].held_out == scored[-1][2].held_out]
+    same = [entry for entry in scored if _held_out(entry[2]) == _held_out(scored[-1][2])]
     return min(same, key=lambda entry: entry[:2])[2] if same else None
+
+
+def _held_out(checkpoint: Checkpoint) -> Any:
+    """SHA-256 of the data that the val_loss is of."""
+    return checkpoint.progress.get("held_out")
 
 
 def prune_checkpoints(
@@ -150,8 +155,7 @@ def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
     """The first checkpoint, and each that was saved at least so long after the one chosen before."""
     chosen: list[Checkpoint] = []
     for checkpoint in found:
-        before = chosen[-1].saved_at if chosen else None
-        if checkpoint.saved_at is not None and (before is None or checkpoint.saved_at - before >= seconds):
+        if not chosen or checkpoint.saved_at - chosen[-1].saved_at >= seconds:
             chosen.append(checkpoint)
     return chosen
 

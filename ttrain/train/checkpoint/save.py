@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import link_or_copy, sha256_file, sync_directory, to_json, write_synced
+from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_directory, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import (
@@ -22,7 +22,6 @@ from ttrain.train.checkpoint.checkpoint import (
     STEMS,
     UNFINISHED,
     Checkpoint,
-    read_json,
     read_manifest,
     sealed,
     step_name,
@@ -110,7 +109,7 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
     """
     beside = path.with_name(f"{UNFINISHED}{path.name}")
     try:
-        manifest = {key: value for key, value in read_json(path / MANIFEST).items() if key != "sha256"}
+        manifest = {key: value for key, value in read_object(path / MANIFEST).items() if key != "sha256"}
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
@@ -156,15 +155,12 @@ def _write_files(
         files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
 
     write("config.json", to_json(content.config).encode())
-    write("progress.json", to_json(content.progress).encode())
     if content.tokenizer is not None:
         write("tokenizer.json", content.tokenizer.encode())
     if content.tokenizer_config:
         write("tokenizer_config.json", to_json(content.tokenizer_config).encode())
-    manifest: dict[str, Any] = {"format": FORMAT, "step": content.step, "val_loss": content.val_loss}
-    manifest["held_out"] = content.progress.get("held_out")
-    manifest["saved_at"] = round(time.time(), 3)
-    manifest["files"] = files
+    facts = {"step": content.step, "progress": content.progress, "val_loss": content.val_loss}
+    manifest = {"format": FORMAT, **facts, "saved_at": round(time.time(), 3), "files": files}
     write_synced(folder / MANIFEST, sealed(manifest).encode())
     return known
 

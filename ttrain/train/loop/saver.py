@@ -145,8 +145,7 @@ class Saver:
         try:
             sync_file(self._run.metrics)
             if work.state is None:
-                facts = {"val_loss": content.val_loss, "held_out": content.progress.get("held_out")}
-                note_progress(folder / step_name(content.step), content.progress, **facts)
+                note_progress(folder / step_name(content.step), content.progress, val_loss=content.val_loss)
             else:
                 _check_room(folder, work.state, content.step, work.earlier is None, self._world.ranks.count)
                 others = {"others": partial(self._others, work)} if several else {}

@@ -34,44 +34,16 @@ _LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a mo
 
 
 class RunDirectory:
-    """A directory that this process holds until `close`."""
+    """A directory that this process holds until `close`. Without a lock another rank leads the run: it is only read."""
 
-    leads = True  # whether this process writes the run's files
-
-    def __init__(self, path: Path, lock: IO[str]) -> None:
-        self.path = path
+    def __init__(self, path: Path, lock: IO[str] | None = None) -> None:
+        self.path, self._lock = path, lock
+        self.leads = lock is not None  # whether this process writes the run's files
+        self.events = path if self.leads else None  # log in which this process notes events
+        self.checkpoints, self.metrics, self.config = path / "checkpoints", path / METRICS, path / "config.yaml"
+        self.summary, self.loss_curve, self.plan = path / "summary.json", path / "loss.png", path / "plan.txt"
         self.note: str | None = None  # what the user should know of how it was claimed
         self._made = False  # by this process, and nothing worth keeping is in it yet
-        self._lock: IO[str] | None = lock
-
-    @property
-    def events(self) -> Path | None:
-        """Log in which this process notes events; None where another process does."""
-        return self.path if self.leads else None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def loss_curve(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.txt"
 
     @classmethod
     def claim(
@@ -91,7 +63,13 @@ class RunDirectory:
         another run took that name first.
         """
         if wanted is None:
-            return cls._claim_new(root, label, now or datetime.now(), fill)
+            try:
+                path = dated_folder(root, label, now or datetime.now())
+            except OSError as error:
+                raise _not_writable(root, error) from None
+            run = cls._hold(path)
+            run._made = True
+            return run._start(fill)
         path = Path(wanted)
         made = not path.exists()
         run = cls._hold(path, make=True)
@@ -129,15 +107,6 @@ class RunDirectory:
         saved = [path for path in _entries(self.checkpoints) if not path.name.startswith(UNFINISHED)]
         trained = any(line.get("train/loss") is not None for line in read_metrics(self.metrics))
         return not (saved or trained or self.summary.exists() or self.loss_curve.exists())
-
-    @classmethod
-    def _claim_new(cls, root: Path, label: str, now: datetime, fill: Callable[[RunDirectory], None]) -> RunDirectory:
-        try:
-            run = cls._hold(dated_folder(root, label, now))
-            run._made = True
-            return run._start(fill)
-        except OSError as error:
-            raise _not_writable(root, error) from None
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -192,12 +161,13 @@ class RunDirectory:
         import yaml
 
         plain = "\x85" not in json.dumps(config, ensure_ascii=False)  # YAML reads U+0085 as a line break
-        replace_file(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=plain, width=120))
+        self._write(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=plain, width=120))
 
     def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
         """Writes the resolved config, and adds the environment record of this attempt."""
         self.write_config(config)
-        replace_file(self.path / RECORD, to_json({"attempts": [*self.attempts(), attempt]}))
+        if self.leads:
+            self._write(self.path / RECORD, to_json({"attempts": [*self.attempts(), attempt]}))
 
     def attempts(self) -> list[dict[str, Any]]:
         """The environment record of every attempt so far."""
@@ -207,10 +177,14 @@ class RunDirectory:
             raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
     def write_plan(self, text: str) -> None:
-        replace_file(self.plan, text)
+        self._write(self.plan, text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        replace_file(self.summary, to_json(summary))
+        self._write(self.summary, to_json(summary))
+
+    def _write(self, file: Path, text: str) -> None:
+        if self.leads:
+            replace_file(file, text)
 
     def keep(self) -> None:
         """Mark the directory as worth keeping from now on."""
@@ -229,27 +203,6 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()  # releases the lock
             self._lock = None
-
-
-class FollowedRun(RunDirectory):
-    """The directory of a run that another rank leads: read here, and never written."""
-
-    leads = False
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.note, self._made, self._lock = path, None, False, None
-
-    def write_config(self, config: dict[str, Any]) -> None:
-        return
-
-    def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
-        return
-
-    def write_plan(self, text: str) -> None:
-        return
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        return
 
 
 def _locked(lock: IO[str]) -> bool:
