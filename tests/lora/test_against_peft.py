@@ -165,11 +165,7 @@ def test_scores_losses_and_files_are_pefts(pair: Pair, tmp_path: Path) -> None:
     assert relative_error(expected_scores(again.merge_and_unload(), tokens), scores(one, tokens)) < 1e-5
 
 
-PLAIN, OTHER, MALFORMED = (
-    "plain",
-    "other",
-    "malformed",
-)  # computes what plain LoRA does; is refused; can't be understood
+PLAIN, OTHER, MALFORMED = "plain", "other", "malformed"  # computes what plain LoRA does; is refused; is no config
 KEYS: list[tuple[str, Any, str]] = [
     *(("init_lora_weights", value, PLAIN) for value in (True, False, "gaussian", "orthogonal", "eva", "mica")),
     *(("init_lora_weights", value, OTHER) for value in ("pissa", "pissa_niter_4", "olora", "OLoRA", "loftq", "corda")),
@@ -240,15 +236,14 @@ def test_a_key_is_plain_lora_or_is_refused(key: str, value: Any, kind: str, pair
         with pytest.raises(CheckpointError, match="lora.from=" if kind == MALFORMED else re.escape(f"{key}={value!r}")):
             understood()
         return
-    lora = understood()
+    lora, tokens = understood(), batch(99)["tokens"]
     if key == "target_modules" and value == "all-linear":
         return  # the file lacks some of them
-    config = replace(pair.config, lora=lora)
-    model: Any = build.build_model(*config.model_parts)
-    base = model.from_original(read_file(pair.folder / "base" / "model.safetensors"))
-    values = {**base, **PeftAdapter.open(str(tmp_path / "adapter")).values(model)}
-    session, tokens = Session(model, AdamW(OPTIMIZER), ROWS, values=values), batch(99)["tokens"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(pair.folder / "base")
     adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    if key not in ("target_modules", "layers_to_transform"):  # for others it is the same model
+        assert lora == replace(pair.config.lora, dropout=value if key == "lora_dropout" else 0.0)
+        assert np.array_equal(expected_scores(adapted, tokens), expected_scores(pair.peft, tokens))
+        return
+    session = pair.open(**{name: getattr(lora, name) for name in ("rank", "alpha", "targets")})
     assert relative_error(scores(session, tokens), expected_scores(adapted, tokens)) < 1e-5
-    assert lora.dropout == (value if key == "lora_dropout" else 0)

@@ -40,15 +40,10 @@ def session(model: AGILLM, rows: int = 2, **options: Any) -> Session:
 COUNTS = {
     "femto_1x": (2064544, 4254399, 6444288, 6445138, 4254433),
     "pico_3x": (4135488, 8386383, 12637344, 12639010, 8386449),
-    "nano_1x": (8344256, 16717231, 25090336, 25093634, 16717361),
     "nano_3x": (8345280, 16718255, 25091360, 25094658, 16718385),
-    "nano_96x": (8392896, 16765871, 25138976, 25142274, 16766001),
-    "micro_3x": (17282688, 33899823, 50517216, 50523778, 33900081),
     "micro_24x": (17304192, 33921327, 50538720, 50545282, 33921585),
     "small": (91173376, 157255471, 223338592, 223364738, 157256497),
-    "smallx2": (116392448, 182474543, 248557664, 248583810, 182475569),
     "base": (183985920, 283044655, 382104928, 382144130, 283046193),
-    "base18": (226513152, 325571887, 424632160, 424671362, 325573425),
     "large": (434316288, 566351663, 698389088, 698441346, 566353713),
 }
 
@@ -72,9 +67,6 @@ def test_every_preset_folds_where_its_rank_exceeds_the_head_width() -> None:
 def test_slopes_of_any_number_of_heads() -> None:
     for heads in (1, 2, 3, 4, 8, 16, 24):
         assert np.allclose(alibi_slopes(heads), slopes(heads))
-    assert np.allclose(
-        alibi_slopes(24)[16:], [0.8409, 0.5946, 0.4204, 0.2973, 0.2102, 0.1487, 0.1051, 0.0743], atol=5e-5
-    )
 
 
 def test_first_values_are_those_of_torch() -> None:
@@ -170,12 +162,6 @@ def test_masked_targets_weigh_nothing_and_never_make_nan() -> None:
         assert parts[name] == pytest.approx(whole[name], rel=1e-5), name
     nothing = session(model, rows=4).train({**batch, "targets": np.full((4, 12), -1)}, 1, {"lr": 1e-3})
     assert (nothing["loss"], nothing["grad_norm"]) == (0.0, 0.0)
-
-
-def test_the_gate_learns_its_constant() -> None:
-    ours = session(small())
-    seen = [ours.train(token_batch(23, 2, 12, step), step, {"lr": 1e-2})["gate/ce"] for step in range(1, 31)]
-    assert seen[-1] < 0.1 * seen[0]
 
 
 @pytest.mark.parametrize(

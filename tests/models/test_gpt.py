@@ -38,24 +38,12 @@ def adamw(**changes: Any) -> AdamW:
     return AdamW(AdamWConfig(**changes))
 
 
-@pytest.mark.parametrize("preset", COUNTS)
-def test_gpt2_presets_have_the_published_number_of_parameters(preset: str) -> None:
-    assert GPT(GPTConfig(preset=preset, vocabulary=50257)).parameter_count == COUNTS[preset]
-
-
 @pytest.mark.parametrize("preset", GPT_PRESETS)
 def test_presets_are_named_by_their_parameters(preset: str) -> None:
     vocabulary = 50257 if preset in COUNTS else 65
     count = GPT(GPTConfig(preset=preset, vocabulary=vocabulary, bias=preset in COUNTS)).parameter_count
     named = float(preset[:-1]) * {"M": 1e6, "B": 1e9}[preset[-1]]
-    assert count == pytest.approx(named, rel=0.04)
-
-
-def test_untied_head_and_missing_biases_change_the_count_as_they_should() -> None:
-    tied = small().parameter_count
-    assert small(tied=False).parameter_count - tied == 37 * 32
-    per_block = 2 * 32 + (3 + 1 + 4 + 1) * 32  # two norms; qkv, projection, up, down
-    assert tied - small(bias=False).parameter_count == 2 * per_block + 32
+    assert count == pytest.approx(named, rel=0.04) and count == COUNTS.get(preset, count)
 
 
 @pytest.mark.parametrize(
@@ -72,23 +60,12 @@ def test_impossible_sizes_are_refused(config: GPTConfig, message: str) -> None:
         GPT(config)
 
 
-@pytest.mark.parametrize("engine", ["dynamic", "static"])
-def test_dropout_masks_differ_by_seed_and_repeat_for_the_same_seed(engine: str) -> None:
-    session = Session(small(dropout=0.3), adamw(), 2, engine=engine)
+def test_dropout_masks_differ_by_seed_and_are_off_in_evaluation() -> None:
+    session, plain = (Session(small(dropout=p), adamw(), 2) for p in (0.3, 0.0))
     losses = [session.train(batch(2), 1, {"lr": 0.0}, seed)["loss"] for seed in (1, 2, 1, 3)]
     assert losses[0] == losses[2]
     assert len(set(losses)) == 3
-    plain = Session(small(), adamw(), 2, engine=engine)
-    assert plain.train(batch(2), 1, {"lr": 0.0}, 1) == plain.train(batch(2), 1, {"lr": 0.0}, 2)
-
-
-def test_dropout_is_off_in_evaluation() -> None:
-    inputs = {**batch(2), "loss_weight": 1 / 32}
-    losses = []
-    for p in (0.0, 0.3):
-        session = Session(small(dropout=p), adamw(), 2)
-        losses.append(session.run(session.graph.trace_evaluate, inputs)["loss"])
-    assert losses[0] == losses[1]
+    assert session.evaluate(batch(2))["loss"] == plain.evaluate(batch(2))["loss"]
 
 
 def test_every_dropout_has_a_stream_of_its_own() -> None:
@@ -154,19 +131,6 @@ def test_bf16_trains_close_to_fp32_and_its_copies_follow_the_masters(engine: str
     for name in copies:
         master = session.state.read(name.removesuffix("/compute"))
         assert np.array_equal(session.state.read(name), rounded_to_bf16(master)), name
-
-
-@pytest.mark.parametrize("engine", ["dynamic", "static"])
-def test_first_bf16_gradients_equal_fp32_ones_within_rounding(engine: str) -> None:
-    gradients = []
-    for compute in (FP32, BF16):
-        session = Session(small(compute), adamw(), 4, engine=engine)
-        session.train(batch(4), 1, {"lr": 0.0})
-        gradients.append(session.gradients())
-    for path, expected in gradients[0].items():
-        if not path.endswith("qkv.bias"):  # the keys' gradients are zero but for rounding
-            deviation = np.linalg.norm(gradients[1][path] - expected) / np.linalg.norm(expected)
-            assert deviation < 0.02, (path, deviation)
 
 
 def rounded_to_bf16(values: np.ndarray) -> np.ndarray:

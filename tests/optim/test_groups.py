@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
@@ -26,12 +25,6 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert found.keys() == {"lr/adamw/decay/fp32", "lr/adamw/no_decay/fp32"}
     assert all(PARAMETERS[path].spec.rank == 2 for path in found["lr/adamw/decay/fp32"])
     assert all(PARAMETERS[path].spec.rank == 1 for path in found["lr/adamw/no_decay/fp32"])
-
-
-@pytest.mark.parametrize("rule", ["all", "none"])
-def test_one_run_where_all_are_treated_alike(rule: str) -> None:
-    (paths,) = runs(decay_rule=rule).values()
-    assert paths == list(PARAMETERS)
 
 
 def test_norms_are_apart_where_the_rest_is_read_as_bf16() -> None:
@@ -68,9 +61,3 @@ def test_no_lr_input_without_a_parameter_that_reads_it() -> None:
     config = AdamWConfig(lr=1.0, lr_multipliers=dict.fromkeys(tops, 0.5))
     assert "lr" not in learning_rates(PARAMETERS, config, lambda step: 1.0)(1)
     assert learning_rates(PARAMETERS, AdamWConfig(lr=1.0), lambda step: 1.0)(1) == {"lr": 1.0}
-
-
-@pytest.mark.parametrize("prefix", ["haed", "block", "blocks.7", "head.weight.more"])
-def test_a_prefix_of_no_parameter_is_refused(prefix: str) -> None:
-    with pytest.raises(ConfigError, match=f"optimizer.lr_multipliers.{prefix}: no parameter's name begins so"):
-        runs(lr_multipliers={prefix: 0.5})

@@ -17,7 +17,7 @@ from ttrain.graph.passes import live_nodes
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import check_groups, frozen, frozen_count, learning_rates, longest
+from ttrain.optim.groups import check_groups, frozen, frozen_count, longest
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.steps.step import TrainStep
 from ttrain.train.steps.step_graph import StepGraph
@@ -180,24 +180,12 @@ def test_the_longest_prefix_wins_and_stars_lose_against_names() -> None:
     assert longest("blocks.1.norm.weight", ["blocks", "blocks.*.norm", "blocks.1.norm"]) == "blocks.1.norm"
     assert longest("blocks.2.norm.weight", ["blocks", "blocks.*.norm", "blocks.1.norm"]) == "blocks.*.norm"
     assert longest("head.weight", ["blocks", "hea"]) is None and longest("head.weight", ["*"]) == "*"
+    assert frozen_count(gpt().parameters(), AdamWConfig(freeze=["head"])) == 11 * 16
     assert not frozen("head.weight", ["*"], ["head"]) and frozen("norm.bias", ["*"], ["head"])
-
-
-def test_how_many_numbers_are_frozen() -> None:
-    parameters = gpt().parameters()
-    assert frozen_count(parameters, AdamWConfig(freeze=["head"])) == 11 * 16
-    assert frozen_count(parameters, AdamWConfig()) == 0
 
 
 # The groups of AGILLM-3: core 5e-5, heads 2e-4. Here the heads are the head and the last norm.
 HEADS = {"head": 4.0, "norm": 4.0}
-
-
-def test_absolute_rates_of_parts_are_factors_of_the_rate_of_the_rest() -> None:
-    config = AdamWConfig(lr=5e-5, lr_multipliers=HEADS)
-    assert learning_rates(gpt().parameters(), config, lambda step: 1.0)(1) == pytest.approx(
-        {"lr": 5e-5, "lr/head": 2e-4, "lr/norm": 2e-4}, rel=1e-12
-    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)

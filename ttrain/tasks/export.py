@@ -7,7 +7,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
@@ -18,6 +18,9 @@ from ttrain.data.settings import DocumentsConfig
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
+
+if TYPE_CHECKING:
+    from ttrain.train.runs.export_folder import Written
 
 
 def run(config: Config) -> None:
@@ -65,7 +68,7 @@ def _write_file(given: OpenedModel, file: Path, form: str) -> None:
         if form == "gguf":
             if (notice := gguf_notice(given.model.config)) is not None:
                 print(f"WARNING: {notice}", file=sys.stderr)
-            write_gguf(file, given.model, given.values, given.tokenizer_json, given.end_token, _tokenizer_config(given))
+            write_gguf(file, _written(given))
         else:
             metadata = Metadata(build.resolved_model(given.config.model, given.model), given.tokenizer_json)
             write_weights(given.model, given.values, file, form, given.step or 0, metadata)
@@ -73,14 +76,17 @@ def _write_file(given: OpenedModel, file: Path, form: str) -> None:
     print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
 
 
-def _tokenizer_config(given: OpenedModel) -> dict[str, Any]:
+def _written(given: OpenedModel) -> Written:
     """Add the template that task=chat talks by; the default one takes no place of a template that came along."""
     from ttrain.data.chat.messages import Template
+    from ttrain.train.runs.export_folder import Written
 
     known, named = given.tokenizer_config, given.template
-    if named in (None, "tokenizer") or (named == DocumentsConfig().template and "chat_template" in known):
-        return known
-    return {**known, "chat_template": Template(str(named)).to_jinja()}
+    if named not in (None, "tokenizer") and (named != DocumentsConfig().template or "chat_template" not in known):
+        known = {**known, "chat_template": Template(str(named)).to_jinja()}
+    from_folder = getattr(given.config.model, "from_", None) or given.config.train.init_from or given.step is None
+    form = known.get("model_type") if from_folder else None
+    return Written(given.model, given.values, given.tokenizer_json, given.end_token, known, form)
 
 
 def _write_adapters(given: OpenedModel, folder: Path) -> None:
@@ -166,14 +172,11 @@ def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
 
 
 def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
-    from ttrain.train.runs.export_folder import Written, model_card, write_folder
+    from ttrain.train.runs.export_folder import model_card, write_folder
 
     stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
     card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
-    origin = getattr(given.config.model, "from_", None) or given.config.train.init_from or given.step is None
-    told, form = _tokenizer_config(given), given.tokenizer_config.get("model_type") if origin else None
-    what = Written(given.model, given.values, given.tokenizer_json, given.end_token, card, told, form)
-    write_folder(folder, what, shard_mb * 1_000_000)
+    write_folder(folder, _written(given), card, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")
     if given.tokenizer_json is None:

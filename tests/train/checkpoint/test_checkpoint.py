@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import sha256_file, to_json
+from ttrain.core.files import sha256_file
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint import save as module
@@ -79,19 +79,12 @@ def test_round_trip(tmp_path: Path) -> None:
     loaded = read_checkpoint(saved.path)
     assert (loaded.step, loaded.val_loss, loaded.config) == (100, 1.5, {"model": {"name": "gpt"}})
     assert (loaded.progress, loaded.tokenizer) == ({"step": 100}, '{"tokenizer": "ü"}')
-    state = State(1)
+    state, alone = State(1), State(1)
     loaded.load(state)
+    loaded.load(alone, optimizer=False)
     for name, array in State(0).arrays.items():
         assert state.arrays[name].tobytes() == array.tobytes()
-
-
-def test_parameters_alone(tmp_path: Path) -> None:
-    saved = save_checkpoint(tmp_path, State(0), content())
-    state = State(1)
-    before = {name: array.copy() for name, array in state.arrays.items()}
-    saved.load(state, optimizer=False)
-    assert np.array_equal(state.arrays["b.weight"], State(0).arrays["b.weight"])
-    assert np.array_equal(state.arrays["b.weight/first_moment"], before["b.weight/first_moment"])
+        assert np.array_equal(alone.arrays[name], (State(1) if "/" in name else State(0)).arrays[name])
 
 
 def test_shards_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +99,6 @@ def test_shards_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert np.array_equal(state.arrays["a.bias"], State(0).arrays["a.bias"])
 
 
-def test_readable_by_the_safetensors_library(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    saved = save_checkpoint(tmp_path, State(0), content())
-    arrays = load_file(saved.path / "parameters-00001-of-00001.safetensors")
-    assert arrays.keys() == {"a.bias", "b.weight"}
-    assert np.array_equal(arrays["b.weight"], State(0).arrays["b.weight"])
-
-
 def test_other_shapes_and_names_are_refused_before_anything_is_copied(tmp_path: Path) -> None:
     saved = save_checkpoint(tmp_path, State(0), content())
     other = State(1, width=5)
@@ -125,41 +109,39 @@ def test_other_shapes_and_names_are_refused_before_anything_is_copied(tmp_path: 
     assert all(np.array_equal(other.arrays[name], array) for name, array in before.items())
 
 
-@pytest.mark.parametrize("keep", [0, 1, 8, 60, -1])
-def test_truncated_file(tmp_path: Path, keep: int) -> None:
+SHARD = "parameters-00001-of-00001.safetensors"
+
+
+def _flip(file: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+
+
+def _link(file: Path) -> None:
+    os.rename(file, file.parents[1] / "outside.json")
+    file.symlink_to(file.parents[1] / "outside.json")
+
+
+DAMAGES: list[tuple[str, Any, str]] = [
+    *((SHARD, lambda file, keep=keep: os.truncate(file, keep), "truncated") for keep in (0, 60)),
+    *((name, _flip, "SHA-256") for name in (SHARD, "config.json", "manifest.json", "tokenizer.json")),
+    ("optimizer-00001-of-00001.safetensors", os.unlink, "missing"),
+    ("manifest.json", os.unlink, "not a complete checkpoint"),
+    ("config.json", _link, "missing"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
+def test_what_was_cut_changed_removed_or_linked(tmp_path: Path, name: str, damage: Any, message: str) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
-    file = path / "parameters-00001-of-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="truncated"):
-        read_checkpoint(path)
-
-
-def test_one_flipped_bit_in_any_file(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, State(), content()).path
-    for name in ("parameters-00001-of-00001.safetensors", "optimizer-00001-of-00001.safetensors", "config.json",
-                 "manifest.json", "tokenizer.json"):  # fmt: skip
-        original = (path / name).read_bytes()
-        damaged = bytearray(original)
-        damaged[len(damaged) // 2] ^= 1
-        (path / name).write_bytes(damaged)
-        with pytest.raises(CheckpointError, match="SHA-256"):
-            read_checkpoint(path)
-        (path / name).write_bytes(original)
-    read_checkpoint(path)
-
-
-def test_missing_files(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, State(), content()).path
-    (path / "optimizer-00001-of-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="missing"):
-        read_checkpoint(path)
-    (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    damage(path / name)
+    with pytest.raises(CheckpointError, match=message):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"format": 1}', '{"format": 9, "files": {}}', "\x00\xff", "[" * 9999]
+    "text", ["", "[]", "{}", "null", '{"format": 2}', '{"format": 9, "files": {}}', "\x00\xff", "[" * 9999]
 )
 def test_damaged_manifest(tmp_path: Path, text: str) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
@@ -206,16 +188,6 @@ def test_names_that_leave_the_folder_or_the_formats_are_refused(tmp_path: Path, 
         read_checkpoint(path)
 
 
-def test_a_link_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, State(), content()).path
-    outside = tmp_path / "outside.json"
-    outside.write_bytes((path / "config.json").read_bytes())
-    (path / "config.json").unlink()
-    (path / "config.json").symlink_to(outside)
-    with pytest.raises(CheckpointError, match="missing"):
-        read_checkpoint(path)
-
-
 @pytest.mark.parametrize("length", [0, 1, 2**20, 200_000_000, 2**63, 2**64 - 1])
 def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, length: int) -> None:
     path = save_checkpoint(tmp_path, State(), content()).path
@@ -226,21 +198,15 @@ def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, length: int) -> N
         read_checkpoint(path)
 
 
-def test_a_header_of_nonsense_is_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, State(), content()).path
-    header = b'{"b.weight": {"dtype": "F32", "shape": [9999, 9999], "data_offsets": [0, 4]}}'
-    (path / "parameters-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    rewrite_manifest(path)
-    with pytest.raises(CheckpointError, match="safetensors"):
-        read_checkpoint(path).load(State())
-
-
 def test_nan_is_not_saved(tmp_path: Path) -> None:
     state = State()
     state.arrays["b.weight"][0, 0] = np.inf
     with pytest.raises(NonFiniteError, match=r"b\.weight"):
         save_checkpoint(tmp_path, state, content())
     assert list(tmp_path.iterdir()) == []
+
+
+CALLS = [*(("fsync", at) for at in range(1, 8)), *(("replace", at) for at in range(1, 4))]
 
 
 class Failure:
@@ -258,8 +224,7 @@ class Failure:
         monkeypatch.setattr(os, name, call)
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-@pytest.mark.parametrize("name", ["fsync", "replace"])
+@pytest.mark.parametrize(("name", "at"), CALLS)
 def test_a_save_that_fails_leaves_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
 ) -> None:
@@ -277,8 +242,7 @@ def test_a_save_that_fails_leaves_the_previous_checkpoint(
     assert newest is not None and newest.step == 100 and skipped == []
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-@pytest.mark.parametrize("name", ["fsync", "replace"])
+@pytest.mark.parametrize(("name", "at"), CALLS)
 def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
 ) -> None:
@@ -333,7 +297,7 @@ def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_pa
     from safetensors.numpy import load_file
 
     generator, steps = np.random.default_rng(0), [0]
-    for _ in range(12):
+    for _ in range(5):
         command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -347,7 +311,7 @@ def test_kills_at_any_moment_of_a_save_loop_leave_a_checkpoint_that_loads(tmp_pa
             for file in newest.path.glob("*.safetensors"):
                 assert all((array == newest.step).all() for array in load_file(file).values())
         assert all("cut off" in reason for _, reason in skipped)
-    assert steps == sorted(set(steps)) and steps[-1] >= 12
+    assert steps == sorted(set(steps)) and steps[-1] >= 5
 
 
 def test_a_disk_that_writes_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,26 +338,19 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
 
 
 def test_newest_complete_says_what_it_skipped(tmp_path: Path) -> None:
-    for step in (50, 100, 150, 200):
+    for step in (50, 99_999_999, 150_000_000, 200_000_000):  # in the order of numbers, which is not that of names
         save_checkpoint(tmp_path, State(), content(step))
-    (tmp_path / "step_00000200" / "manifest.json").unlink()
-    file = tmp_path / "step_00000150" / "config.json"
+    (tmp_path / "step_200000000" / "manifest.json").unlink()
+    file = tmp_path / "step_150000000" / "config.json"
     file.write_bytes(file.read_bytes() + b" ")
     (tmp_path / ".unfinished_step_00000250").mkdir()
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     newest, skipped = newest_complete(tmp_path)
-    assert newest is not None and newest.step == 100
+    assert newest is not None and newest.step == 99_999_999
     reasons = {path.name: reason for path, reason in skipped}
-    assert reasons.keys() == {"step_00000200", "step_00000150", ".unfinished_step_00000250"}
-    assert "no manifest" in reasons["step_00000200"] and "truncated" in reasons["step_00000150"]
+    assert reasons.keys() == {"step_200000000", "step_150000000", ".unfinished_step_00000250"}
+    assert "no manifest" in reasons["step_200000000"] and "truncated" in reasons["step_150000000"]
     assert newest_complete(tmp_path / "nowhere") == (None, [])
-
-
-def test_steps_beyond_eight_digits_sort_by_number(tmp_path: Path) -> None:
-    for step in (99_999_999, 100_000_000):
-        save_checkpoint(tmp_path, State(), content(step))
-    newest, _ = newest_complete(tmp_path)
-    assert newest is not None and newest.step == 100_000_000
 
 
 def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -430,12 +387,3 @@ def test_space_for_two_is_asked_for_at_the_start(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * size - 1))
     with pytest.raises(CheckpointError, match="free"):
         check_space(tmp_path, state)
-
-
-def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, State(), content()).path
-    for file in path.iterdir():
-        assert file.suffix in (".json", ".safetensors")
-        with pytest.raises(Exception):  # noqa: B017 - whatever the unpickler says
-            pickle.loads(file.read_bytes())
-    assert to_json({"a": 1}) == '{\n  "a": 1\n}\n'

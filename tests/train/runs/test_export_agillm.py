@@ -109,16 +109,9 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["task=export", "run.dir=run", "export.dir=x", "export.form=huggingface"],
-            "Transformers has no model.name=agillm",
-        ),
+        (["task=export", "run.dir=run", "export.dir=x", "export.form=huggingface"], "has no model.name=agillm"),
         (["task=export", "export.source=odd.pt", "export.dir=x", "model=agillm"], "core.blocks.0.mha.U"),
         (["task=export", "export.source=short.pt", "export.dir=x", "model=agillm"], "core.ln.bias: missing"),
-        (
-            ["task=export", "export.source=whole.pt", "export.dir=x", "model=agillm", "export.tokenizer=no.json"],
-            "no.json",
-        ),
         (["model=agillm", "data=stdlib", "model.objective=ar_only", "sample.mode=sat"], "needs a SAT head"),
         (["model=agillm", "data=stdlib", "model.context=8", "sample.slide=8"], "must be less than model.context=8"),
         (["task=sample", "run.dir=run", "sample.slide=12"], "must be less than model.context=12"),

@@ -80,12 +80,12 @@ def test_states(runs: dict[str, Path], tmp_path: Path) -> None:
     assert found["failed"].checkpoint == 4 and found["failed"].reason.startswith("Step 6")
     with pytest.raises(CheckpointError, match="not a run"):
         read_run(tmp_path)
-
-
-def test_a_resumed_run_that_was_stopped_is_not_finished(runs: dict[str, Path]) -> None:
-    with open(runs["finished"] / "metrics.jsonl", "a") as file:
+    with open(runs["finished"] / "metrics.jsonl", "a") as file:  # of an attempt that went on and was stopped
         file.write(json.dumps({"step": 13, "train/loss": 1.0}) + "\n")
     assert read_run(runs["finished"]).state == "resumable"
+    events = [{"kind": "interrupted", "message": "Stopped by SIGTERM"}, {"kind": "pruned", "message": "Was pruned"}]
+    assert RunInfo(Path("run"), "resumable", 4, 8, 4, events=events).reason == "Was pruned"
+    Page(page([found["new"]]))
 
 
 def test_a_dry_run_never_looks_like_training(runs: dict[str, Path], capsys: Any) -> None:
@@ -159,10 +159,6 @@ def test_several_runs_compare(runs: dict[str, Path], tmp_path: Path) -> None:
     assert min(text.count(f"stroke: {color}") for color in COLORS[:2]) >= 4
 
 
-def test_a_report_of_nothing_yet(runs: dict[str, Path]) -> None:
-    Page(page([read_run(runs["new"])]))
-
-
 def test_short_words(tmp_path: Path) -> None:
     assert load(["task=report", "run=a b,c"]).report.run == ["a b", "c"]
     assert load(["task=report", "run=[x,y]"]).report.run == ["x", "y"]
@@ -191,6 +187,9 @@ def test_charts() -> None:
     assert line_chart([Series("a", [(-1.0, 2.0), (0.0, 2.0)])], "t", "x", "y", log_x=True) == ""
     named = line_chart([Series("a", [("sgd", 1.0), ("lion", 2.0)], line=False)], "t", "x", "y")
     assert ">sgd</text>" in named and ">lion</text>" in named
+    points = [(float(i), float(i % 2)) for i in range(200)]
+    charts = [line_chart([Series("loss", points[:count], noisy=True)], "t", "x", "y") for count in (200, 20)]
+    assert ["loss, smoothed" in chart for chart in charts] == [True, False]
 
 
 def test_a_chart_is_small_readable_anywhere_and_the_same_each_time() -> None:
@@ -215,14 +214,3 @@ def test_a_trend_is_the_mean_of_what_is_near(count: int, size: int) -> None:
     expected = (weights * values).sum(1) / weights.sum(1)
     assert np.allclose(smoothed(values.tolist(), size), expected, rtol=1e-12)
     assert np.allclose(smoothed([2.0] * count, size), 2.0)
-
-
-def test_a_noisy_curve_has_its_trend_drawn_over_it() -> None:
-    points = [(float(i), float(i % 2)) for i in range(200)]
-    charts = [line_chart([Series("loss", points[:count], noisy=True)], "t", "x", "y") for count in (200, 20)]
-    assert ["loss, smoothed" in chart for chart in charts] == [True, False]
-
-
-def test_a_pruned_run_says_so() -> None:
-    events = [{"kind": "interrupted", "message": "Stopped by SIGTERM"}, {"kind": "pruned", "message": "Was pruned"}]
-    assert RunInfo(Path("run"), "resumable", 4, 8, 4, events=events).reason == "Was pruned"

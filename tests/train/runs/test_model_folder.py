@@ -75,20 +75,11 @@ def _llama(name: str, **changes: Any) -> Callable[[], Any]:
     return made
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
-    "llama": _llama(
-        "Llama",
-        attention_bias=True,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8,
-        },
-    ),
+    "llama": _llama("Llama", attention_bias=True, rope_parameters=LLAMA3),
     "mistral": lambda: _llama("Mistral", sliding_window=None)().half(),
     "qwen2": lambda: _llama("Qwen2", tie_word_embeddings=True)().bfloat16(),
     "qwen3": _llama("Qwen3", head_dim=16),
@@ -236,11 +227,8 @@ def test_biases_that_a_reader_of_gguf_leaves_out_are_told(
 
 def test_gguf_has_words_for_bytes_and_not_for_characters() -> None:
     said = _vocabulary(json.loads(ByteTokenizer().to_json()), 258)
-    assert (
-        said["tokenizer_pre"] == "gpt-2"
-        and said["token_list"][-1] == "[PAD257]"
-        and said["token_types"][255:] == [1, 5, 5]
-    )
+    assert said["tokenizer_pre"] == "gpt-2" and said["token_list"][-1] == "[PAD257]"
+    assert said["token_types"][255:] == [1, 5, 5]
     with pytest.raises(ConfigError, match="no name of GGUF's is known"):
         _vocabulary(json.loads(CharTokenizer("ab").to_json()), 2)
 
@@ -271,8 +259,7 @@ FORMS = {  # model_type that goes out -> what makes such a model
 }
 
 
-@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "tokenizer"), zip(FORMS, ["char", "byte", "bpe", "char", "bpe"]))
 def test_tokenizers_and_models_of_ours_go_out(form: str, tokenizer: str) -> None:
     from transformers import AutoTokenizer
 
@@ -371,6 +358,8 @@ def start_folder(kind: str) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps({**described, "post_processor": post}))
     said |= {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<|endoftext|>", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    if kind == "none":
+        _changed("generation_config.json", bos_token_id=7)(folder)
     return folder
 
 
@@ -396,6 +385,8 @@ def test_a_prompt_begins_as_transformers_begins_a_text(kind: str, capsys: pytest
     assert AutoTokenizer.from_pretrained("out")(prompt).input_ids == ids
     assert main(["task=export", "model.from=hub", "export.form=gguf", "export.file=made.gguf"]) == 0
     said = {name: field.contents() for name, field in gguf.GGUFReader("made.gguf").fields.items()}
+    if kind == "none":  # though the folder says something else beside its tokenizer
+        assert json.loads((folder / "generation_config.json").read_text())["bos_token_id"] == 7
     names = ("bos_token_id", "eos_token_id", "padding_token_id", "add_bos_token")
     assert [said.get(f"tokenizer.ggml.{name}") for name in names] == [280, 281, 0, STARTS[kind][2]]
 
@@ -449,9 +440,9 @@ def test_a_new_model_of_one_long_text_begins_as_it_learnt() -> None:
     assert AutoTokenizer.from_pretrained("more")("some words").input_ids[0] == 280
 
 
-def _changed(**entries: Any) -> Callable[[Path], None]:
+def _changed(name: str = "config.json", /, **entries: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        file = folder / "config.json"
+        file = folder / name
         file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
     return change
@@ -490,20 +481,12 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (_changed(model_type="mamba"), [], "has model_type='mamba'; ttrain has gpt2"),
     (_changed(n_layer="two"), [], "model.layers='two': must be an integer"),
     (_changed(n_layer=10**9), [], "model.layers=1000000000, but its weights are 28 tensors of at most 300 rows"),
-    (_changed(n_embd=10**12), [], "model.width=1000000000000, but its weights are"),
     (_changed(vocab_size=10**12), ["task=plan"], "model.vocabulary=1000000000000, but its weights are"),
     (None, ["model.from=null", "model=llama", "model.layers=1000000000"], "model.layers=1000000000: must be at most"),
-    (_changed(n_layer=3), [], "transformer.h.2.ln_1.weight: missing"),
     (_changed(vocab_size=301), [], "transformer.wte.weight: got [300, 32], expected [301, 32]"),
     (_tensors(lambda weights: weights.pop(_LAST)), [], f"must agree: {_LAST}: missing"),
     (_tensors(lambda weights: weights.update(odd=weights[_LAST])), [], "transformer.odd: not a weight of this model"),
     (_tensors(lambda weights: weights[_LAST].fill(np.nan)), [], "norm.weight holds NaN or infinity"),
-    (
-        _tensors(lambda weights: weights.update({_LAST: weights[_LAST] * np.float64(1e200)})),
-        [],
-        "norm.weight holds NaN",
-    ),
-    (lambda folder: (folder / "model.safetensors").write_bytes(b""), [], "is not a safetensors file that can be read"),
     (_cut, [], "model.safetensors is not a safetensors file that can be read"),
     (lambda folder: (folder / "model.safetensors").unlink(), [], "has no model.safetensors"),
     (lambda folder: (folder / "config.json").write_text("{"), [], "config.json can't be read"),
@@ -542,12 +525,17 @@ def test_one_line_before_any_step(
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize(
+    ("ids", "advice"),
+    [(VOCABULARY, "Name one of its own: data.end_token=<token>"), (280, "data.end_token=<one of its tokens>")],
+)
 def test_a_folder_without_an_end_token_gets_the_advice_that_mends_it(
-    gpt2: Path, capsys: pytest.CaptureFixture[str]
+    ids: int, advice: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With a row of the embedding for each id, and with rows to spare."""
     shutil.copytree(gpt2, "hub")
-    tokenizer = train_bpe([" ".join(f"{n}abc{n * 7}" for n in range(400))], VOCABULARY)
-    assert tokenizer.vocabulary == VOCABULARY
+    tokenizer = train_bpe([" ".join(f"{n}abc{n * 7}" for n in range(400))], ids)
+    assert tokenizer.vocabulary == ids
     Path("hub/tokenizer.json").write_text(tokenizer.to_json())
     Path("hub/tokenizer_config.json").write_text("{}")
     Path("docs").mkdir()
@@ -555,7 +543,7 @@ def test_a_folder_without_an_end_token_gets_the_advice_that_mends_it(
         Path(f"docs/{number}.txt").write_text(f"{number} " * 20)
     words = [word for word in QUIET if not word.startswith("data")] + ["data=documents", "data.sources=[docs]"]
     assert main([*words, "model.from=hub", "run.dir=run"]) == 2
-    assert "Name one of its own: data.end_token=<token>" in capsys.readouterr().err
+    assert advice in capsys.readouterr().err
     assert main([*words, "model.from=hub", "run.dir=run", "data.end_token=z"]) == 0, capsys.readouterr().err
 
 
@@ -573,6 +561,8 @@ SIZES = {
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3 has factor=None, low_freq_factor=None"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type=linear has factor=None: must be a number"),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear has factor='8': must be a number"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_scaling": "llama3"}, "is damaged ("),
         ({"num_attention_heads": 0}, "is damaged ("),
         ({"hidden_size": "wide"}, "is damaged ("),
@@ -649,13 +639,7 @@ def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(
     assert main(["task=export", f"model.from={gpt2}", "export.dir=bare"]) == 0
     assert np.abs(our_logits("bare", tokens_of()) - their_logits(gpt2, tokens_of())).max() < 1e-4
     sizes = ["model.layers=1", "model.width=32", "model.heads=4", "model.context=8", "model.vocabulary=300"]
-    overrides = [
-        *QUIET,
-        *sizes,
-        "model.bias=true",
-        f"data.tokenizer={gpt2 / 'tokenizer.json'}",
-        f"train.init_from={gpt2}",
-    ]
+    overrides = [*QUIET, *sizes, "model.bias=true", f"data.tokenizer={gpt2}/tokenizer.json", f"train.init_from={gpt2}"]
     capsys.readouterr()
     assert main([*overrides, "run.dir=run"]) == 0
     assert "positions.weight  [8, 32] starts anew: has shape [16, 32] in the source" in capsys.readouterr().err
@@ -686,28 +670,22 @@ def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
 
 
 def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
-    """SmolLM2-135M with 2 of its 30 layers, and with few rows in its embedding."""
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+    """SmolLM2-135M with 2 of its 30 layers and an eighth of their width."""
+    sizes = {"hidden_size": 72, "intermediate_size": 192, "num_attention_heads": 9, "num_key_value_heads": 3}
     made = _llama("Llama", **sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)()
     save(made.bfloat16(), tmp_path / "hub")
     answer = {"role": "assistant", "content": TEXT[:39]}
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     overrides = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
-    small = [
-        "model.context=32",
-        "train.steps=5",
-        "train.batch_size=4",
-        "train.gradient_accumulation=2",
-        "schedule.warmup=0",
-    ]
-    assert main([*overrides, *small, "train.eval_every=null", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
+    small = ["model.context=32", "train.steps=5", "train.batch_size=4", "train.gradient_accumulation=2", "schedule.warmup=0"]
+    assert main([*overrides, *small, "train.eval_every=null", "optimizer.lr=1e-2", *QUIET[-5:]]) == 0
     config = find_checkpoint(Path("run"), "last").config
     assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
         "llama", 32, "<|endoftext|>",
     )  # fmt: skip
     assert json.loads(Path("run/summary.json").read_text())["val/loss"] < 3.0  # of 6.0
-    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=4"]) == 0
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=1"]) == 0
     assert len(list(Path("out").glob("model-*.safetensors"))) > 1
     tokens = tokens_of(32)
     assert np.abs(our_logits("run", tokens) - their_logits(Path("out"), tokens)).max() < 1e-5

@@ -29,10 +29,10 @@ sys.stdin.readline()
 """
 
 
-def test_ten_runs_in_the_same_second_get_ten_directories(tmp_path: Path) -> None:
+def test_runs_in_the_same_second_get_a_directory_each(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CLAIM, str(tmp_path)]
     pipe = subprocess.PIPE
-    started = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(10)]
+    started = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(4)]
     lines: list[str] = []
     for _ in range(2):  # all are ready before one may claim, and all have claimed before one may end
         lines = [process.stdout.readline().strip() for process in started if process.stdout]
@@ -40,12 +40,12 @@ def test_ten_runs_in_the_same_second_get_ten_directories(tmp_path: Path) -> None
             assert process.stdin
             process.stdin.write("go\n")
             process.stdin.flush()
-    assert [process.wait(150) for process in started] == [0] * 10
+    assert [process.wait(150) for process in started] == [0] * 4
     for process in started:
         assert process.stdin and process.stdout
         process.stdin.close()
         process.stdout.close()
-    expected = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 11))}
+    expected = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 5))}
     assert {Path(line).name for line in lines} == expected
     assert all(Path(line).parent == tmp_path / "2026-11-28" for line in lines)
 
@@ -98,22 +98,6 @@ def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path)
     again.close()
 
 
-def test_an_existing_folder_without_a_run_is_fine(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    RunDirectory.claim(str(tmp_path), "x").close()
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_killed_process_lets_go(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys\nfrom ttrain.train.runs.run_directory import RunDirectory\n"
-        "run = RunDirectory.claim(sys.argv[1], 'x')\nos.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=False, timeout=170)
-    assert done.returncode == -9
-    RunDirectory.open(tmp_path / "run").close()
-
-
 @pytest.mark.parametrize("wanted", ["file/run", "file", None])
 def test_a_place_that_can_not_be_written_is_a_user_error(tmp_path: Path, wanted: str | None) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -141,25 +125,21 @@ def test_opening_what_is_not_a_run(tmp_path: Path, folder: str) -> None:
         read_config(tmp_path / folder)
 
 
-def test_config_and_attempts(tmp_path: Path) -> None:
+def test_config_and_attempts_go_with_a_moved_run(tmp_path: Path) -> None:
     config = {
         "model": {"name": "gpt", "layers": None},
         "optimizer": {"eps": 1e-8, "lr": 1e-3},
         "prompt": "é\n: [x",
         "s": "1e-3",
     }
-    run = RunDirectory.claim(str(tmp_path / "run"), "x")
+    run = RunDirectory.claim(str(tmp_path / "before"), "x")
     run.record(config, {"attempt": 1})
     run.record(config, {"attempt": 2})
+    followed = RunDirectory(run.path)  # by another rank, which writes nothing
+    followed.record({}, {"attempt": 3})
+    followed.write_plan("its own")
     assert run.attempts() == [{"attempt": 1}, {"attempt": 2}]
-    assert read_config(run.path) == config
-    run.close()
-
-
-def test_nothing_of_the_directory_names_its_place(tmp_path: Path) -> None:
-    """So a moved run is a run."""
-    run = RunDirectory.claim(str(tmp_path / "before"), "x")
-    run.record({"model": {"name": "gpt"}}, {"attempt": 1})
+    assert read_config(run.path) == config and not run.plan.exists()
     run.write_plan("plan")
     run.write_summary({"step": 1})
     run.close()
@@ -168,22 +148,17 @@ def test_nothing_of_the_directory_names_its_place(tmp_path: Path) -> None:
     assert len(files) == 5
     assert all(str(tmp_path) not in path.read_text() for path in files)
     moved = RunDirectory.open(tmp_path / "after")
-    assert moved.attempts() == [{"attempt": 1}] and moved.path == tmp_path / "after"
+    assert moved.attempts() == [{"attempt": 1}, {"attempt": 2}] and moved.path == tmp_path / "after"
     moved.close()
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{a: [", "\x00"])
-def test_damaged_config(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[1]", "{a: [", "\x00", "a: !!python/object/apply:os.mkdir ['exploded']\n"])
+def test_damaged_config(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match="config.yaml"):
         read_config(tmp_path)
-
-
-def test_a_config_can_not_make_objects(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"a: !!python/object/apply:os.mkdir ['{tmp_path}/exploded']\n")
-    with pytest.raises(CheckpointError):
-        read_config(tmp_path)
-    assert not (tmp_path / "exploded").exists()
+    assert not Path("exploded").exists()
 
 
 def test_environment_record_is_json_and_complete() -> None:

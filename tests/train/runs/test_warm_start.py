@@ -22,13 +22,8 @@ from ttrain.nn.initialize import initial_values
 SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 256}
 MODEL = [f"model.{name}={size}" for name, size in SIZE.items()]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "model.preset=null", "data=text"]
-DATA = [
-    "data.path=book.txt",
-    "data.tokenizer=byte",
-    "train.batch_size=2",
-    "train.eval_sequences=2",
-    "train.log_every=1",
-]
+DATA = ["data.path=book.txt", "data.tokenizer=byte", "train.batch_size=2", "train.eval_sequences=2"]
+DATA += ["train.log_every=1"]
 
 
 @pytest.fixture
@@ -92,21 +87,13 @@ def test_only_what_fits_by_name_and_shape(train: Any, source: str, capsys: pytes
 
 
 FROZEN = {
-    "data.tokenizer=char model.vocabulary=null lora.rank=2": (
-        "embedding.weight [17, 32] ([256, 32]",
-        "data.tokenizer=<its",
-        "lora.rank=null",
-    ),
     "model.context=12 lora.rank=2": ("positions.weight [12, 32] ([16, 32]", "model.context=16.", "lora.rank=null"),
     "model.layers=3 lora.rank=2": ("blocks.2.attention.qkv.weight [96, 32] (not", "the model's sizes", "more."),
     "data.tokenizer=char model.vocabulary=null optimizer.freeze=[embedding]": (
-        "embedding.weight [17, 32]",
-        "byte",
-        "optimizer.unfreeze",
+        "embedding.weight [17, 32] ([256, 32]", "data.tokenizer=<its", "byte", "optimizer.unfreeze",
     ),
-    "model.context=12 optimizer.freeze=[positions]": ("positions.weight [12, 32]", "=16.", "optimizer.freeze"),
     "model.context=12 optimizer.freeze=[embedding]": (),  # taken, and what starts anew is trained
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("overrides", FROZEN)
@@ -121,39 +108,21 @@ def test_what_starts_anew_is_trained(
     assert code == 0 or (error.startswith("ttrain: train.init_from=source: ") and error.count("\n") == 1)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_the_original_names_of_a_pt_file(train: Any, wrapped: bool) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_original_with_fewer_layers_fills_the_first(train: Any, layers: int) -> None:
+    """By the names of a .pt file, as torch.compile writes them."""
     torch.manual_seed(0)
-    plain = PlainGPT(**SIZE, bias=False)
-    state = {f"_orig_mod.{name}" if wrapped else name: value for name, value in plain.state_dict().items()}
-    torch.save(state, "plain.pt")
+    plain = PlainGPT(**{**SIZE, "layers": layers}, bias=False)
+    torch.save({f"_orig_mod.{name}": value for name, value in plain.state_dict().items()}, "plain.pt")
     assert train("run.dir=run", "train.init_from=plain.pt", "model.bias=false") == 0
-    expected = GPT(GPTConfig(**SIZE, bias=False)).from_original(plain.state_dict())
-    taken = parameters("run")
-    assert taken.keys() == expected.keys() and all((taken[name] == expected[name]).all() for name in expected)
-
-
-def test_an_original_with_fewer_layers_fills_the_first(train: Any) -> None:
-    torch.manual_seed(0)
-    plain = PlainGPT(**{**SIZE, "layers": 1}, bias=False)
-    torch.save(plain.state_dict(), "plain.pt")
-    assert train("run.dir=run", "train.init_from=plain.pt", "model.bias=false") == 0
-    expected = GPT(GPTConfig(**{**SIZE, "layers": 1}, bias=False)).from_original(plain.state_dict())
+    expected = GPT(GPTConfig(**{**SIZE, "layers": layers}, bias=False)).from_original(plain.state_dict())
     own, taken = first_values(), parameters("run")
     assert all((taken[name] == expected.get(name, own[name])).all() for name in taken)
 
 
-def test_bf16_weights_are_widened(train: Any, source: str) -> None:
-    from safetensors.torch import save_file as save_torch
-
-    given = {name: torch.from_numpy(values).bfloat16() for name, values in parameters(source).items()}
-    save_torch(given, "weights.safetensors")
-    assert train("run.dir=run", "train.init_from=weights.safetensors") == 0
-    taken = parameters("run")
-    assert all((taken[name] == given[name].float().numpy()).all() for name in given)
-
-
-def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str) -> None:
+def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(f"resume={source}", f"train.init_from={source}") == 2
+    assert "is for new runs, but resume=source continues one" in capsys.readouterr().err
     overrides = ["run.dir=run", f"train.init_from={source}", "optimizer.lr=1e-2", "schedule.warmup=0"]
     assert train(*overrides, "resume=auto") == 0
     os.rename(source, "gone")
@@ -178,15 +147,8 @@ def test_another_tokenizer_is_refused_unless_it_is_wanted(
     assert train("run.dir=anew", *overrides, "model.vocabulary=99") == 0
 
 
-# What changes the function of weights that fit by name and shape, for each kind of source.
-OTHERS = {"heads": ("model.heads=4", "2", "4"), "activation": ("model.activation=relu", "'gelu_tanh'", "'relu'")}
-
-
-@pytest.mark.parametrize("key", OTHERS)
-def test_weights_of_another_function_are_refused(
-    key: str, train: Any, source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    override, old, new = OTHERS[key]
+def test_weights_of_another_function_are_refused(train: Any, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    key, override, old, new = "activation", "model.activation=relu", "'gelu_tanh'", "'relu'"
     checkpoint = f"{source}/checkpoints/step_00000001"
     for form, file in (("ttrain", "own.safetensors"), ("original", "theirs.safetensors"), ("original", "theirs.pt")):
         assert main(["task=export", f"run.dir={source}", f"export.file={file}", f"export.form={form}"]) == 0
@@ -264,9 +226,7 @@ class Harmful:
         ("nowhere", "train.init_from=nowhere does not exist"),
         ("folder", "is neither a run nor a checkpoint"),
         ("book.txt", "the name must end with .pt or .safetensors"),
-        ("broken.safetensors", "is not a safetensors file that can be read"),
-        ("broken.pt", "is not a .pt file that can be read"),
-        ("harmful.pt", "reading it could run code"),
+        ("harmful.pt", "could run code"),
         ("strange.safetensors", "holds no weight of gpt: got other"),
         ("wider.safetensors", "nothing fits this model by name and shape"),
         ("nan.safetensors", "embedding.weight holds NaN or infinity"),
@@ -276,8 +236,6 @@ class Harmful:
 def test_sources_that_are_refused(train: Any, place: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything is made: exit code 2, no traceback, no run directory."""
     Path("folder").mkdir()
-    Path("broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    Path("broken.pt").write_bytes(b"PK\x03\x04 no archive")
     torch.save({"weight": Harmful()}, "harmful.pt")
     save_file({"other": np.zeros(3, np.float32)}, "strange.safetensors")
     save_file({name: values.repeat(2, 0) for name, values in first_values().items()}, "wider.safetensors")
@@ -293,13 +251,6 @@ def test_sources_that_are_refused(train: Any, place: str, message: str, capsys: 
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
     assert not Path("run").exists() and not Path("harmed").exists()
-
-
-def test_both_a_resume_and_a_warm_start_are_refused(
-    train: Any, source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(f"resume={source}", f"train.init_from={source}") == 2
-    assert "is for new runs, but resume=source continues one" in capsys.readouterr().err
 
 
 def test_an_original_agillm_file_of_another_vocabulary(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,15 +276,7 @@ def test_an_original_agillm_file_of_another_vocabulary(train: Any, capsys: pytes
     }
     torch.save(content, "final.pt")
     model = ["model=agillm", "model.layers=1", "model.width=32", "model.heads=2", "model.rank=24", "model.context=16"]
-    overrides = [
-        "data=text",
-        *DATA,
-        "logger=jsonl",
-        "device=cpu",
-        "device.threads=1",
-        "sample.tokens=4",
-        "optimizer.lr=0",
-    ]
+    overrides = [word for word in QUIET if "preset" not in word] + [*DATA, "optimizer.lr=0"]
     assert main([*model, *overrides, "train.steps=1", "run.dir=run", "train.init_from=final.pt"]) == 0
     taken = parameters("run")
     for ours, theirs in {

@@ -35,14 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=192"]
     chats = [f"data.sources=[{folder}/rows.jsonl]", f"data.tokenizer={folder}/tokenizer.json", "data.loss_on=replies"]
-    rest = [
-        "device=cpu",
-        "engine=dynamic",
-        "train.steps=1",
-        "train.batch_size=2",
-        "data.template=tokenizer",
-        "data.long_documents=cut",
-    ]
+    rest = ["device=cpu", "engine=dynamic", "train.steps=1", "train.batch_size=2", "data.template=tokenizer"]
+    rest += ["data.long_documents=cut"]
     cache = f"data.cache={folder}/cache"
     assert main(["data=documents", *sizes, *chats, *rest, cache, f"run.dir={folder}/run"]) == 0
     return folder / "run"
@@ -105,11 +99,8 @@ def test_what_no_longer_fits_is_forgotten(
 ) -> None:
     assert talk(run, monkeypatch, "".join(f"{n}{n * 'x'}\n" for n in (30, 31, 32, 33)), "sample.system=Hi") == 0
     assert len(read_tokenizer(next(run.glob("checkpoints/*")) / "tokenizer.json").encode(asked[-1])) <= 96
-    assert (
-        asked[-1].startswith(message("system", "Hi") + "<|im_start|>user\n")
-        and "30xxx" not in asked[-1]
-        and "33xxx" in asked[-1]
-    )
+    assert asked[-1].startswith(message("system", "Hi") + "<|im_start|>user\n")
+    assert "30xxx" not in asked[-1] and "33xxx" in asked[-1]
     assert "its oldest exchange is dropped" in capsys.readouterr().err
 
 
@@ -151,10 +142,8 @@ def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: 
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["text"] for row in rows] == [" it is 0", " it is 1", " it is 2", " it is 3"]
     assert [row.get("prompt") for row in rows] == ["what", "what", None, None] and rows[3]["messages"] == chat
-    assert (
-        asked[1:3] == ["what", message("user", "who") + "<|im_start|>assistant\n"]
-        and len(list(tmp_path.iterdir())) == 2
-    )
+    assert asked[1:3] == ["what", message("user", "who") + "<|im_start|>assistant\n"]
+    assert len(list(tmp_path.iterdir())) == 2
     capsys.readouterr()
     (tmp_path / "prompts.txt").write_text("what\nwho\n")
     assert main([*command, f"sample.prompts={tmp_path / 'prompts.txt'}"]) == 0
@@ -228,9 +217,8 @@ def test_a_checkpoint_has_the_template_and_so_has_its_export(run: Path, tmp_path
     assert main(["task=export", f"run.dir={run}", f"export.dir={tmp_path}/hf", "export.form=huggingface"]) == 0
     theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "hf")
     chat = [{"role": "user", "content": "who"}]
-    assert (
-        theirs.apply_chat_template(chat, tokenize=False) == message("user", "who") and theirs.eos_token == "<|im_end|>"
-    )
+    assert theirs.apply_chat_template(chat, tokenize=False) == message("user", "who")
+    assert theirs.eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,8 @@ def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(caps
 def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list[str]) -> None:
     """What a batch of windows loses is what its tokens lose one continuation at a time."""
     run = trained(kind, *DOCUMENTS, *SIZES, *overrides)
-    with opened(
-        load_config("task=eval", f"run.dir={run}", "eval.text=[texts.jsonl]", "device=cpu", "engine=dynamic")
-    ) as scorer:
+    words = ["task=eval", f"run.dir={run}", "eval.text=[texts.jsonl]", "device=cpu", "engine=dynamic"]
+    with opened(load_config(*words)) as scorer:
         assert (scorer.start is None) == (kind == "alone")
         before = [] if scorer.start is None else [scorer.start]
         ids = [[*before, *scorer.tokenizer.encode(text)][: CONTEXT + 1] for text in TEXTS]
@@ -222,14 +221,11 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list
     assert total == pytest.approx(-len(pairs) * loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "overrides"), [("gpt", []), ("llama", ["model=llama", "model.preset=null", "model.hidden=24"])]
-)
-def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers(kind: str, overrides: list[str]) -> None:
+def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers() -> None:
     """Logits of Transformers, loaded from the folder, over the same documents."""
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
-    run = trained(kind, *SIZES, *DOCUMENTS, *overrides)
-    folder = f"{kind}-folder"
+    run = trained("llama", *DOCUMENTS, *SIZES, "model=llama", "model.preset=null", "model.hidden=24")
+    folder = "llama-folder"
     assert main(["task=export", f"run.dir={run}", "export.form=huggingface", f"export.dir={folder}"]) == 0
     given = ["device=cpu", "engine=dynamic", "eval.text=[texts.jsonl]", f"eval.out={folder}.json"]
     assert main(["task=eval", f"model.from={folder}", *given]) == 0
@@ -260,7 +256,7 @@ QUESTIONS = [
     {"ctx": "the dog and ", "endings": ["x", "the cat sat on the mat and the dog sat on it too"], "label": "1"},
     {"ctx": "", "endings": ["the", "zzzzzzz zzz"], "label": 0},
     {
-        "ctx": "the cat and the dog and the cat and the dog sat on the mat and",
+        "ctx": "the cat and the dog and the cat and the dog sat on a mat and",
         "endings": ["the dog", "mat"],
         "label": 1,
     },
@@ -307,9 +303,8 @@ def test_choices_are_those_of_likelihoods_by_hand() -> None:
     assert [found.total for found in likelihoods] == pytest.approx(expected, rel=1e-5)
     for (before, after), found in zip(pairs, likelihoods, strict=True):
         if len(before) + len(after) <= CONTEXT:
-            assert (pytest.approx(found.total, rel=1e-5), found.greedy) == log_probability(
-                model, before or [end], after
-            )
+            total, greedy = log_probability(model, before or [end], after)
+            assert total == pytest.approx(found.total, rel=1e-5) and greedy == found.greedy
 
 
 def test_an_ending_that_nothing_predicts_has_no_likelihood(capsys: pytest.CaptureFixture[str]) -> None:

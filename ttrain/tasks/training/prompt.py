@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.config.schema import Config
 from ttrain.data.end_token import named_end
-from ttrain.data.settings import TextConfig
 from ttrain.train.sampling.draw import encode_prompt
 from ttrain.train.sampling.stream import end_id, special_tokens
 
@@ -21,12 +20,9 @@ _TOKENS = 1024  # at most that are looked at
 
 def sample_prompt(config: Config, dataset: Dataset) -> list[int] | None:
     """Return token ids, None where no text can be made. Raises UserError or DataError for a prompt that is no text."""
-    tokenizer, known = dataset.tokenizer, getattr(config.model, "from_", None) or config.train.init_from
+    tokenizer = dataset.tokenizer
     if tokenizer is None:
         return None
-    if tokenizer.start and known is None and isinstance(config.data, TextConfig):
-        # A new model of one long text never sees what stands before texts.
-        tokenizer.config = {**tokenizer.config, "add_bos_token": False}
     end = named_end(config.data, tokenizer.config)
     found = _held_out(dataset, end_id(tokenizer, end)) if config.sample.prompt is None else []
     return found or encode_prompt(tokenizer, config.sample.prompt, end)

@@ -15,7 +15,7 @@ from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.data.settings import DataConfig
+from ttrain.data.settings import DataConfig, TextConfig
 from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
@@ -109,6 +109,10 @@ def open_data(config: Config, resumed: Resumed, world: World) -> Dataset:
     refuse = partial(_check_tokenizer, resumed.point)
     with world.leader_first():
         dataset = build.build_dataset(data, config.model, config.train.length_schedule, refuse)
+    known, tokenizer = getattr(config.model, "from_", None) or config.train.init_from, dataset.tokenizer
+    if tokenizer is not None and tokenizer.start and known is None and isinstance(data, TextConfig):
+        # A new model of one long text never sees what stands before texts.
+        tokenizer.config = {**tokenizer.config, "add_bos_token": False}
     world.agree("data", {key: value for key, value in dataset.description.items() if key not in _PLACES})
     return dataset
 

@@ -44,7 +44,6 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_pt(path: Path) -> Any:
-    import pickle
     import warnings
 
     import torch
@@ -56,19 +55,11 @@ def _read_pt(path: Path) -> Any:
             warnings.simplefilter("ignore")  # of pickle protocols that only files with more in them have
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
     except Exception as error:  # the bytes of a damaged file can make the reader fail in any way
-        told, unpickling = str(error), isinstance(error, pickle.UnpicklingError)
-        if unpickling and ("weights_only" in told or "Unsupported" in told):
-            raise CheckpointError(
-                f"{path} is damaged or holds more than tensors and plain values; reading it could run code, so it is "
-                "not read. Save the state dictionaries alone with torch.save."
-            ) from None
-        if "TorchScript" in told:
-            reason = "it is a TorchScript archive, which is a program. Save the state dictionary with torch.save"
-        elif unpickling or isinstance(error, OSError | RuntimeError | ValueError | EOFError):
-            reason = _first_line(told)
-        else:
-            reason = f"its content is damaged ({type(error).__name__})"
-        raise CheckpointError(f"{path} is not a .pt file that can be read: {reason}.") from None
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a .pt file that can be read ({reason}): it is damaged, or holds more than tensors and "
+            "plain values, which could run code. Save the state dictionaries alone with torch.save."
+        ) from None
 
 
 def _mappable(path: Path) -> bool:
@@ -79,7 +70,6 @@ def _mappable(path: Path) -> bool:
 
 
 def _first_line(text: str) -> str:
-    text = text.partition("  (Could this error message be improved?")[0]
     return text.strip().splitlines()[0].rstrip(".") if text.strip() else "it ends early"
 
 

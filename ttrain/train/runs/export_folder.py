@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import ttrain
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
-from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, end_ids, token_text
+from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
+from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
 from ttrain.train.checkpoint.tensor_files import in_shards
 from ttrain.train.checkpoint.weights_file import write_safetensors
@@ -38,15 +40,30 @@ _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 @dataclass(frozen=True)
 class Written:
-    """Contents of a folder: a model and its parameters by path, its tokenizer, its end token, its README.md."""
+    """What goes out: a model and its parameters by path, its tokenizer and end token, where there are any."""
 
     model: Any
     values: Mapping[str, Array]
     tokenizer: str | None
     end_token: str | None
-    card: str
     tokenizer_config: Mapping[str, Any]  # what is known of it
-    form: str | None  # the model_type of the folder that the model comes from
+    form: str | None = None  # the model_type of the folder that the model comes from
+
+    @cached_property
+    def end(self) -> EndToken | None:
+        """The token that ends a document; None where the tokenizer has none, or may mean several."""
+        return None if self.tokenizer is None else own_end(self.tokenizer, self.end_token)
+
+    def token_ids(self, tokenizer: LibraryTokenizer) -> dict[str, Any]:
+        """Ids of special tokens: those that the model came with, else those of the tokenizer's tokens.
+
+        What ends a document ends a text too.
+        """
+        known = self.tokenizer_config
+        named = {name: token_text(known.get(name.removesuffix("_id"))) for name in TOKEN_IDS}
+        ids = {name: known.get(name, text and tokenizer.token_id(text)) for name, text in named.items()}
+        ends = list(dict.fromkeys([*end_ids(known), *([] if self.end is None else [self.end.id])]))
+        return ids | {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
 
     def config(self) -> dict[str, Any]:
         """The config.json of the form that opens as what it is. Raises ConfigError where there is none.
@@ -83,45 +100,31 @@ def folder_problem(config: Any) -> str | None:
     )
 
 
-def write_folder(folder: Path, written: Written, shard_bytes: int) -> None:
-    """Writes a new folder with weights in fp32, in files of at most so many bytes each.
+def write_folder(folder: Path, written: Written, card: str, shard_bytes: int) -> None:
+    """Writes a new folder with weights in fp32, in files of at most so many bytes each, and its README.md.
 
     Raises UserError where it is not new or can't be written; a folder that does not get whole never has its name.
     """
     with whole_folder(folder) as beside:
-        for name, content in _texts(written).items():
+        for name, content in {**_texts(written), "README.md": card}.items():
             write_synced(beside / name, content.encode())
         _write_weights(beside, written.weights(), shard_bytes)
 
 
 def _texts(written: Written) -> dict[str, str]:
     """Content of every file but those of weights."""
-    config, files = written.model.config, {"README.md": written.card}
+    config, files = written.model.config, dict[str, str]()
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if written.tokenizer is not None:
         described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.longest}
         described["clean_up_tokenization_spaces"] = False
-        end = known_end(written.tokenizer, written.end_token)
-        if end is not None:
-            described["eos_token"] = end[0]
+        if written.end is not None:
+            described["eos_token"] = written.end.text
         described |= {key: value for key, value in written.tokenizer_config.items() if key not in OF_MODEL}
-        ids = token_ids(written.tokenizer, written.tokenizer_config, None if end is None else end[1])
+        ids = written.token_ids(LibraryTokenizer(written.tokenizer))
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
     files[CONFIG] = to_json({**written.config(), "dtype": "float32", **ids})
     return files | {"generation_config.json": to_json(ids)}
-
-
-def token_ids(tokenizer_json: str, known: Mapping[str, Any], end: int | None) -> dict[str, Any]:
-    """Ids of special tokens: those that the model came with, else those of the tokenizer's tokens. `known` is the
-    tokenizer's config. `end`, which ends a document, ends a text too.
-    """
-    from ttrain.data.library_tokenizer import LibraryTokenizer
-
-    tokenizer = LibraryTokenizer(tokenizer_json)
-    named = {name: token_text(known.get(name.removesuffix("_id"))) for name in TOKEN_IDS}
-    ids = {name: known.get(name, text and tokenizer.token_id(text)) for name, text in named.items()}
-    ends = list(dict.fromkeys([*end_ids(known), *([] if end is None else [end])]))
-    return ids | {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
 
 
 def pre_tokenizer_name(described: Mapping[str, Any]) -> str | None:
@@ -144,14 +147,6 @@ def _is_qwens(described: Mapping[str, Any]) -> bool:
     plain = model["type"] == "BPE" and not any(model.get(key) for key in _SWITCHES)
     cuts = pre_tokenizer_name(described) == "qwen2" and (described.get("normalizer") or {}).get("type") == "NFC"
     return plain and cuts and "<|endoftext|>" in added
-
-
-def known_end(tokenizer: str, named: str | None) -> tuple[str, int] | None:
-    """Text and id of the token that ends a document; None where the tokenizer has none, or may mean several."""
-    from ttrain.data.end_token import own_end
-
-    end = own_end(tokenizer, named)
-    return None if end is None else (end.text, end.id)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Array], shard_bytes: int) -> None:

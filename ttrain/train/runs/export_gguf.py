@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError
-from ttrain.data.end_token import end_ids
+from ttrain.data.end_token import end_ids, token_text
+from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
-from ttrain.train.runs.export_folder import known_end, pre_tokenizer_name, token_ids
+from ttrain.train.runs.export_folder import Written, pre_tokenizer_name
 
 _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself."
@@ -46,31 +47,22 @@ def gguf_notice(config: Any) -> str | None:
     return "llama.cpp reads the biases of this model, and Transformers leaves them out when it reads GGUF."
 
 
-def write_gguf(
-    file: Path,
-    model: Any,
-    values: Mapping[str, Array],
-    tokenizer: str | None,
-    end_token: str | None,
-    tokenizer_config: Mapping[str, Any],
-) -> None:
+def write_gguf(file: Path, written: Written) -> None:
     """Writes weights in fp32, and what a tokenizer.json and a tokenizer_config.json say, where there are any.
 
-    `end_token` is the name of the token between documents. Raises ConfigError for what the form can't hold and where
-    the package gguf is missing.
+    Raises ConfigError for what the form can't hold and where the package gguf is missing.
     """
     try:
         import gguf
     except ImportError:
         raise ConfigError("export.form=gguf: needs the package gguf: pip install 'ttrain[gguf]'.") from None
-    config, described = model.config, written_config(model.config)
+    config, described = written.model.config, written_config(written.model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
-    said = {} if tokenizer is None else _vocabulary(json.loads(tokenizer), config.vocabulary)
-    if tokenizer is not None:
-        end = known_end(tokenizer, end_token)
-        said |= _special(tokenizer, tokenizer_config, None if end is None else end[1])
-    said |= _sizes(config, described)
-    if isinstance(template := tokenizer_config.get("chat_template"), str):
+    said = _sizes(config, described)
+    if written.tokenizer is not None:
+        tokenizer = LibraryTokenizer(written.tokenizer)
+        said |= {**_vocabulary(json.loads(written.tokenizer), config.vocabulary), **_special(tokenizer, written)}
+    if isinstance(template := written.tokenizer_config.get("chat_template"), str):
         said["chat_template"] = template
     names = gguf.get_tensor_name_map(architecture, config.layers)
 
@@ -79,7 +71,7 @@ def write_gguf(
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
         for key, value in said.items():
             getattr(writer, f"add_{key}")(value)
-        for name, weight in _tensors(model, values, described):
+        for name, weight in _tensors(written, described):
             writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), weight)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -103,11 +95,11 @@ def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
+def _tensors(written: Written, described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
     """Names and weights of Transformers, [outputs, inputs]. Llama's queries and keys have the pairs that are turned
     side by side."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-    for name, weight in model.to_transformers(values).items():
+    for name, weight in written.model.to_transformers(written.values).items():
         module = name.rsplit(".", 2)[-2]
         if module in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2:
             weight = weight.T
@@ -117,21 +109,24 @@ def _tensors(model: Any, values: Mapping[str, Array], described: Mapping[str, An
         yield name, np.ascontiguousarray(weight, np.float32)
 
 
-def _special(tokenizer_json: str, known: Mapping[str, Any], end: int | None) -> dict[str, Any]:
-    """Special tokens of a file, by the writer's methods; `end` is the token that ends a document.
+def _special(tokenizer: LibraryTokenizer, written: Written) -> dict[str, Any]:
+    """Special tokens of a file, by the writer's methods. What the tokenizer puts first, or calls so, begins a text.
 
     Raises ConfigError for a tokenizer that puts several before a text.
     """
-    from ttrain.data.library_tokenizer import LibraryTokenizer
-
-    tokenizer, ids = LibraryTokenizer(tokenizer_json), token_ids(tokenizer_json, known, end)
+    known, ids = written.tokenizer_config, written.token_ids(tokenizer)
     tokenizer.config = dict(known)
     if len(tokenizer.start) > 1:
         raise ConfigError(
             f"export.form=gguf: this tokenizer puts {len(tokenizer.start)} tokens before a text. {_ADVICE}"
         )
-    ends, (start,) = end_ids(ids), tokenizer.start or [ids["bos_token_id"]]
-    said = {"eos_token_id": ends[0] if end is None and ends else end, "bos_token_id": start}
+    named, ends = (
+        token_text(known.get("bos_token")),
+        [*([] if written.end is None else [written.end.id]), *end_ids(ids)],
+    )
+    own = None if named is None else tokenizer.token_id(named)
+    start = (tokenizer.start or [ids["bos_token_id"] if own is None else own])[0]
+    said = {"eos_token_id": next(iter(ends), None), "bos_token_id": start}
     said |= {"pad_token_id": ids["pad_token_id"], "add_bos_token": bool(tokenizer.start)}
     return {name: value for name, value in said.items() if value is not None}
 

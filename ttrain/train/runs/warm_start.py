@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, DataError, UserError
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.core.units import format_count
+from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.engine.state import State
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weight, Weights, bf16_bits
@@ -121,12 +122,21 @@ def open_warm_start(
             "source has them.\n" + "\n".join(start.lines()[1:])
         )
     if differences and not anyway:
+        ends = ", data.end_token=<one of its tokens>" if _lacks_end(metadata.tokenizer, tokenizer) else ""
         raise CheckpointError(
-            f"{key}={source} holds another model: {'; '.join(differences)}. Give these "
-            "keys, and the tokenizer with data.tokenizer=<its tokenizer.json>, as they were, or take what fits with "
+            f"{key}={source} holds another model: {'; '.join(differences)}. Give these keys, and "
+            f"the tokenizer with data.tokenizer=<its tokenizer.json>{ends}, as they were, or take what fits with "
             "train.init_anyway=true."
         )
     return start
+
+
+def _lacks_end(own: str | None, given: str | None) -> bool:
+    """True if a tokenizer was given one token more, as data=documents adds one that ends a document."""
+    with suppress(DataError):
+        if own is not None and given is not None:
+            return parse_tokenizer(given).vocabulary == parse_tokenizer(own).vocabulary + 1
+    return False
 
 
 def unrounded(
