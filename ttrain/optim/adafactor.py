@@ -9,7 +9,7 @@ from ttrain.core.spec import DType
 from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, rule_cases
+from ttrain.optim.base import EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.settings import AdafactorConfig
 
 
@@ -91,11 +91,8 @@ def _change(
     return u * (rate * ops.at_least(rms, least_rms) / ops.at_least(size * (1 / threshold), 1.0))
 
 
-class Adafactor:
+class Adafactor(Optimizer[AdafactorConfig]):
     """The rule of a matrix is adafactor, of a vector adafactor_vector."""
-
-    def __init__(self, config: AdafactorConfig) -> None:
-        self.config = config
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         config = self.config

@@ -8,7 +8,7 @@ from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops import expm1, relu, sign, sqrt
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, rule_cases
+from ttrain.optim.base import EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.settings import AdamWConfig
 
 
@@ -69,11 +69,8 @@ def unbiased(beta: float, step: Value) -> Value:
     return -expm1(log(beta) * step)
 
 
-class AdamW:
+class AdamW(Optimizer[AdamWConfig]):
     """The rule of every parameter is adamw, or where it decays with caution cautious_adamw."""
-
-    def __init__(self, config: AdamWConfig) -> None:
-        self.config = config
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         beta1, beta2 = self.config.betas

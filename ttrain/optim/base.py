@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.composite import cases
@@ -21,18 +22,22 @@ AVERAGE = "average"  # slot that evaluations read in the place of its parameter,
 STREAMS = 8  # of random bits that one update may use: one for each tensor it writes per parameter
 
 
-class Optimizer(Protocol):
+Settings = TypeVar("Settings", bound=OptimizerConfig)
+
+
+class Optimizer(ABC, Generic[Settings]):
     """Says by which rule each parameter is updated. Holds no tensors.
 
     A rule's slots lie in the state as `<parameter path>/<slot>`, start at zero and have the parameter's shape; they are
     fp32 unless the run keeps them in bf16. Parameters of one rule, learning rate and dtype share one update.
     """
 
-    config: OptimizerConfig
+    def __init__(self, config: Settings) -> None:
+        self.config = config
 
+    @abstractmethod
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         """The rule of a parameter, with weight decay where it `decays`."""
-        ...
 
 
 def rule_cases(rule: Rule, positive: Sequence[int] = (), shape: tuple[int, ...] = EXAMPLE.shape) -> None:

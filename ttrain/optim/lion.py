@@ -6,7 +6,7 @@ from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops import sign
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, rule_cases
+from ttrain.optim.base import EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.settings import LionConfig
 
 
@@ -26,11 +26,8 @@ def lion(
     return parameter * (1.0 - weight_decay * lr) - lr * direction, beta2 * momentum + (1 - beta2) * gradient
 
 
-class Lion:
+class Lion(Optimizer[LionConfig]):
     """The rule of every parameter is lion."""
-
-    def __init__(self, config: LionConfig) -> None:
-        self.config = config
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         beta1, beta2 = self.config.betas

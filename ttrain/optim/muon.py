@@ -10,7 +10,7 @@ from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.base import EXAMPLE, rule_cases
+from ttrain.optim.base import EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.groups import orthogonalised
 from ttrain.optim.settings import AdamWConfig, MuonConfig, NorMuonConfig
 
@@ -106,11 +106,11 @@ def orthogonal(x: Value, iterations: int, scale: float) -> Value:
     return x
 
 
-class Muon:
+class Muon(Optimizer[MuonConfig]):
     """The rule of a hidden matrix is muon, of everything else AdamW's."""
 
     def __init__(self, config: MuonConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._others = AdamW(AdamWConfig(betas=config.betas, eps=config.eps, weight_decay=config.weight_decay))
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:

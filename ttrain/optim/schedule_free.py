@@ -7,7 +7,7 @@ from ttrain.nn.module import Parameter
 from ttrain.ops import at_least, sqrt
 from ttrain.ops.update import Rule, update_rule
 from ttrain.optim.adamw import unbiased
-from ttrain.optim.base import AVERAGE, EXAMPLE, rule_cases
+from ttrain.optim.base import AVERAGE, EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.settings import ScheduleFreeConfig
 
 
@@ -41,11 +41,8 @@ def schedule_free(
     return parameter + beta1 * moved - (1 - beta1) * descent, x + moved, second
 
 
-class ScheduleFree:
+class ScheduleFree(Optimizer[ScheduleFreeConfig]):
     """The rule of every parameter is schedule_free."""
-
-    def __init__(self, config: ScheduleFreeConfig) -> None:
-        self.config = config
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         config, (beta1, beta2) = self.config, self.config.betas

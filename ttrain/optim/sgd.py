@@ -6,7 +6,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
-from ttrain.optim.base import EXAMPLE, rule_cases
+from ttrain.optim.base import EXAMPLE, Optimizer, rule_cases
 from ttrain.optim.settings import SGDConfig
 
 
@@ -40,7 +40,7 @@ def _decayed(parameter: Value, gradient: Value, weight_decay: float) -> Value:
     return gradient + weight_decay * parameter if weight_decay else gradient
 
 
-class SGD:
+class SGD(Optimizer[SGDConfig]):
     """The rule of every parameter is sgd, with momentum sgd_momentum.
 
     Raises ConfigError for nesterov without momentum.
@@ -49,7 +49,7 @@ class SGD:
     def __init__(self, config: SGDConfig) -> None:
         if config.nesterov and not config.momentum:
             raise ConfigError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
-        self.config = config
+        super().__init__(config)
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         config, decay = self.config, ("weight_decay", self.config.weight_decay * decays)

@@ -678,7 +678,13 @@ def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     overrides = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
-    small = ["model.context=32", "train.steps=5", "train.batch_size=4", "train.gradient_accumulation=2", "schedule.warmup=0"]
+    small = [
+        "model.context=32",
+        "train.steps=5",
+        "train.batch_size=4",
+        "train.gradient_accumulation=2",
+        "schedule.warmup=0",
+    ]
     assert main([*overrides, *small, "train.eval_every=null", "optimizer.lr=1e-2", *QUIET[-5:]]) == 0
     config = find_checkpoint(Path("run"), "last").config
     assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (

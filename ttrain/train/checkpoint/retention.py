@@ -60,12 +60,13 @@ def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
 def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
     """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
 
-    def newest_first() -> tuple[list[Checkpoint], list[Skipped]]:
-        found, skipped = list_checkpoints(folder)
-        return found[::-1], skipped
-
-    newest, skipped = _first_readable(folder.parent, newest_first)
+    newest, skipped = _first_readable(folder.parent, lambda: _newest_first(folder))
     return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
+
+
+def _newest_first(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
+    found, skipped = list_checkpoints(folder)
+    return found[::-1], skipped
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
@@ -236,11 +237,11 @@ def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
-    found, skipped = list_checkpoints(folder)
+    found, skipped = _newest_first(folder)
     if not found and is_dry_run(run):
         raise CheckpointError(f"{run} {DRY_RUN}")
     if which == "last":
-        return found[::-1], skipped
+        return found, skipped
     if which == "best":
         best = best_checkpoint(folder)
         if best is None:
@@ -248,6 +249,6 @@ def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]
         return [best], skipped
     named = [checkpoint for checkpoint in found if checkpoint.step == int(which)]
     if not named:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
+        steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")
     return named, skipped

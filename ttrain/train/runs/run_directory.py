@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.core.files import lock_file, replace_file, to_json
+from ttrain.core.files import lock_file, read_json, read_object, replace_file, to_json
 from ttrain.core.folders import dated_folder
 from ttrain.train.checkpoint.checkpoint import UNFINISHED
 from ttrain.train.checkpoint.retention import put_back_replaced
@@ -172,8 +172,8 @@ class RunDirectory:
     def attempts(self) -> list[dict[str, Any]]:
         """The environment record of every attempt so far."""
         try:
-            return stored_attempts(self.path)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            return list(read_object(self.path / RECORD)["attempts"])
+        except (CheckpointError, LookupError, TypeError) as error:
             raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
     def write_plan(self, text: str) -> None:
@@ -213,18 +213,11 @@ def _locked(lock: IO[str]) -> bool:
     return lock_file(lock)
 
 
-def stored_attempts(run: Path) -> list[Any]:
-    """Read run.json. Raises OSError, ValueError, LookupError or TypeError where it holds nothing of the kind."""
-    record = json.loads((run / RECORD).read_text("utf-8"))
-    return list(record["attempts"])
-
-
 def newest_attempt(run: Path | None) -> dict[str, Any]:
     """Read the newest attempt from run.json; empty where it does not tell."""
-    try:
-        return dict(stored_attempts(run)[-1]) if run is not None else {}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+    attempts = [] if run is None else read_json(run / RECORD).get("attempts")
+    newest = attempts[-1] if isinstance(attempts, list) and attempts else None
+    return newest if isinstance(newest, dict) else {}
 
 
 def part_of(record: dict[str, Any], key: str) -> dict[str, Any]:
