@@ -142,9 +142,7 @@ def test_touched_but_equal_documents_go_on_and_other_bits_are_told(capsys: pytes
         (["data.tokenizer=nothing"], "data.tokenizer=nothing is neither char, byte, bpe nor the path"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_made(
-    overrides: Any, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_told_before_anything_is_made(overrides: Any, message: str, capsys: Any) -> None:
     sizes = [] if "model=mlp" in overrides else TINY
     assert main([*DATA, *QUIET, *sizes, *overrides, "run.dir=run"]) == 2
     error = capsys.readouterr().err

@@ -111,9 +111,7 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
         (["run.dir=run", "export.file=text.txt/x.pt"], "can't be written"),
     ],
 )
-def test_wrong_input_is_refused_and_leaves_nothing(
-    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_refused_and_leaves_nothing(overrides: list[str], message: str, capsys: Any) -> None:
     torch.save({"weight": torch.zeros(3)}, "other.pt")
     before = sorted(Path().iterdir())
     assert main(["task=export", *overrides]) == 2
@@ -138,9 +136,7 @@ def test_a_file_keeps_its_tokenizer_and_takes_no_other(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("said", ["[1]", "{broken", '{"heads": [2], "activation": {}}', '{"name": 7}', "[" * 9999])
-def test_what_a_stranger_says_of_a_model_never_ends_in_a_traceback(
-    said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_stranger_says_of_a_model_never_ends_in_a_traceback(said: str, capsys: Any) -> None:
     save_file(parameters("run"), "strange.safetensors", metadata={"ttrain_model": said, "tokenizer_json": "{}"})
     assert main(["task=export", *MODEL, "export.source=strange.safetensors", "export.dir=strange"]) == 2
     errors = capsys.readouterr().err
@@ -148,9 +144,7 @@ def test_what_a_stranger_says_of_a_model_never_ends_in_a_traceback(
     assert read_metadata(Path("strange.safetensors"), {}).of(GPT(GPTConfig(**SIZE, vocabulary=9))) in ({}, {"name": 7})
 
 
-def test_a_run_that_can_not_be_written_whole_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_can_not_be_written_whole_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -119,9 +119,7 @@ def test_a_compacted_run_can_start_another(capsys: pytest.CaptureFixture[str]) -
         (["task=export", "export.source=whole.pt", "export.file=whole.pt", "model=agillm"], "Give another name"),
     ],
 )
-def test_wrong_input_is_refused_and_leaves_nothing(
-    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_refused_and_leaves_nothing(overrides: list[str], message: str, capsys: Any) -> None:
     for name, gone in (("odd.pt", "blocks.0.mha.U"), ("short.pt", "ln.bias")):
         content = original("whole.pt")
         del content["core"][gone]

@@ -6,8 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import tracemalloc
 import warnings
 from collections.abc import Callable
@@ -41,6 +39,7 @@ from ttrain.tasks.evaluating.texts import measure_texts
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.checkpoint.weights_file import read_file
+from ttrain.train.runs import export_folder
 from ttrain.train.runs.export_gguf import _vocabulary
 from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.sampling.draw import encode_prompt
@@ -511,9 +510,7 @@ WRONG: list[tuple[Any, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("change", "overrides", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
-def test_one_line_before_any_step(
-    change: Any, overrides: list[str], message: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_before_any_step(change: Any, overrides: list[str], message: str, gpt2: Path, capsys: Any) -> None:
     shutil.copytree(gpt2, "hub")
     if change is not None:
         change(Path("hub"))
@@ -633,9 +630,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub(gpt2: Path, monkeypatch: pytest
     assert json.loads(Path("run/run.json").read_text())["attempts"][0]["model"] == "gpt"
 
 
-def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(
-    gpt2: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(gpt2: Path, capsys: Any) -> None:
     assert main(["task=export", f"model.from={gpt2}", "export.dir=bare"]) == 0
     assert np.abs(our_logits("bare", tokens_of()) - their_logits(gpt2, tokens_of())).max() < 1e-4
     sizes = ["model.layers=1", "model.width=32", "model.heads=4", "model.context=8", "model.vocabulary=300"]
@@ -653,19 +648,20 @@ def test_a_program_starts_from_it_too(gpt2: Path) -> None:
     assert values.keys() == expected.keys() and all((values[path] == expected[path]).all() for path in expected)
 
 
-def test_a_killed_export_leaves_no_folder(gpt2: Path) -> None:
+def test_a_killed_export_leaves_no_folder(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*QUIET, f"model.from={gpt2}", "run.dir=run"]) == 0
-    code = (
-        "import os, sys, ttrain.train.runs.export_folder as e; from ttrain.cli import main\n"
-        "e.write_safetensors = lambda *_: os.kill(os.getpid(), 9)\n"
-        "main(['task=export', 'run.dir=run', 'export.form=huggingface', 'export.dir=out'])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    command = ["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(export_folder, "write_safetensors", lambda *_: os.kill(os.getpid(), 9))
+        main(command)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     assert not Path("out").exists()
     (left,) = Path().glob(".out.*.tmp")
     foreign = left.with_name(f".out.{platform.node()}.{os.getppid()}.tmp")  # of a process that is at work
     foreign.mkdir()
-    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
+    assert main(command) == 0
     assert not left.exists() and foreign.exists()
 
 

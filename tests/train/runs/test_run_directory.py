@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,38 +17,17 @@ from ttrain.train.runs import record as record_module
 from ttrain.train.runs.record import environment_record, git_state
 from ttrain.train.runs.run_directory import RunDirectory, read_config
 
-CLAIM = """
-import sys
-from datetime import datetime
-from pathlib import Path
-from ttrain.train.runs.run_directory import RunDirectory
-print("ready", flush=True)
-sys.stdin.readline()
-run = RunDirectory.claim(None, "gpt_cpu_static", Path(sys.argv[1]), datetime(2026, 11, 28, 12, 0, 0))
-print(run.path, flush=True)
-sys.stdin.readline()
-"""
-
 
 def test_runs_in_the_same_second_get_a_directory_each(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CLAIM, str(tmp_path)]
-    pipe = subprocess.PIPE
-    started = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1) for _ in range(4)]
-    lines: list[str] = []
-    for _ in range(2):  # all are ready before one may claim, and all have claimed before one may end
-        lines = [process.stdout.readline().strip() for process in started if process.stdout]
-        for process in started:
-            assert process.stdin
-            process.stdin.write("go\n")
-            process.stdin.flush()
-    assert [process.wait(150) for process in started] == [0] * 4
-    for process in started:
-        assert process.stdin and process.stdout
-        process.stdin.close()
-        process.stdout.close()
-    expected = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 5))}
-    assert {Path(line).name for line in lines} == expected
-    assert all(Path(line).parent == tmp_path / "2026-11-28" for line in lines)
+    def claim(_: int) -> RunDirectory:
+        return RunDirectory.claim(None, "gpt_cpu_static", tmp_path, datetime(2026, 11, 28, 12, 0, 0))
+
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(claim, range(40)))
+    names = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 41))}
+    assert {run.path for run in runs} == {tmp_path / "2026-11-28" / name for name in names}
+    for run in runs:
+        run.close()
 
 
 def test_a_named_directory_is_claimed_once(tmp_path: Path) -> None:

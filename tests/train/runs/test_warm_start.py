@@ -97,9 +97,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("overrides", FROZEN)
-def test_what_starts_anew_is_trained(
-    overrides: str, train: Any, source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_starts_anew_is_trained(overrides: str, train: Any, source: str, capsys: Any) -> None:
     capsys.readouterr()
     code = train("run.dir=run", f"train.init_from={source}", *overrides.split())
     error = capsys.readouterr().err
@@ -131,9 +129,7 @@ def test_a_resumed_run_does_not_start_warm_again(train: Any, source: str, capsys
     assert "taken" in record[0] and "taken" not in record[1]
 
 
-def test_another_tokenizer_is_refused_unless_it_is_wanted(
-    train: Any, source: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_tokenizer_is_refused_unless_it_is_wanted(train: Any, source: str, capsys: Any) -> None:
     overrides = [f"train.init_from={source}", "data.tokenizer=char"]
     assert train("run.dir=run", *overrides) == 2 and not Path("run").exists()
     said = capsys.readouterr().err

@@ -66,9 +66,7 @@ def message(role: str, content: str) -> str:
     return f"<|im_start|>{role}\n{content}<|im_end|>\n"
 
 
-def test_a_conversation(
-    run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation(run: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     assert talk(run, monkeypatch, "one\n\n two \n/reset\nthree\n", "sample.system=Be, brief.", "sample.tokens=8") == 0
     system, end = message("system", "Be, brief."), "<|im_start|>assistant\n"
     first = system + message("user", "one")
@@ -163,9 +161,7 @@ def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: 
         (None, "can't be read"),
     ],
 )
-def test_prompts_that_cannot_be_used(
-    run: Path, tmp_path: Path, row: str | None, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_cannot_be_used(run: Path, tmp_path: Path, row: str | None, told: str, capsys: Any) -> None:
     file = tmp_path / "prompts.jsonl"
     if row is not None:
         file.write_text(row)

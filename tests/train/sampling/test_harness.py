@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import cache_home
 from ttrain.cli import main
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import UserError
 
 TRAINED = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "data=documents",
@@ -121,11 +121,6 @@ def test_what_is_written_greedily_is_greedy(language_model: Any, capsys: pytest.
     assert short == text[: text.index(until)] and again == text and not drawn.startswith(text)
     with pytest.raises(UserError, match="knows no 'num_beams'"):
         language_model.generate_until(asked(("the cat", {"num_beams": 2})))
-
-
-def test_a_model_that_is_not_there(language_model: Any) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is not a run"):
-        type(language_model)("run.dir=nowhere")
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

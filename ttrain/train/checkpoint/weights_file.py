@@ -160,15 +160,20 @@ def _object(text: Any) -> dict[str, Any] | None:
 def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool = False) -> Mapping[str, Any]:
     """The weights in a file by the paths of `model.persistent()`, as arrays or tensors: what fits by name, no more.
 
-    `content` is the file's. Raises CheckpointError for a file in which no name fits, or one fits a value that is no
-    weight, and for an original's, if `strict`, where its names and shapes are not exactly the model's.
+    `content` is the file's, in our names or the original's. Raises CheckpointError for a file in which no name fits, or
+    one fits a value that is no weight, and, if `strict`, where names and shapes are not exactly the model's.
     """
-    paths = model.persistent()
-    if found := {name: content[name] for name in content if name in paths}:
-        if problems := unusable(found):
-            raise CheckpointError(f"{path} holds values that are no weights:\n  " + listed(problems, 20, "\n  "))
+    shapes = {name: parameter.stored_spec.shape for name, parameter in model.persistent().items()}
+    if found := {name: content[name] for name in content if name in shapes}:
+        problems = mismatches(content, shapes, "not a parameter of this model") if strict else unusable(found)
+        if problems:
+            told = "does not fit this model" if strict else "holds values that are no weights"
+            raise CheckpointError(f"{path} {told}:\n  " + listed(problems, 20, "\n  "))
         return found
-    converted = _from_original(path, model, content, strict) if hasattr(model, "from_original") else {}
+    try:
+        converted = model.from_original(content, strict=strict) if hasattr(model, "from_original") else {}
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     if not converted:
         raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {listed(content, 5) or 'nothing'}.")
     return converted
@@ -177,34 +182,15 @@ def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool 
 def read_parameters(path: Path, model: Any, content: Mapping[str, Any] | None = None) -> Weights:
     """All parameters and saved buffers of a model from a file, in our names or the original's, one at a time.
 
-    `content` is the file's, where it was read already.
-
-    Raises CheckpointError naming what is missing, left over, of another shape, no tensor or not finite.
+    `content` is the file's, where it was read already. Raises CheckpointError as `weights_of` does, and naming what is
+    not finite.
     """
     content = read_file(path) if content is None else content
-    shapes = {name: parameter.stored_spec.shape for name, parameter in model.persistent().items()}
-    if any(name in shapes for name in content):
-        if problems := mismatches(content, shapes, "not a parameter of this model"):
-            raise CheckpointError(f"{path} does not fit this model:\n  " + listed(problems, 20, "\n  "))
-        found: Mapping[str, Any] = content
-    elif hasattr(model, "from_original"):
-        found = _from_original(path, model, content)
-    else:
-        raise CheckpointError(
-            f"{path} holds no parameters of {model.config.name}: got {listed(content, 5) or 'nothing'}."
-        )
-    weights = Weights.widened(found)
+    weights = Weights.widened(weights_of(path, model, content, strict=True))
     for name, weight in weights.items():
         if not np.isfinite(weight).all():
             raise CheckpointError(f"{path}: {name} holds NaN or infinity in fp32. Give another file.")
     return weights
-
-
-def _from_original(path: Path, model: Any, content: Mapping[str, Any], strict: bool = True) -> Mapping[str, Any]:
-    try:
-        return model.from_original(content, strict=strict)
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:

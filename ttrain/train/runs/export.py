@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import UserError
 from ttrain.core.files import new_folder
 from ttrain.core.spec import TensorSpec
 from ttrain.graph.kinds import Kind
@@ -54,9 +54,7 @@ def export_problems(model: Any, file: Path, form: str) -> list[str]:
 def write_weights(
     model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, metadata: Metadata
 ) -> None:
-    """Writes parameters by path into a file, with what is said of them. Raises ConfigError without such a form."""
-    if problems := export_problems(model, file, form):
-        raise ConfigError(problems)
+    """Writes parameters by path into a file, with what is said of them, in a form that `export_problems` allows."""
     header = metadata.to_header()
     if file.suffix == ".pt":
         write_pt(file, {**model.original_file(values), "step": step, **header})
