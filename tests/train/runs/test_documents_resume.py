@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ttrain
 from tests.conftest import cache_home
+from tests.faults.kills import ended, start
 from ttrain.cli import main
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
@@ -58,17 +56,14 @@ def test_agillm_killed_and_resumed_has_the_same_bits() -> None:
     overrides += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.keep_last=1", "train.keep_best=false"]
     assert main([*overrides, "train.steps=4", "train.save_every=99", "run.dir=whole"]) == 0
 
-    command = [sys.executable, "-m", "ttrain", *overrides, "train.steps=9", "train.save_every=2", "schedule.steps=4"]
-    path = os.pathsep.join(filter(None, [str(Path(ttrain.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    with open("log.txt", "w") as log:
-        child = subprocess.Popen([*command, "run.dir=killed"], stdout=log, stderr=log, env=environment)
+    command = [*overrides, "train.steps=9", "train.save_every=2", "schedule.steps=4", "run.dir=killed"]
+    child = start(command, Path("log.txt"))
     until = time.monotonic() + 150
     while not Path("killed/checkpoints/step_00000002/manifest.json").exists() or steps_of("killed") < 3:
-        assert child.poll() is None and time.monotonic() < until, Path("log.txt").read_text()
+        assert ended(child) is None and time.monotonic() < until, Path("log.txt").read_text()
         time.sleep(0.002)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     done = steps_of("killed")
     assert 3 <= done < 9
 
