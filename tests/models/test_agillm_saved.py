@@ -11,7 +11,6 @@ import pytest
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from ttrain.config import build
 from ttrain.config.compose import load
-from ttrain.core.errors import CheckpointError
 from ttrain.graph import Kind
 from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
@@ -63,20 +62,6 @@ def test_files_hold_only_ids_that_exist(tmp_path: Path) -> None:
     shapes = {name: tensor.shape for name, tensor in load_file(file).items()}
     assert shapes["embedding.weight"] == shapes["sat_head.weight"] == (37, 8)
     assert shapes["ar_head.bias"] == (37,)
-
-
-def test_tied_weights_are_saved_once_and_come_back(tmp_path: Path) -> None:
-    ours, other = trained(tied=True), session(tied=True)
-    checkpoint = saved(tmp_path, ours)
-    read_checkpoint(checkpoint.path).load(other.state)
-    assert "ar_head.weight" not in other.state.names()
-    assert np.array_equal(logits(ours), logits(other))
-
-
-def test_a_checkpoint_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, trained())
-    with pytest.raises(CheckpointError, match=r"ar_head.bias \(37,\) instead of \(38,\)"):
-        read_checkpoint(checkpoint.path).load(session(vocabulary=38).state)
 
 
 def test_padding_that_follows_from_the_device_is_not_kept() -> None:

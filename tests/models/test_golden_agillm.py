@@ -102,12 +102,11 @@ def losses(engine: str, **options: Any) -> tuple[list[float], Session]:
     return found, ours
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_fold_changes_no_loss(engine: str) -> None:
+@pytest.mark.parametrize("rank", [12, 3])
+def test_the_fold_changes_no_loss(rank: int) -> None:
     """A rank below the head width would change nothing at the start but the order of rounding too."""
-    for rank in (3,) if engine == "traced" else (12, 3):  # compiling is slow
-        folded, plain = (losses(engine, fold=fold, rank=rank)[0] for fold in ("on", "off"))
-        assert folded == pytest.approx(plain, rel=1e-6)
+    folded, plain = (losses("static", fold=fold, rank=rank)[0] for fold in ("on", "off"))
+    assert folded == pytest.approx(plain, rel=1e-6)
 
 
 def same_bits(runs: Sequence[tuple[list[float], Session]]) -> bool:
@@ -124,9 +123,8 @@ def test_engines_agree() -> None:
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_computing_blocks_again_changes_no_bit(engine: str, dropout: float) -> None:
-    assert same_bits([losses(engine, dropout=dropout, recompute=recompute) for recompute in ("none", "block")])
+def test_computing_blocks_again_changes_no_bit(engine: str) -> None:
+    assert same_bits([losses(engine, dropout=0.1, recompute=recompute) for recompute in ("none", "block")])
 
 
 def test_dropout_differs_between_layers_passes_and_steps() -> None:
@@ -138,12 +136,3 @@ def test_dropout_differs_between_layers_passes_and_steps() -> None:
     ours.graph.model.loss(graph, ROWS, training=True)
     streams = [node.attributes["stream"] for node in graph.nodes if node.op.name == "dropout"]
     assert len(streams) == len(set(streams)) == 4
-
-
-def test_tied_weights_train_and_count_once() -> None:
-    tied = model(tied=True, objective="ar_only")
-    untied = model(objective="ar_only")
-    assert untied.parameter_count - tied.parameter_count == 23 * 16 + 23
-    ours = session(tied)
-    found = [ours.train(batch_of(1), step, {"lr": 1e-2})["loss"] for step in range(1, 21)]
-    assert found[-1] < found[0] - 0.5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.session import BF16, Session, relative_error, tensor_by_tensor_equal
+from tests.models.session import Session, relative_error, tensor_by_tensor_equal
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
 from ttrain.nn.initialize import initial_values
@@ -84,20 +84,3 @@ def test_twenty_sgd_steps_equal_pytorch_on_both_engines(activation: str, options
         assert relative_error(value, reference) < 1e-4, path
     assert runs["dynamic"][0] == runs["static"][0]
     assert tensor_by_tensor_equal(runs["dynamic"][1], runs["static"][1])
-
-
-def test_bf16_computes_in_bf16_and_reports_an_fp32_loss() -> None:
-    model = MLP(MLPConfig(width=16, layers=2), BF16)
-    session = Session(model, SGD(SGDConfig()), ROWS)
-    generator = np.random.default_rng(0)
-    batch = {"inputs": generator.standard_normal((ROWS, 16)), "targets": generator.standard_normal((ROWS, 16))}
-    losses = [session.train(batch, step, {"lr": 0.1})["loss"] for step in range(1, 21)]
-    assert losses[-1] < 0.9 * losses[0]
-    fp32 = Session(MLP(MLPConfig(width=16, layers=2)), SGD(SGDConfig()), ROWS)
-    assert losses[0] == pytest.approx(fp32.train(batch, 1, {"lr": 0.1})["loss"], rel=0.02)
-
-
-def test_one_layer_is_a_linear_model() -> None:
-    model = MLP(MLPConfig(layers=1, inputs=2, outputs=3, bias=False))
-    assert list(model.parameters()) == ["layers.0.weight"]
-    assert model.parameter_count == 6

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.models.session import Session, relative_error, token_batch
-from tests.models.test_golden_gpt import nanogpt_rate
 from tests.native.conftest import require_compiler
 from tests.train.sampling.test_decode import Reading
 from ttrain import ops
@@ -21,9 +20,7 @@ from ttrain.models.presets import LLAMA_PRESETS
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.module import use
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import learning_rates
-from ttrain.optim.schedules import cosine
-from ttrain.optim.settings import AdamWConfig, ScheduleConfig
+from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import scores_of
 
 VOCABULARIES = {"SmolLM2": 49152, "TinyLlama": 32000, "Llama-3.2": 128256, "Qwen": 151936}
@@ -132,27 +129,6 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) 
             assert relative_error(ours.state.read(f"{path}/gradient"), gradient) < 1e-4, path
 
 
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
-def test_twenty_steps_are_those_of_transformers(variant: str) -> None:
-    model, plain = pair(variant)
-    config = AdamWConfig(lr=3e-3, weight_decay=0.1, clip_norm=0.5, betas=[0.9, 0.95])
-    rates = learning_rates(model.parameters(), config, cosine(ScheduleConfig(warmup=5, min_lr_ratio=0.1), STEPS))
-    ours = session(model, plain, "static", config)
-    matrices, vectors = ([p for p in plain.parameters() if (p.dim() > 1) is whether] for whether in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    for step in range(1, STEPS + 1):
-        batch = token_batch(VOCABULARY, ROWS, CONTEXT, step % 5, masked=step % 3)
-        for group in optimizer.param_groups:
-            group["lr"] = nanogpt_rate(step, 3e-3, 5, STEPS, 3e-4)
-        loss = loss_of(plain, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        assert abs(ours.train(batch, step, rates(step))["loss"] - loss.item()) < 1e-5 * loss.item(), step
-
-
 @pytest.mark.parametrize("variant", ["llama3", "mistral", "qwen3"])
 def test_texts_grow_as_transformers_generates_them(variant: str) -> None:
     """Greedily, through caches of the heads of keys and values alone."""
@@ -170,12 +146,6 @@ def test_texts_grow_as_transformers_generates_them(variant: str) -> None:
     assert text == made.sequences[0].tolist()
     caches = {reading.state.spec(name) for name in reading.state.names(Kind.CACHE)}
     assert {spec.shape[1] for spec in caches} == {model.config.kv_heads}
-
-
-def test_caches_serve_the_dynamic_engine() -> None:
-    config = LlamaConfig(preset="tiny", vocabulary=VOCABULARY, window=5, layers=1)
-    reading, text = Reading(Llama(config), "dynamic"), list(range(12))
-    assert max(reading.error(text[:length]) for length in (1, 7, 8, 12)) < 2e-5
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

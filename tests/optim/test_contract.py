@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.models.session import BF16, ENGINES, FP32, open_cpu
-from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.nn.initialize import Normal
@@ -162,21 +161,7 @@ def test_masters_stay_fp32_under_bf16_compute(row: str) -> None:
             assert np.array_equal(copy, torch.from_numpy(master).bfloat16().float().numpy()), path
 
 
-@pytest.mark.parametrize("row", TABLE)
-def test_state_has_one_zeroed_fp32_tensor_per_slot_and_parameter(row: str) -> None:
-    run = Run(row, {}, "static")
-    for path, parameter in run.model.parameters().items():
-        for slot in run.graph.optimizer.rule(parameter, True).slots:
-            assert run.state.spec(f"{path}/{slot}") == parameter.spec
-            assert not run.state.read(f"{path}/{slot}").any()
-
-
 def test_slots_are_named_as_checkpoints_name_them() -> None:
     assert AdamW(AdamWConfig()).rule(EXAMPLE, True).slots == ("first_moment", "second_moment")
     assert SGD(SGDConfig()).rule(EXAMPLE, True).slots == ()
     assert SGD(SGDConfig(momentum=0.5)).rule(EXAMPLE, True).slots == ("velocity",)
-
-
-def test_nesterov_without_momentum_is_refused() -> None:
-    with pytest.raises(ConfigError, match="optimizer.nesterov=true: needs optimizer.momentum"):
-        SGD(SGDConfig(nesterov=True))

@@ -191,12 +191,6 @@ def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -
     assert found.mean() == pytest.approx(exact.mean(), rel=0.01)
 
 
-def test_rounded_to_nearest_they_would_stall() -> None:
-    """What stochastic rounding is for: the same in the dtype of bf16 weights, rounded to nearest."""
-    found, exact = moments_after(256, 4000, AdamWConfig(betas=[0.9, 0.999], clip_norm=None), BF16)
-    assert found.mean() > 5 * exact.mean()
-
-
 def test_the_mean_of_many_roundings_is_the_exact_update() -> None:
     size, draws = 512, 400
     update = Update(Vector(size), SGD(SGDConfig(stochastic_rounding=True, clip_norm=None)), BF16)
@@ -251,16 +245,6 @@ def trained(config: AdamWConfig, engine: str, steps: int, lr: float) -> tuple[li
     session = Session(nano(), AdamW(config), 4, engine=engine)
     step = TrainStep(session.steps, 4, seed=3)
     return [step(token_batch(17, 4, 16, 0), {"lr": lr}, number).loss for number in range(1, steps + 1)], session
-
-
-def test_a_gpt_in_pure_bf16_learns_what_rounding_to_nearest_would_lose() -> None:
-    """At a learning rate below the spacing of most weights, the same steps with and without stochastic rounding."""
-    falls = {}
-    for stochastic in (True, False):
-        config = AdamWConfig(betas=[0.9, 0.99], stochastic_rounding=stochastic, weight_decay=0.0)
-        losses, _ = trained(config, "static", 300, 2e-5)
-        falls[stochastic] = np.mean(losses[:5]) - np.mean(losses[-5:])
-    assert falls[True] > 0.1 and falls[True] > 1.5 * falls[False]
 
 
 def test_a_gpt_in_pure_bf16_is_bit_equal_on_engines_with_the_same_kernels() -> None:

@@ -60,12 +60,12 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("prompt", [1, 3, 64, 66])
-def test_every_token_scores_as_in_the_whole_text(engine: str, prompt: int) -> None:
-    """From the prompt on past the context, where the window moves with every token."""
+def test_every_token_scores_as_in_the_whole_text(engine: str) -> None:
+    """From a prompt on past the context, where the window moves with every token."""
     reading, text = Reading(small_gpt(), engine), tokens(CONTEXT + 4)
-    lengths = range(prompt, len(text) + 1) if engine == "static" else (prompt, prompt + 1, prompt + 2, CONTEXT, 73)
-    assert max(reading.error(text[:length][-CONTEXT:]) for length in lengths) < 2e-5
+    for prompt in (1, 3, 64, 66):
+        lengths = (prompt, prompt + 1, prompt + 2, CONTEXT, CONTEXT + 3)
+        assert max(reading.error(text[:length][-CONTEXT:]) for length in lengths) < 2e-5
 
 
 @pytest.mark.parametrize("shape", [{"tied": False, "bias": False}, {"context": 2}, {"context": 5, "heads": 4}])
@@ -73,11 +73,6 @@ def test_other_shapes(shape: dict[str, Any]) -> None:
     model = small_gpt(**shape)
     reading, text = Reading(model, "static"), tokens(12)
     assert max(reading.error(text[:length][-model.context :]) for length in range(1, 12)) < 2e-5
-
-
-def test_bf16_stays_within_its_rounding() -> None:
-    reading, text = Reading(small_gpt(DType.BF16), "static"), tokens(20)
-    assert max(reading.error(text[:length]) for length in range(1, 20)) < 0.05
 
 
 def test_a_text_that_changes_is_read_again_from_there() -> None:

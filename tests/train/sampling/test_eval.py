@@ -20,7 +20,7 @@ from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.core.errors import DataError
-from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
+from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.tasks.evaluating.choices import encoded_pair, read_questions
 from ttrain.tasks.evaluating.scorer import opened
 from ttrain.tasks.evaluating.windows import Texts, windows_of
@@ -175,16 +175,6 @@ def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pyte
     assert found[0]["text"]["loss"] != found[1]["text"]["loss"] and "task=eval" in found[0]["command"]
     before = list(Path("outputs/eval").glob("*/*"))
     assert main([*command, "eval.text=[none.txt]"]) == 2 and list(Path("outputs/eval").glob("*/*")) == before
-
-
-def test_the_token_before_a_text_is_that_of_the_tokenizers_config() -> None:
-    Path("book.txt").write_text("the cat sat on the mat. " * 40)
-    made: Any = train_bpe([Path("book.txt").read_text()], 270)
-    Path("tokenizer.json").write_text(made.with_token("<|endoftext|>").with_token("</s>").to_json())
-    Path("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    run = trained("two", *SIZES, "data=text", "data.path=book.txt", "data.tokenizer=tokenizer.json", "train.steps=1")
-    Path("part.txt").write_text("the cat")
-    assert evaluated(run, "eval.text=[part.txt]")["text"]["first_tokens_predicted"]
 
 
 def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
