@@ -152,10 +152,7 @@ class DecoderConfig(TransformerConfig):
         "give each head of queries and keys an RMS norm, before rotation; null takes the preset's, else false",
         changes="shape",
     )
-    zero_init: bool = option(
-        False, "start the output projections of both branches at zero",
-        changes="nothing",
-    )  # fmt: skip
+    zero_init: bool = option(False, "start the output projections of both branches at zero", changes="nothing")
     logit_cap: float | None = option(None, "replace logits by cap tanh(logits / cap); null does not", above=0)
     value_embeddings: bool = option(
         False,
@@ -224,11 +221,7 @@ class GPTConfig(DecoderConfig):
     name: str = option("gpt", "registered name of the model")
     bias: bool = option(True, "give linear layers and layer norms a bias", changes="shape")
     dropout: float = option(
-        0.0,
-        "dropout after embedding, attention weights and each branch",
-        minimum=0,
-        below=1,
-        changes="nothing",
+        0.0, "dropout after embedding, attention weights and each branch", minimum=0, below=1, changes="nothing"
     )
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "share the token embedding's weight with the output head")
@@ -344,10 +337,7 @@ class AGILLMConfig(TransformerConfig):
 
     name: str = option("agillm", "registered name of the model")
     rank: int | None = option(
-        None,
-        "columns of the matrix between a layer's queries and keys; any number",
-        minimum=1,
-        changes="shape",
+        None, "columns of the matrix between a layer's queries and keys; any number", minimum=1, changes="shape"
     )
     context: int | None = option(
         1122, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="shape"
@@ -360,11 +350,7 @@ class AGILLMConfig(TransformerConfig):
     )
     tied: bool = option(False, "share the token embedding's weight with the AR head, which then has no bias")
     dropout: float = option(
-        0.1,
-        "dropout after the attention branch's output projection",
-        minimum=0,
-        below=1,
-        changes="nothing",
+        0.1, "dropout after the attention branch's output projection", minimum=0, below=1, changes="nothing"
     )
     fold: str = option(
         "auto",

@@ -30,14 +30,11 @@ class OptimizerConfig:
     clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
     clip_scope: list[str] = option([], "parameter-name prefixes that clip_norm applies to, such as [blocks]; [] is all")
     lr_multipliers: dict[str, float] = option(
-        {},
-        "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins",
-        minimum=0,
+        {}, "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins", minimum=0
     )
     freeze: list[str] = option([], "parameter-name prefixes that are not trained; * is one part of a name")
     unfreeze: list[str] = option(
-        [],
-        "prefixes within freeze that are trained, such as [blocks.*.attention_norm]; the longest wins",
+        [], "prefixes within freeze that are trained, such as [blocks.*.attention_norm]; the longest wins"
     )
     state_dtype: str | None = option(
         None,
@@ -230,9 +227,7 @@ class ScheduleConfig:
     )
     decay: float = option(0.2, "wsd: share of the steps at the end that decays", minimum=0, maximum=1)
     decay_from: int | None = option(
-        None,
-        "wsd: last step at the peak, instead of decay; 0 is the checkpoint's step",
-        minimum=0,
+        None, "wsd: last step at the peak, instead of decay; 0 is the checkpoint's step", minimum=0
     )
 
     @rule
