@@ -122,24 +122,8 @@ def test_touched_but_equal_documents_go_on_and_other_bits_are_told(capsys: pytes
     assert "last bits" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.sources=[]"], "data=documents needs data.sources"),
-        (["data.sources=a.jsonl"], "data.sources='a.jsonl': must be a list of texts"),
-        (["data.sources=[nowhere.jsonl]"], "nowhere.jsonl does not exist"),
-        (["data.order=epoch"], "data.order=epoch: no such choice"),
-        (["data.shuffle_buffer=1"], "data.shuffle_buffer=1: must be at least 2"),
-        (["data.template=robot"], "data.template=robot: is neither plain nor chatml"),
-        (["data.path=a.jsonl"], "data.path: unknown key"),
-        (["model.context=5000"], "fewer than one sequence of model.context=5000"),
-        (["model=mlp"], "model=mlp trains on numbers"),
-        (["data.tokenizer=nothing"], "data.tokenizer=nothing is neither char, byte, bpe nor the path"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_made(overrides: Any, message: str, capsys: Any) -> None:
-    sizes = [] if "model=mlp" in overrides else TINY
-    assert main([*DATA, *QUIET, *sizes, *overrides, "run.dir=run"]) == 2
+def test_a_mistake_is_told_before_anything_is_made(capsys: Any) -> None:
+    assert main([*DATA, *QUIET, *TINY, "data.template=robot", "run.dir=run"]) == 2
     error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
+    assert "data.template=robot: is neither plain nor chatml" in error and "Traceback" not in error
     assert not Path("run").exists()
