@@ -25,13 +25,12 @@ from ttrain.train.forecast import peak
 from ttrain.train.logging.meter import Meter
 from ttrain.train.runs.inspect import read_run
 from ttrain.train.runs.summary import (
-    RecordedSteps,
+    Recorded,
     Summary,
     draw_loss_curve,
     extent_line,
-    last_val_metrics,
     print_summary,
-    recorded_steps,
+    recorded,
 )
 
 
@@ -76,7 +75,7 @@ def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1e9 < peak._measure(torch, "cpu", "fp32", 0, 0.1) < 1e15
 
 
-RECORDED = RecordedSteps(mfu=0.31, step_ms=1.25, tokens_per_s=5.2e4)
+RECORDED = Recorded(mfu=0.31, step_ms=1.25, tokens_per_s=5.2e4)
 
 
 def make_summary(progress: Progress) -> Summary:
@@ -120,7 +119,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
 def test_speed_is_that_of_the_whole_loop() -> None:
     """A busy machine: most steps are quick, the time went elsewhere."""
     summary = dataclasses.replace(
-        make_summary(Progress(1800, tokens=115_200, seconds=46.0)), recorded=RecordedSteps(0.05, 3.6, 17_800.0)
+        make_summary(Progress(1800, tokens=115_200, seconds=46.0)), recorded=Recorded(0.05, 3.6, 17_800.0)
     )
     assert dict(summary.lines())["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
     stored = summary.to_dict()
@@ -138,11 +137,11 @@ def test_pace_over_all_lines(tmp_path: Path) -> None:
         {"step": 10, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert recorded_steps(path) == RecordedSteps(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
+    assert recorded(path) == Recorded(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines[:2] + lines[3:]))
-    even = recorded_steps(path)
+    even = recorded(path)
     assert (even.step_ms, even.tokens_per_s) == (100.0, 100.0)  # of two lines, both figures are of the same one
-    assert recorded_steps(tmp_path / "none") == RecordedSteps()
+    assert recorded(tmp_path / "none") == Recorded()
 
 
 def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
     progress, run = second.loop.context.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
     assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
-    assert recorded_steps(run.metrics).step_ms == 1500  # but for the first line of an attempt, and the slow step
+    assert recorded(run.metrics).step_ms == 1500  # but for the first line of an attempt, and the slow step
     run.record({"train": {"steps": 10}}, {})
     so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
     assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]
@@ -203,13 +202,13 @@ def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> No
     ]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    found = last_val_metrics(metrics)
-    assert found == {"ar/ce": 3.0, "sat/ce": 3.5}
-    summary = dataclasses.replace(make_summary(Progress()), val_metrics=found)
+    found = recorded(metrics)
+    assert found.val_metrics == {"ar/ce": 3.0, "sat/ce": 3.5}
+    summary = dataclasses.replace(make_summary(Progress()), recorded=found)
     assert dict(summary.lines())["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
     assert dict(summary.lines())["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
     assert summary.loss_baseline is None and make_summary(Progress()).loss_baseline == ("unigram entropy", 3.1)
-    assert summary.to_dict()["val_metrics"] == found
+    assert summary.to_dict()["val_metrics"] == found.val_metrics
 
 
 @pytest.fixture

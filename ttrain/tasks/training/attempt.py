@@ -254,18 +254,14 @@ class Attempt:
 
         run, metrics = self.run, self.folder.metrics
         baseline = run.dataset.baseline(run.config.train.eval_sequences)  # of the very targets that evaluations count
-        val_metrics = summaries.last_val_metrics(metrics)
         summary = summaries.Summary(
             model=run.model_name,
             parameters=run.model.parameter_count,
             progress=progress,
             steps=run.config.train.steps,
-            recorded=summaries.recorded_steps(metrics),
+            recorded=summaries.recorded(metrics),
             peak_memory=self.device.memory().get("peak", 0),
             baseline=(baseline.name, baseline.value),
-            rates=summaries.last_rates(metrics),
-            bits_per_byte=val_metrics.pop("bits_per_byte", None),
-            val_metrics=val_metrics,
             ranks=run.world.ranks,
             caution=self.device.caution,
             unit=summaries.unit_of(run.dataset.description),

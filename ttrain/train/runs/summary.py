@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
 
 TOKENS, VALUES = "tokens", "target values"  # what steps count
+_BITS = "bits_per_byte"
 _ALIKE = 0.1  # speeds that differ by less than this share of the greater are told as one
 
 
@@ -29,12 +30,14 @@ def unit_of(data: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class RecordedSteps:
-    """Speeds of a run's recorded steps, over all attempts."""
+class Recorded:
+    """Numbers of a run's metrics, over all attempts."""
 
-    mfu: float | None = None  # mean over their time
+    mfu: float | None = None  # mean over the time of the steps
     step_ms: float | None = None  # median
     tokens_per_s: float | None = None  # median
+    rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
+    val_metrics: Mapping[str, float] = field(default_factory=dict)  # of the newest evaluation, besides the loss
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,9 @@ class Summary:
     parameters: int
     progress: Progress
     steps: int
-    recorded: RecordedSteps
+    recorded: Recorded
     peak_memory: int
     baseline: tuple[str, float] | None = None  # name and loss of the best prediction that ignores the input
-    rates: Mapping[str, float] = field(default_factory=dict)  # the last learning rate of every group, by its input
-    val_metrics: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics, newest evaluation
-    bits_per_byte: float | None = None  # of held-out text, newest evaluation
     ranks: Ranks = field(default_factory=Ranks)  # that trained together
     caution: str | None = None  # what has to be known of the numbers; see Device.caution
     unit: str = TOKENS  # what `progress.tokens` counts
@@ -68,7 +68,7 @@ class Summary:
             "seconds": round(progress.seconds, 3),
             "train/loss": progress.train_loss,
             "val/loss": progress.val_loss,
-            "val/bits_per_byte": self.bits_per_byte,
+            "val/bits_per_byte": self.recorded.val_metrics.get(_BITS),
             "best_val_loss": progress.best_val_loss,
             "best_step": progress.best_step,
             "tokens_per_s": self.tokens_per_s,
@@ -76,8 +76,8 @@ class Summary:
             "median_step_ms": self.recorded.step_ms,
             "median_tokens_per_s": self.recorded.tokens_per_s,
             "peak_memory_bytes": self.peak_memory,
-            "learning_rates": dict(self.rates),
-            "val_metrics": dict(self.val_metrics),
+            "learning_rates": dict(self.recorded.rates),
+            "val_metrics": self.val_metrics,
             "baseline": None if self.baseline is None else {"name": self.baseline[0], "loss": self.baseline[1]},
             **({"ranks": self.ranks.count, "slices": self.ranks.slices} if self.ranks.slices > 1 else {}),
             **({"val_loss_of_average": True} if self.averaged else {}),
@@ -86,7 +86,7 @@ class Summary:
 
     def lines(self) -> list[tuple[str, str]]:
         """Label and value of every line for people."""
-        progress = self.progress
+        progress, bits, rates = self.progress, self.recorded.val_metrics.get(_BITS), self.recorded.rates
         lines = [
             ("model", f"{self.model}, {format_count(self.parameters)} parameters"),
             (
@@ -96,8 +96,8 @@ class Summary:
             ("train loss", _loss(progress.train_loss)),
             ("val loss", self._val_loss()),
         ]
-        if self.bits_per_byte is not None:
-            lines.append(("bits per byte", f"{self.bits_per_byte:.4f} of held-out text"))
+        if bits is not None:
+            lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
         if self.val_metrics:
             lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in self.val_metrics.items())))
         if self.baseline is not None:
@@ -108,11 +108,16 @@ class Summary:
         if self.ranks.slices > 1:
             shared = ", each with its shard of the optimizer" if self.ranks.sharding else ""
             lines.append(("ranks", f"{self.ranks.count} on {self.ranks.slices} slices of every batch{shared}"))
-        if len(self.rates) > 1:
-            shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in self.rates.items())
+        if len(rates) > 1:
+            shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in rates.items())
             lines.append(("learning rates", ", ".join(shown)))
         lines.append(("peak memory", format_bytes(self.peak_memory)))
         return lines if self.caution is None else [("WARNING", self.caution), *lines]
+
+    @property
+    def val_metrics(self) -> dict[str, float]:
+        """The model's further metrics."""
+        return {name: value for name, value in self.recorded.val_metrics.items() if name != _BITS}
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -142,7 +147,7 @@ class Summary:
 # Keys of summary.json that are numbers; a model's further metrics are not among them.
 NUMBERS = tuple(
     key
-    for key, value in Summary("", 0, Progress(), 0, RecordedSteps(), 0).to_dict().items()
+    for key, value in Summary("", 0, Progress(), 0, Recorded(), 0).to_dict().items()
     if not isinstance(value, str | dict) and key != "baseline"
 )
 
@@ -188,36 +193,29 @@ def _passes(passes: float) -> str:
     return f"{passes:,.2f} passes" if passes < 100 else f"{passes:,.0f} passes"
 
 
-def recorded_steps(metrics: Path) -> RecordedSteps:
-    """Return the speeds of the recorded steps; each line has the means over the steps since the line before."""
-    lines = [line for line in read_metrics(metrics) if line.get("tokens_per_s") and line.get("step_ms")]
-    before = [0, *(line["step"] for line in lines)]
-    timed = [
-        ((line["step"] - last) * line["step_ms"], line.get("mfu")) for line, last in zip(lines, before, strict=False)
+def recorded(metrics: Path) -> Recorded:
+    """Read the numbers of a run's metrics; each line has the means over the steps since the line before."""
+    lines = list(read_metrics(metrics))
+    timed = [line for line in lines if line.get("tokens_per_s") and line.get("step_ms")]
+    before = [0, *(line["step"] for line in timed)]
+    rated = [
+        ((line["step"] - last) * line["step_ms"], line["mfu"])
+        for line, last in zip(timed, before, strict=False)
+        if line.get("mfu") is not None
     ]
-    rated = [(time, mfu) for time, mfu in timed if mfu is not None]
     whole = sum(time for time, _ in rated)
     mfu = round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None
-    if not lines:
-        return RecordedSteps(mfu)
-    median = sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]  # one line, so that both figures agree
-    return RecordedSteps(mfu, median["step_ms"], median["tokens_per_s"])
+    # of one line, so that both figures agree
+    median = sorted(timed, key=lambda line: line["step_ms"])[len(timed) // 2] if timed else {}
+    measured = {name.removeprefix("val/"): value for name, value in _newest(lines, "val").items() if value is not None}
+    measured.pop("loss", None)
+    return Recorded(mfu, median.get("step_ms"), median.get("tokens_per_s"), _newest(lines, "lr"), measured)
 
 
-def last_rates(metrics: Path) -> dict[str, float]:
-    """The learning rates of the newest recorded step: `lr`, and `lr/<prefix>` of groups that have their own."""
-    newest: dict[str, float] = {}
-    for line in read_metrics(metrics):
-        newest = {key: line[key] for key in line if key.partition("/")[0] == "lr"} or newest
-    return newest
-
-
-def last_val_metrics(metrics: Path) -> dict[str, float]:
-    """Return what the newest evaluation measured besides the loss, such as `bits_per_byte` and `ar/ce`."""
-    newest: dict[str, float] = {}
-    for line in read_metrics(metrics):
-        newest = {key[len("val/") :]: line[key] for key in line if key.startswith("val/")} or newest
-    return {name: value for name, value in newest.items() if name != "loss" and value is not None}
+def _newest(lines: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, Any]:
+    """Return the values of `prefix` and of what follows `prefix/` in the newest line that has any."""
+    found = ({key: line[key] for key in line if key.partition("/")[0] == prefix} for line in reversed(lines))
+    return next(filter(None, found), {})
 
 
 def print_summary(
