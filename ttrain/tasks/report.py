@@ -95,7 +95,7 @@ def _facts(info: RunInfo) -> dict[str, str]:
     return {
         "state": info.state,
         "step": f"{info.step} of {info.steps}" if info.steps else str(info.step),
-        **{key: _number(info.newest(key)) for key in ("train/loss", "val/loss", "val/bits_per_byte")},
+        **{key: info.shown(key) for key in ("train/loss", "val/loss", "val/bits_per_byte")},
         "best held-out loss": _best(info),
         "parameters": shown(format_count, summary.get("parameters")),
         "tokens": format_count(info.newest("tokens") or 0),
@@ -188,7 +188,3 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str] | None = None) -> 
         lines.append("<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>")
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
     return "\n".join([*lines, "</table>"])
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -34,7 +34,7 @@ def _print(runs: list[RunInfo]) -> None:
     for info in runs:
         rows.append([
             str(info.path), info.state, info.model, f"{info.step}/{info.steps}" if info.steps else str(info.step),
-            _loss(info.newest("train/loss")), _loss(info.newest("val/loss")),
+            info.shown("train/loss"), info.shown("val/loss"),
             "" if info.tokens_per_s is None else format_count(info.tokens_per_s),
             "none" if info.checkpoint is None else str(info.checkpoint),
             "" if info.updated is None else info.updated.strftime("%Y-%m-%d %H:%M:%S"),
@@ -42,7 +42,3 @@ def _print(runs: list[RunInfo]) -> None:
         ])  # fmt: skip
     for _, line in fitted(rows, window(), range(len(rows[0]))):
         print(line)
-
-
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -151,12 +151,11 @@ class PeftAdapter:
             dropout=lora.dropout if "lora.dropout" in given else dropout,
         )
 
-    def _content(self) -> Mapping[str, Any]:
-        return read_file(self.folder / FILE)
-
     def _layers(self) -> list[str]:
         """Names of the layers that have matrices. Raises CheckpointError for one that PEFT would leave out."""
-        layers = sorted({str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in self._content()})
+        layers = sorted(
+            {str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in read_file(self.folder / FILE)}
+        )
         if spare := [layer for layer in layers if not _selects(self.config, layer)]:
             raise CheckpointError(
                 f"lora.from={self.folder}: {FILE} has matrices of {listed(spare)}, which {CONFIG} leaves out. Give the "
@@ -166,7 +165,7 @@ class PeftAdapter:
 
     def values(self, model: Any) -> dict[str, Array]:
         """Return the values by our paths. Raises CheckpointError where they are not those of the model's adapters."""
-        content, named = Weights.widened(self._content()), peft_names(model)
+        content, named = Weights.widened(read_file(self.folder / FILE)), peft_names(model)
         parameters = model.parameters()
         shapes = {name: parameters[path].shape for path, name in named.items()}
         if not (shapes.keys() & content.keys()):

@@ -44,6 +44,11 @@ class RunInfo:
         """The last recorded value of a metric."""
         return next((line[key] for line in reversed(self.metrics) if line.get(key) is not None), None)
 
+    def shown(self, key: str) -> str:
+        """The last recorded value of a metric as text, empty where there is none."""
+        value = self.newest(key)
+        return "" if value is None else f"{value:.4f}"
+
     @property
     def tokens_per_s(self) -> float | None:
         """Over the time of the loop so far, all attempts."""
