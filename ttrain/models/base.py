@@ -73,31 +73,24 @@ class Model(Protocol):
     @property
     def parameter_count(self) -> int:
         """Number of trained elements; tied parameters count once."""
-        ...
 
     def parameters(self, adapters: bool = True) -> dict[str, Parameter]:
         """Parameters by path, tied ones once; without `adapters` only those that the model is built with."""
-        ...
 
     def buffers(self) -> dict[str, Buffer]:
         """Tensors that are not trained by path, saved or derived."""
-        ...
 
     def persistent(self) -> dict[str, Parameter | Buffer]:
         """Tensors that files of weights hold, by path: parameters, and buffers that are saved."""
-        ...
 
     def follow_compute(self) -> None:
         """Let layers read every parameter in the compute dtype."""
-        ...
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         """Specs of the batch's fields for `rows` sequences or examples."""
-        ...
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
         """The loss fp32 []. With `training` it can be differentiated and dropout is on."""
-        ...
 
 
 class ModelWithMetrics(Model, Protocol):
@@ -109,14 +102,12 @@ class ModelWithMetrics(Model, Protocol):
         Like the loss they are weighted so that micro-batches add up. A name holds a slash; before it stands the term,
         whose weight input is `<term>_loss_weight` where it has one of its own.
         """
-        ...
 
     def prepare(self, batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
         """A whole step's batch with the fields that the model derives from it, and for each weight input its count.
 
         A weight input is a step input fp32 [] whose value is one over its count: `loss_weight` and those of the model.
         """
-        ...
 
 
 class LanguageModel(Model, Protocol):
@@ -128,7 +119,6 @@ class LanguageModel(Model, Protocol):
         Declares the inputs `tokens` int64 [rows, context] and `position` int64 [] or [count], indices into the rows
         laid end to end: with one row, the place of the last token of the text.
         """
-        ...
 
 
 class CachedModel(LanguageModel, Protocol):
@@ -137,15 +127,12 @@ class CachedModel(LanguageModel, Protocol):
     @property
     def context(self) -> int:
         """Longest text."""
-        ...
 
     def extend(self, graph: Graph, count: int, mask: str) -> Value:
         """Hidden states [count, width] of `count` tokens; the caches hold what comes before, and take these."""
-        ...
 
     def scores(self, rows: Value) -> Value:
         """Scores of the next token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
-        ...
 
 
 class PairModel(CachedModel, Protocol):
@@ -154,10 +141,8 @@ class PairModel(CachedModel, Protocol):
     @property
     def predicts_pairs(self) -> bool:
         """True if it has that head."""
-        ...
 
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:
         """The last two rows of hidden states under the pair mask, [2, width] -> scores of the two tokens after them,
         fp32 [2, vocabulary], and the gate's for emitting one of them or both, fp32 [1, 2].
         """
-        ...

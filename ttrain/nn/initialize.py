@@ -17,7 +17,6 @@ class Initializer(Protocol):
 
     def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
         """Values fp32 of that shape."""
-        ...
 
 
 @dataclass(frozen=True)
