@@ -40,6 +40,10 @@ _ALWAYS = {  # what Transformers lets a config choose, and this model has so
     "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }  # fmt: skip
+_SIZES: dict[str, tuple[str, Any]] = {  # key of ours -> Transformers', and its default
+    "layers": ("n_layer", 12), "heads": ("n_head", 12), "width": ("n_embd", 768), "context": ("n_positions", 1024),
+    "vocabulary": ("vocab_size", 50257), "tied": ("tie_word_embeddings", True),
+}  # fmt: skip
 _DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # for which this model has one probability
 _QKV = "c_attn.weight"
 NAMING = Naming(
@@ -129,24 +133,14 @@ def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
 
 def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of GPTConfig for a config.json of GPT-2. Raises CheckpointError for what this model does not compute."""
-    width, inner = config.get("n_embd", 768), config.get("n_inner")
+    said, inner = {ours: config.get(theirs, usual) for ours, (theirs, usual) in _SIZES.items()}, config.get("n_inner")
     activation = config.get("activation_function", "gelu_new")
     wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
-    wrong += [f"n_inner={inner}"] if inner not in (None, 4 * width) else []
+    wrong += [f"n_inner={inner}"] if inner not in (None, 4 * said["width"]) else []
     wrong += [] if activation_of(activation) in ACTIVATIONS else [f"activation_function={activation}"]
     if wrong:
         raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
-    return {
-        "layers": config.get("n_layer", 12),
-        "heads": config.get("n_head", 12),
-        "width": width,
-        "context": config.get("n_positions", 1024),
-        "vocabulary": config.get("vocab_size", 50257),
-        "bias": True,
-        "dropout": max(dropouts(config).values()),
-        "activation": activation_of(activation),
-        "tied": config.get("tie_word_embeddings", True),
-    }
+    return {**said, "bias": True, "dropout": max(dropouts(config).values()), "activation": activation_of(activation)}
 
 
 def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[str, Any]:
@@ -155,15 +149,10 @@ def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[s
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": config.layers,
-        "n_head": config.heads,
-        "n_embd": config.width,
-        "n_positions": config.context,
-        "vocab_size": config.vocabulary,
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
         "activation_function": name_of_activation(config.activation),
         **_ALWAYS,
         **dict.fromkeys(_DROPOUTS, config.dropout),
-        "tie_word_embeddings": config.tied,
     }
 
 
