@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,12 @@ import pytest
 import torch
 
 from tests.models.plain_agillm import PlainAGILLM, slopes
-from tests.models.session import Session, token_batch
-from ttrain.config.build import build_model
+from tests.models.session import Session, tensor_by_tensor_equal, token_batch
+from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.attention_mask import alibi_slopes
 from ttrain.core.errors import ConfigError
-from ttrain.graph import Graph
+from ttrain.graph import Graph, Kind
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_windows import Windows, window_starts
 from ttrain.models.presets import AGILLM_PRESETS
@@ -23,6 +24,8 @@ from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
+from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 
 SIZE: dict[str, Any] = {"layers": 2, "heads": 4, "width": 16, "rank": 12, "context": 12, "vocabulary": 23}
 ORIGINAL = 128815  # ids of the tokenizer that the published counts are for
@@ -219,4 +222,26 @@ def test_documents_apart_are_refused() -> None:
     sizes = ["model=agillm", "model.preset=femto_1x", "model.context=32"]
     config = load([*sizes, "data=documents", "data.sources=[x]", "data.attention=document"])
     with pytest.raises(ConfigError, match=r"^data\.attention=document: model=agillm attends to whole sequences\. Give"):
-        build_model(*config.model_parts, 256)
+        build.build_model(*config.model_parts, 256)
+
+
+@pytest.mark.parametrize(("before", "after"), [(32, 1), (1, 32), (32, 100)])
+def test_a_checkpoint_loads_at_another_padding(tmp_path: Path, before: int, after: int) -> None:
+    """It holds only ids that exist."""
+    ours, other = (session(small(pad_vocabulary=padding, dropout=0.0)) for padding in (before, after))
+    for step in range(1, 4):
+        ours.train(token_batch(23, 2, 12, step), step, {"lr": 1e-2})
+    saved = save_checkpoint(tmp_path, ours.state, CheckpointContent(3, {}))
+    assert saved.weights()["embedding.weight"].shape == (23, 16) and saved.weights()["ar_head.bias"].shape == (23,)
+    read_checkpoint(saved.path).load(other.state)
+    names = ours.state.names(Kind.PARAMETER, Kind.OPTIMIZER)
+    assert tensor_by_tensor_equal(*({name: each.state.read(name) for name in names} for each in (ours, other)))
+    steps = [each.train(token_batch(23, 2, 12, 4), 4, {"lr": 1e-2})["loss"] for each in (ours, other)]
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)  # products of another shape
+
+
+def test_padding_that_follows_from_the_device_is_not_kept() -> None:
+    config = load(["model=agillm", "model.preset=femto_1x", "model.vocabulary=40", "device=n300"])
+    model: Any = build.build_model(*config.model_parts)
+    assert model.config.pad_vocabulary == 32 and model.embedding.weight.padding == 24
+    assert build.resolved_model(config.model, model)["pad_vocabulary"] is None
