@@ -65,7 +65,7 @@ def plain_run(plain: torch.nn.Module, options: dict[str, Any]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("activation", "options"), zip(FUNCTIONS, [*OPTIMIZERS, "plain"]))
+@pytest.mark.parametrize(("activation", "options"), [*zip(FUNCTIONS, [*OPTIMIZERS, "plain"])])
 def test_twenty_sgd_steps_equal_pytorch_on_both_engines(activation: str, options: str) -> None:
     model = MLP(MLPConfig(inputs=5, outputs=3, width=16, layers=3, activation=activation))
     values = initial_values(model, seed=2)

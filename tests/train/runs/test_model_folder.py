@@ -258,7 +258,7 @@ FORMS = {  # model_type that goes out -> what makes such a model
 }
 
 
-@pytest.mark.parametrize(("form", "tokenizer"), zip(FORMS, ["char", "byte", "bpe", "char", "bpe"]))
+@pytest.mark.parametrize(("form", "tokenizer"), [*zip(FORMS, ["char", "byte", "bpe", "char", "bpe"])])
 def test_tokenizers_and_models_of_ours_go_out(form: str, tokenizer: str) -> None:
     from transformers import AutoTokenizer
 
