@@ -117,7 +117,7 @@ def same_bits(runs: Sequence[tuple[list[float], Session]]) -> bool:
 
 
 def test_engines_agree() -> None:
-    runs = {engine: losses(engine, dropout=0.1) for engine in ENGINES}
+    runs = {engine: losses(engine, dropout=0.1, layers=1) for engine in ENGINES}
     assert same_bits([runs["dynamic"], runs["static"]])
     assert runs["traced"][0] == pytest.approx(runs["static"][0], rel=2e-5)  # its kernels sum in another order
 

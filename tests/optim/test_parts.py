@@ -96,7 +96,7 @@ def test_chips_share_the_norm_of_the_scope() -> None:
     assert names.index("all_reduce_state") < names.index("global_norm") and names.count("global_norm") == 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["dynamic", "static"])
 def test_frozen_parameters_stay_and_the_others_get_the_gradients_they_would_get(engine: str) -> None:
     freeze = {"freeze": ["blocks", "embedding", "positions"], "unfreeze": ["blocks.*.attention_norm", "blocks.1"]}
     part, whole = (Session(gpt(), AdamW(AdamWConfig(**given)), 2, engine=engine) for given in (freeze, {}))
@@ -142,7 +142,9 @@ def test_nothing_runs_for_what_is_frozen() -> None:
 
 def test_recomputed_blocks_are_pruned_too() -> None:
     model = gpt(recompute="block")
-    sessions = [Session(model, AdamW(AdamWConfig(freeze=["blocks.0"])), 2, engine=engine) for engine in ENGINES]
+    sessions = [
+        Session(model, AdamW(AdamWConfig(freeze=["blocks.0"])), 2, engine=engine) for engine in ("dynamic", "static")
+    ]
     results = [session.train(token_batch(11, 2, 8, 1), 1, {"lr": 0.01}) for session in sessions]
     assert results[0]["loss"] == results[1]["loss"]
     assert all(r["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5) for r in results)

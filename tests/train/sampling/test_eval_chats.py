@@ -50,7 +50,6 @@ def trained(*overrides: str) -> None:
     ("template", "message"),
     [
         ("plain", "{Role}: {content}\n"),
-        ("chatml", "<|im_start|>{role}\n{content}<|im_end|>\n"),
         ("{role} says {content}|", "{role} says {content}|"),
     ],
 )

@@ -31,7 +31,7 @@ from ttrain.tasks.evaluating.windows import Texts
 from ttrain.train.sampling import lengths
 from ttrain.train.sampling.lengths import SHORTEST, length_class
 
-CONTEXT = 512
+CONTEXT = 256
 MODELS = {
     "gpt": [],
     "llama": ["model=llama", "model.preset=null", "model.hidden=24", "model.kv_heads=1"],
@@ -87,18 +87,18 @@ def scored(run: str, monkeypatch: pytest.MonkeyPatch, shortest: int, engine: str
     """Loss, likelihoods and drawn text, with rows of at least so many tokens."""
     monkeypatch.setattr(lengths, "SHORTEST", shortest)
     ids = np.random.default_rng(1).integers(97, 122, 700).tolist()
-    texts = [np.array(ids[:count]) for count in (5, 70, 130, 20, 700)]
-    pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 600, 200)]
+    texts = [np.array(ids[:count]) for count in (5, 70, 20, 350)]
+    pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 300)]
     with opened(load_config("task=eval", f"run.dir={run}", *CPU, f"engine={engine}", "eval.batch_size=2")) as scorer:
         loss = scorer.loss(Texts.of(texts, scorer.context))
         likelihoods = [found.total for found in scorer.likelihoods(pairs)]
         greedy = dataclasses.replace(scorer.source.config, temperature=0, tokens=12)
         source = dataclasses.replace(scorer.source, config=greedy)
-        drawn = [list(source.tokens(ids[:count], 0)) for count in (3, 100, 505, 5)]
+        drawn = [list(source.tokens(ids[:count], 0)) for count in (3, 100, 250, 5)]
     return loss, likelihoods, drawn
 
 
-@pytest.mark.parametrize(("name", "engine"), [("gpt", "dynamic"), ("llama", "traced"), ("agillm", "dynamic")])
+@pytest.mark.parametrize(("name", "engine"), [("gpt", "static"), ("agillm", "dynamic")])
 def test_numbers_are_those_of_the_whole_context(
     name: str, engine: str, monkeypatch: pytest.MonkeyPatch, built: Counter[tuple[str, int]]
 ) -> None:
@@ -106,9 +106,9 @@ def test_numbers_are_those_of_the_whole_context(
     built.clear()
     found = scored(run, monkeypatch, SHORTEST, engine)
     assert {key for key in built if not key[0].startswith("read_")} == {
-        (step, length) for step in ("evaluate", "scores") for length in (64, 128, 256, 512)
+        (step, length) for step in ("evaluate", "scores") for length in (64, 128, 256)
     }
-    assert {places for step, places in built if step.startswith("read_")} == {64, 128, 512}
+    assert {places for step, places in built if step.startswith("read_")} == {64, 128, 256}
     assert set(built.values()) == {1}  # none is built again, although short texts come after long ones
     built.clear()
     expected = scored(run, monkeypatch, CONTEXT, engine)
