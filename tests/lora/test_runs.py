@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,6 +69,16 @@ def test_a_run_goes_on_to_the_bit() -> None:
     base, adapters = tensors("base", 2), [name for name in whole if name.endswith("lora.b.weight")]
     assert all(np.array_equal(whole[name], value) for name, value in base.items() if "/" not in name)
     assert len(adapters) == 4 and all(whole[name].any() for name in adapters)
+
+
+def test_an_export_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ttrain.train.checkpoint.adapters.replace_file", full)
+    assert export("export.form=peft", "export.dir=full") == 2
+    assert "export.dir=full can't be written: No space left" in capsys.readouterr().err
+    assert not list(Path().glob("*full*")) and not list(Path().glob(".full*"))
 
 
 def test_adapters_of_another_model_are_told_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,6 +122,13 @@ def test_touched_but_equal_documents_go_on_and_other_bits_are_told(capsys: pytes
     assert "last bits" not in capsys.readouterr().err
 
 
+def test_a_plan_tells_the_phases_of_growing_sequences(capsys: Any) -> None:
+    grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false", "train.batch_schedule=[1,2]"]
+    assert main(["task=plan", *DATA, *QUIET, *TINY, *grows, "train.gradient_accumulation=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "phases of 5 steps with sequences x tokens of 1 x 8, 2 x 16; this is the plan of the largest" in printed
+
+
 def test_a_mistake_is_told_before_anything_is_made(capsys: Any) -> None:
     assert main([*DATA, *QUIET, *TINY, "data.template=robot", "run.dir=run"]) == 2
     error = capsys.readouterr().err

@@ -31,6 +31,8 @@ def test_runs_in_the_same_second_get_a_directory_each(tmp_path: Path) -> None:
 
 
 def test_a_named_directory_is_claimed_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "notes.txt").write_text("mine")  # a folder without a run is fine
     run = RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
     with pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
         RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
@@ -42,6 +44,7 @@ def test_a_named_directory_is_claimed_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a run.*resume=auto to continue it"):
         RunDirectory.claim(str(tmp_path / "a" / "b"), "x")
     RunDirectory.open(tmp_path / "a" / "b").close()
+    assert (tmp_path / "a" / "b" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
