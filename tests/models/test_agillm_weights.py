@@ -12,7 +12,7 @@ import torch
 from ttrain.core.errors import CheckpointError
 from ttrain.models import agillm_weights
 from ttrain.models.agillm import AGILLM
-from ttrain.models.agillm_compact import compact, compacted, describe
+from ttrain.models.agillm_compact import compact, compacted
 from ttrain.models.identity import differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
@@ -160,8 +160,8 @@ def test_nothing_is_left_out_where_there_is_nothing_to_leave_out() -> None:
 
 def test_layers_get_one_rank_and_columns_of_zeros() -> None:
     matrices, report = compacted({0: planted(3, 20), 1: planted(7, 20, seed=1)})
-    assert [(entry.layer, entry.before, entry.kept) for entry in report] == [(0, 20, 3), (1, 20, 7)]
-    assert all(entry.error < 1e-6 for entry in report) and describe(report)["rank"] == 7
+    assert [(each["before"], each["kept"]) for each in report["layers"]] == [(20, 3), (20, 7)]
+    assert all(each["error"] < 1e-6 for each in report["layers"]) and report["rank"] == 7
     assert matrices[0].shape == matrices[1].shape == (16, 7)
     assert not matrices[0][:, 3:].any()
 

@@ -7,7 +7,6 @@ U' U'^T = M up to the eigenvalues left out, and as many columns as M has rank: a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,6 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 EPS = 1e-6  # of the largest eigenvalue: smaller ones are left out
-
-
-@dataclass(frozen=True)
-class Compacted:
-    """One layer: columns before, columns that carry something, and the error of M relative to its largest entry."""
-
-    layer: int
-    before: int
-    kept: int
-    error: float
 
 
 def compact(matrix: Matrix, eps: float = EPS) -> Matrix:
@@ -39,19 +28,20 @@ def compact(matrix: Matrix, eps: float = EPS) -> Matrix:
     return (vectors[:, keep] * np.sqrt(np.maximum(values[keep], 0))).astype(np.float32)
 
 
-def compacted(matrices: Mapping[int, Matrix], eps: float = EPS) -> tuple[dict[int, Matrix], list[Compacted]]:
-    """Rank matrices by layer -> theirs after compaction, all as wide as the widest, and a report.
+def compacted(matrices: Mapping[int, Matrix], eps: float = EPS) -> tuple[dict[int, Matrix], dict[str, Any]]:
+    """Rank matrices by layer -> theirs after compaction, all as wide as the widest, and a report as JSON values.
 
-    The model has one rank, so narrower ones get columns of zeros, which change nothing.
+    The model has one rank, so narrower ones get columns of zeros, which change nothing. The report tells of each layer
+    the columns before, those that carry something, and the error of M relative to its largest entry.
     """
     reduced = {layer: compact(matrix, eps) for layer, matrix in matrices.items()}
     rank = max(matrix.shape[1] for matrix in reduced.values())
-    report = [
-        Compacted(layer, before.shape[1], reduced[layer].shape[1], _error(before, reduced[layer]))
-        for layer, before in matrices.items()
+    layers = [
+        {"layer": layer, "before": old.shape[1], "kept": reduced[layer].shape[1], "error": _error(old, reduced[layer])}
+        for layer, old in matrices.items()
     ]
     padded = {layer: np.pad(matrix, ((0, 0), (0, rank - matrix.shape[1]))) for layer, matrix in reduced.items()}
-    return padded, report
+    return padded, {"layers": layers, "rank": rank}
 
 
 def _error(before: Matrix, after: Matrix) -> float:
@@ -62,8 +52,3 @@ def _error(before: Matrix, after: Matrix) -> float:
 def rank_matrix_path(layer: int) -> str:
     """Path of a layer's U among the parameters."""
     return f"blocks.{layer}.attention.rank_matrix"
-
-
-def describe(report: list[Compacted]) -> dict[str, Any]:
-    """The report as JSON values."""
-    return {"layers": [vars(entry) for entry in report], "rank": max(entry.kept for entry in report)}

@@ -150,7 +150,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 
 def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
     """Return the same function with rank matrices of fewer columns, and the report that is kept with it."""
-    from ttrain.models.agillm_compact import compacted, describe, rank_matrix_path
+    from ttrain.models.agillm_compact import compacted, rank_matrix_path
     from ttrain.models.weight_checks import Weights
 
     if not isinstance(given.config.model, AGILLMConfig):
@@ -158,17 +158,16 @@ def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
         raise ConfigError(f"export.compact=true: only AGILLM has rank matrices, and this model is {name}.")
     layers = {layer: given.values[rank_matrix_path(layer)] for layer in range(given.model.layers)}
     matrices, report = compacted(layers)
-    described = describe(report)
     print("layer  columns  kept  error of U U^T")
-    for entry in report:
-        print(f"{entry.layer:>5}  {entry.before:>7}  {entry.kept:>4}  {entry.error:>14.1e}")
-    print(f"rank {given.model.rank} becomes {described['rank']}, for all layers alike.")
+    for entry in report["layers"]:
+        print("{layer:>5}  {before:>7}  {kept:>4}  {error:>14.1e}".format(**entry))
+    print(f"rank {given.model.rank} becomes {report['rank']}, for all layers alike.")
     padding = given.config.model.pad_vocabulary
-    model_config = dataclasses.replace(given.model.config, rank=described["rank"], pad_vocabulary=padding)
+    model_config = dataclasses.replace(given.model.config, rank=report["rank"], pad_vocabulary=padding)
     config = dataclasses.replace(given.config, model=model_config)
     narrower = {rank_matrix_path(layer): matrix for layer, matrix in matrices.items()}
     values = Weights(given.values, lambda path: narrower[path] if path in narrower else given.values[path])
-    return dataclasses.replace(given, config=config, values=values, checkpoint=None), described
+    return dataclasses.replace(given, config=config, values=values, checkpoint=None), report
 
 
 def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:

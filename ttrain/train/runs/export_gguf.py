@@ -120,10 +120,8 @@ def _special(tokenizer: LibraryTokenizer, written: Written) -> dict[str, Any]:
         raise ConfigError(
             f"export.form=gguf: this tokenizer puts {len(tokenizer.start)} tokens before a text. {_ADVICE}"
         )
-    named, ends = (
-        token_text(known.get("bos_token")),
-        [*([] if written.end is None else [written.end.id]), *end_ids(ids)],
-    )
+    ends = [*([written.end.id] if written.end else []), *end_ids(ids)]
+    named = token_text(known.get("bos_token"))
     own = None if named is None else tokenizer.token_id(named)
     start = (tokenizer.start or [ids["bos_token_id"] if own is None else own])[0]
     said = {"eos_token_id": next(iter(ends), None), "bos_token_id": start}
