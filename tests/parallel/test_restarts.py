@@ -22,9 +22,10 @@ from safetensors.numpy import load_file, save_file
 from tests.parallel.kills import recorded
 from ttrain.cli import main
 from ttrain.core.errors import CheckpointError
+from ttrain.core.files import read_object
 from ttrain.core.spec import stored_part, stored_part_name
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.checkpoint.checkpoint import MANIFEST, read_json, sealed
+from ttrain.train.checkpoint.checkpoint import MANIFEST, sealed
 from ttrain.train.checkpoint.host_copy import shared_out
 from ttrain.train.checkpoint.tensor_files import lazy_tensors
 
@@ -112,7 +113,7 @@ def _changed(checkpoint: Path, shard: Path) -> None:
 def _not_listed(checkpoint: Path, shard: Path) -> None:
     """As if the manifest had been written without this rank."""
     shard.unlink()
-    manifest = {key: value for key, value in read_json(checkpoint / MANIFEST).items() if key != "sha256"}
+    manifest = {key: value for key, value in read_object(checkpoint / MANIFEST).items() if key != "sha256"}
     del manifest["files"][shard.name]
     (checkpoint / MANIFEST).write_text(sealed(manifest))
 
