@@ -21,7 +21,7 @@ FUNCTION_LINES = 60
 MODULE_LINES = 420
 FOLDER_FILES = 15
 LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shrinks
-    "tests/ttnn": 21,
+    "tests/ttnn": 20,
     "ttrain/data": 17,
     "ttrain/device/torch/kernels": 18,
     "ttrain/models": 17,

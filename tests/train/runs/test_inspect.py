@@ -24,7 +24,8 @@ from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
 
 def elements(text: str) -> list[tuple[str, dict[str, str]]]:
     """Tags and attributes of a page or a chart, all of which are closed."""
-    text = re.sub("(<meta[^>]*)>", r"\1/>", text.removeprefix("<!doctype html>\n"))
+    text = text.removeprefix("<!doctype html>\n").replace("<details open>", "<details>")
+    text = re.sub("(<meta [^>]*)>", r"\1/>", text)
     return [(each.tag.rpartition("}")[2], each.attrib) for each in ElementTree.fromstring(text).iter()]
 
 

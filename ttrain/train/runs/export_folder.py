@@ -40,7 +40,7 @@ _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
 @dataclass(frozen=True)
 class Written:
-    """What goes out: a model and its parameters by path, its tokenizer and end token, where there are any."""
+    """A model that goes out, its parameters by path, its tokenizer and its end token, where there are any."""
 
     model: Any
     values: Mapping[str, Array]
