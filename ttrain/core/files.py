@@ -155,10 +155,13 @@ def sync_directory(path: Path) -> None:
     sync_file(path)
 
 
-def lock_file(file: IO[str]) -> bool:
-    """Lock a file for this process, and return True if that worked. The lock ends with the process, however it ends."""
+def lock_file(file: IO[str], wait: bool = False) -> bool:
+    """Lock a file for this process, and return True if that worked. The lock ends with the process, however it ends.
+
+    With `wait` until nobody else holds it, else False is returned at once where somebody does.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

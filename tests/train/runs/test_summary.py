@@ -51,23 +51,12 @@ def test_meter_times_steps_only() -> None:
     assert bare.read().keys() == {"tokens_per_s", "step_ms"}
 
 
-def test_peak_is_the_best_of_all_runs_and_survives_a_damaged_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    damages = ["{damaged", '["list"]', "[" * 100_000, f'{{"a": {10**400}}}', "Infinity", "NaN", "-1", "0"]
-    measured = iter([1e11, 3e11, 2e11, 4e11, 5e11, *(6e11 + number for number in range(len(damages))), 7e11])
+    measured = iter([1e11, 3e11, 2e11, 4e11, 5e11])
     monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
     assert [peak.measured_peak("cpu", "fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 4e11]
-    assert peak.measured_peak("cpu", "bf16") == 5e11
-    key = json.dumps(peak._key("cpu", "fp32", 0))
-    for number, damage in enumerate(damages):
-        (tmp_path / "ttrain" / "peak.json").write_text(damage if number < 4 else f"{{{key}: {damage}}}")
-        assert peak.measured_peak("cpu", "fp32") == 6e11 + number
-    assert peak.measured_peak("null", "fp32") is None
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert peak.measured_peak("cpu", "fp32") == 7e11
+    assert peak.measured_peak("cpu", "bf16") == 5e11 and peak.measured_peak("null", "fp32") is None
 
 
 def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:

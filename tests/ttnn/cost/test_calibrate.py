@@ -15,7 +15,7 @@ from benchmarks.wormhole.reproduce import scatter, stream
 from ttrain.cli import main
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.null.device import NullDevice
-from ttrain.device.ttnn.cost.calibrate import Calibration, cache_file, keep, known_constants
+from ttrain.device.ttnn.cost.calibrate import KEPT, Calibration, keep, known_constants
 from ttrain.device.ttnn.cost.step_time import FITTED
 from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Setting, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -105,7 +105,7 @@ def test_measured_constants_are_kept_and_used_for_that_board_only(cache: Path) -
     card = TenstorrentConfig(name="n300")
     assert known_constants(card) == (CONSTANTS, FITTED)
     said = keep(card, {"launch": 5.0, "worker_call": 80.0}, {"arch": "wormhole_b0"})
-    assert "launch" in said and str(cache_file()) in said
+    assert "launch" in said and str(KEPT.path) in said
     constants, source = known_constants(card)
     assert (constants.launch, constants.worker_call) == (5.0, 80.0) and "2 constants measured on this card" in source
     keep(replace(card, dispatch="eth"), {"launch": 6.0, "eth_call": 60.0}, {})

@@ -5,21 +5,20 @@ With the bytes per second of its memory the peak bounds the time of any kernel f
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
+from ttrain.device.measured import Section, positive
 from ttrain.graph.graph import Node
 
 _FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192}
+_KEPT = Section("peak", positive, max)
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
 LEAST = 2e-6  # s that a launch takes however small its kernel is
 REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
@@ -117,23 +116,8 @@ def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any], seconds
 
 def _cached(key: str, measure: Callable[[float], float]) -> float:
     """The best of all measurements: a neighbour on the machine can spoil one of them, or many. Later ones are short."""
-    path = cache_folder() / "peak.json"
-    known = _read(path)
-    before = known.get(key, 0.0)
+    before = _KEPT.known().get(key, 0.0)
     best = max(before, measure(_AGAIN if before else _FIRST))
     if best > before:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, json.dumps({**known, key: best}, indent=2) + "\n")
-        except OSError:  # a home that can't be written: every run starts from nothing
-            pass
+        _KEPT.keep({key: best})
     return best
-
-
-def _read(path: Path) -> dict[str, float]:
-    """Entries of the cache, of a whole one. What is no number that was measured is left out."""
-    try:
-        found = {key: float(flops) for key, flops in json.loads(path.read_text("utf-8")).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return {}
-    return {key: flops for key, flops in found.items() if 0 < flops < float("inf")}

@@ -9,7 +9,6 @@ been busy before.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,11 +26,10 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import UserError
-from ttrain.core.files import replace_file
-from ttrain.core.folders import cache_folder
 from ttrain.core.spec import FLAT_ALIGNMENT
 from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.base import Device, Kernel, StepCompiler, filled
+from ttrain.device.measured import Section, positive
 from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
 from ttrain.graph.graph import Node
 from ttrain.graph.kinds import Kind
@@ -59,7 +57,7 @@ class KernelTimes:
     rates: Rates
     seconds: float = math.inf  # to measure for; what is left then is estimated
     compiler: StepCompiler | None = None  # of a traced step, whose kernels go the ways that it takes
-    path: Path = field(default_factory=lambda: cache_folder() / "kernels.json")
+    path: Path | None = None  # of the store of measurements, where it is not that of the cache folder
     clock: Callable[[], float] = time.perf_counter
     measured: int = 0
     estimated: int = 0
@@ -73,6 +71,10 @@ class KernelTimes:
         told = f"; {self.estimated} {kernels} not timed but estimated from FLOPs and bytes ({why})"
         return told if self.estimated else ""
 
+    @property
+    def _kept(self) -> Section[float]:
+        return Section("kernels", positive, min, self.path)
+
     def of(self, work: Work, fewer: Work | None = None) -> dict[Node, float]:
         """Return the seconds of every node. What was measured is kept, also where somebody interrupts.
 
@@ -85,7 +87,7 @@ class KernelTimes:
                 key = keys[node] = self._key(node)
                 kernels[key] = node, part if self.rates.seconds(node) > LONG else node
                 counts[key] += repeats
-        known = self._read()
+        known = self._kept.known()
         if self.seconds > 0:
             self._measure(known, kernels, counts)
         self.estimated = len(kernels.keys() - known.keys())
@@ -120,7 +122,7 @@ class KernelTimes:
         finally:
             self.seconds = max(end - self.clock(), 0.0)
             if self.measured:
-                self._write(known)
+                self._kept.keep(known)
 
     def _slowness(self, known: Mapping[Node, float]) -> dict[str, float]:
         """Return how many times as long as by the rates kernels of a family take. A mere launch teaches nothing."""
@@ -140,21 +142,6 @@ class KernelTimes:
         settings = (f"{name}={value}" for name, value in sorted(node.attributes.items()))
         text = " ".join([f"{self.machine}{way}", node.op.name, *specs, *settings])
         return f"{node.op.name} {hashlib.sha256(text.encode()).hexdigest()[:24]}"
-
-    def _read(self) -> dict[str, float]:
-        try:
-            return {key: float(value) for key, value in json.loads(self.path.read_text("utf-8")).items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}
-
-    def _write(self, known: dict[str, float]) -> None:
-        others = self._read()
-        best = others | {key: min(seconds, others.get(key, math.inf)) for key, seconds in known.items()}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, json.dumps(best, indent=0, sort_keys=True) + "\n")
-        except OSError:  # a home that can't be written: every plan measures
-            pass
 
 
 def host_time(work: Work, seconds: Mapping[Node, float], engine: str) -> StepTime:

@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from ttrain.core.folders import cache_folder
 from ttrain.core.processor import processor_features, processor_name
 from ttrain.device.base import Launch
+from ttrain.device.measured import Section
 
+
+def _entry(value: Any) -> dict[str, float]:
+    return {way: float(cost) for way, cost in value.items()}
+
+
+def _first(known: dict[str, float], new: dict[str, float]) -> dict[str, float]:
+    """Return the costs that are known already, unless they are those of other ways."""
+    return known if known.keys() == new.keys() else new
+
+
+KEPT = Section("costs", _entry, _first)
 CLEAR_WIN, TIE = 1.25, 1.03  # how many times faster than the first way another has to be
 _HOLDING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
@@ -47,18 +56,15 @@ def recalled(
     key: str, names: Collection[str], measure: Callable[[], Mapping[str, float]] | None
 ) -> Mapping[str, float] | None:
     """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
-    known = _known(key, names)
-    if known is not None or measure is None:
+    key = f"{_machine()}, {key}"
+    known = KEPT.known().get(key)
+    if known is not None and set(known) == set(names):
         return known
-    costs = measure()
-    if (known := _known(key, names)) is None:  # another process may have measured meanwhile: all go by the same numbers
-        _write(key, costs)
-    return known or costs
-
-
-def _known(key: str, names: Collection[str]) -> Mapping[str, float] | None:
-    costs = _read().get(_machine(), {}).get(key, {})
-    return costs if set(costs) == set(names) else None
+    if measure is None:
+        return None
+    costs = dict(measure())
+    KEPT.keep({key: costs})
+    return KEPT.known().get(key, costs)  # another process may have measured meanwhile: all go by the same numbers
 
 
 def winner(costs: Mapping[str, float], first: str, margin: float) -> str:
@@ -93,28 +99,29 @@ def warmed(ways: Iterable[tuple[str, Callable[[], Launch]]]) -> dict[str, Launch
 
 
 def seconds(
-    launches: Mapping[str, Launch], least: int = _LEAST_TURNS, limit: float = _TURNS_SECONDS
+    launches: Mapping[str, Launch],
+    least: int = _LEAST_TURNS,
+    limit: float = _TURNS_SECONDS,
+    most: int = _MOST_TURNS,
+    before: Mapping[str, Launch] | None = None,
 ) -> dict[str, float]:
     """Seconds of the fastest run of each: what the machine can do when nothing disturbs it.
 
     Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns, until
-    `limit` seconds are over.
+    `limit` seconds are over. What is to run `before` a launch is not timed.
     """
     costs = {name: float("inf") for name in launches}
     end = time.perf_counter() + limit
-    for turn in range(_MOST_TURNS):
+    for turn in range(most):
         if turn >= least and time.perf_counter() > end:
             break
         for name, launch in launches.items():
+            if before is not None:
+                before[name]()
             start = time.perf_counter()
             launch()
             costs[name] = min(costs[name], time.perf_counter() - start)
     return costs
-
-
-def table_path() -> Path:
-    """Return the path at which the table is kept."""
-    return cache_folder() / "costs.json"
 
 
 def _machine() -> str:
@@ -122,31 +129,3 @@ def _machine() -> str:
     held = [f"{name}={os.environ[name]}" for name in _HOLDING if name in os.environ]
     whole = hashlib.sha256("\n".join([processor_features(), *held]).encode()).hexdigest()[:16]
     return ", ".join([f"torch {torch.__version__}", processor_name(), *held, whole])
-
-
-def _read() -> dict[str, dict[str, dict[str, float]]]:
-    try:
-        stored = json.loads(table_path().read_text("utf-8"))
-        return {
-            machine: {key: {way: float(cost) for way, cost in costs.items()} for key, costs in entries.items()}
-            for machine, entries in stored.items()
-        }
-    except (OSError, ValueError, OverflowError, TypeError, AttributeError, RecursionError):
-        return {}  # none yet, or damaged: measured again
-
-
-def _write(key: str, costs: Mapping[str, float]) -> None:
-    """Add an entry, whole or not at all. Where the cache can't be written, every process measures."""
-    path = table_path()
-    known = _read()
-    known.setdefault(_machine(), {})[key] = dict(costs)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix="costs-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(known, file, indent=1)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise

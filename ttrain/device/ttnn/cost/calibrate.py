@@ -7,21 +7,19 @@ clock: no card has been measured by us.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from ttrain.core.files import replace_file, to_json
-from ttrain.core.folders import cache_folder
+from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, Launch
 from ttrain.device.info import NodeOf
+from ttrain.device.measured import Section
 from ttrain.device.ttnn.cost.lowering import Lowering
 from ttrain.device.ttnn.cost.step_time import FITTED_ALONE, Known, chip_setting
 from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Scatter, Setting, Wormhole
@@ -145,9 +143,12 @@ class Calibration:
         return measured
 
 
-def cache_file() -> Path:
-    """Return the file that they are kept in."""
-    return cache_folder() / "wormhole.json"
+def _entry(value: Any) -> dict[str, Any]:
+    constants = {name: float(number) for name, number in value["constants"].items() if name in vars(CONSTANTS)}
+    return {"constants": constants, "date": str(value["date"]), "device": value["device"]}
+
+
+KEPT = Section("wormhole", _entry)
 
 
 def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
@@ -161,22 +162,21 @@ def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
 
 
 def keep(config: TenstorrentConfig, changed: dict[str, float], facts: dict[str, Any]) -> str:
-    """Write measured constants for a board and a dispatch type. Return what a person should know of it."""
-    path, date = cache_file(), datetime.now().astimezone().isoformat(timespec="seconds")
-    kept = _read() | {_key(config): {"constants": changed, "date": date, "device": facts}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, to_json(kept))
+    """Keep measured constants for a board and a dispatch type. Return what a person should know of it."""
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    if not KEPT.keep({_key(config): {"constants": changed, "date": date, "device": facts}}):
+        raise UserError(f"plan.calibrate=true: {KEPT.path} can't be written. Set TTRAIN_CACHE to another folder.")
     lines = [f"  {name:20} {value:10.4g}  fitted {getattr(CONSTANTS, name):.4g}" for name, value in changed.items()]
-    return "\n".join([f"Measured on this card and kept in {path}:", *lines])
+    return "\n".join([f"Measured on this card and kept in {KEPT.path}:", *lines])
 
 
 def known_constants(config: TenstorrentConfig) -> Known:
     """Return the constants for a device: measured here as far as they were, fitted else."""
-    kept, changed, date = _read(), dict[str, float](), ""
+    kept, changed, date = KEPT.known(), dict[str, float](), ""
     # The configured dispatch type comes last, so that it counts where both tell.
     for key in sorted((_key(config, "worker"), _key(config, "eth")), key=_key(config).__eq__):
         if key in kept:
-            changed |= {name: float(value) for name, value in kept[key]["constants"].items() if name in vars(CONSTANTS)}
+            changed |= kept[key]["constants"]
             date = kept[key]["date"]
     if not changed:
         return FITTED_ALONE
@@ -187,12 +187,3 @@ def known_constants(config: TenstorrentConfig) -> Known:
 def _key(config: TenstorrentConfig, dispatch: str | None = None) -> str:
     dispatch = dispatch or config.dispatch
     return f"{config.name} {'worker' if dispatch == 'auto' else dispatch} {config.math_fidelity}"
-
-
-def _read() -> dict[str, Any]:
-    """Return the kept entries by key; none where they can't be read."""
-    try:
-        kept = json.loads(cache_file().read_text("utf-8"))
-        return {key: entry for key, entry in kept.items() if isinstance(entry["constants"], dict) and entry["date"]}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
