@@ -16,7 +16,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import contention
 from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.device import cpu
-from ttrain.device.torch.native.openmp import entry_points
+from ttrain.device.torch.native.threads import entry_points
 
 CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
 pytestmark = [
@@ -32,7 +32,7 @@ def places(threads: int) -> dict[int, set[int]]:
     return found
 
 
-def test_workers_make_room_while_cores_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_yield_cores_while_cores_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, used = len(CORES), [0.0]
     monkeypatch.setattr(OtherWork, "cores", lambda self: used[0])
     clock = SimpleNamespace(monotonic=count(1, 60).__next__, thread_time=lambda: 0.0)  # steps may take minutes

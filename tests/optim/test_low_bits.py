@@ -11,8 +11,9 @@ from tests.models.session import ENGINES
 from tests.native.conftest import require_compiler
 from ttrain.config.build import build_optimizer, build_session
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.planned import PlannedDevice
+from ttrain.device.torch.planned import planned
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph.kinds import Kind
@@ -105,7 +106,7 @@ def test_weights_that_stay_are_put_together_and_taken_apart_again(engine: str, o
 def test_a_compiled_step_takes_them_where_only_updates_read_weights() -> None:
     for name, ema, width in (("traced", None, 2), ("static", None, 4), ("traced", 0.9, 4)):
         model = GPT(GPTConfig(layers=1, heads=2, width=16, context=8, vocabulary=11), DType.BF16)
-        device, train = PlannedDevice("cpu", {}, 1), TrainConfig(batch_size=2, ema=ema)
+        device, train = planned(DeviceConfig(name="cpu", threads=1)), TrainConfig(batch_size=2, ema=ema)
         session = build_session(model, device, train, AdamWConfig(), GuardConfig(), EngineConfig(name=name))
         tensor = session.state.tensor("blocks.0.attention.qkv.weight")
         assert tensor.spec.dtype.itemsize == width and tensor.host_spec.dtype is DType.FP32

@@ -141,8 +141,8 @@ class StepCompiler(Protocol):
 
     `kernels` is the device's table with compiled rows in place of its own. `prepare(nodes)` compiles, or loads from the
     cache on disk, everything that these nodes need; only then may their rows be bound. `fuses` tells whether the table
-    has a row for the op `fused`, so that the elementwise chains of a graph may be joined. `settle(nodes, trial)`
-    decides which way nodes of a plan go where there are several, and says whether to plan anew; `trial` plans and
+    has a row for the op `fused`, so that the elementwise chains of a graph may be joined. `tune(nodes, trial)`
+    chooses how nodes of a plan run where there are several ways, and says whether to plan anew; `trial` plans and
     binds the step as rows then are, and returns what runs it without a change to its state. `join(launches)` makes the
     calls of one run as few as it can. `compilations` counts runs of the compiler, `built` and `cached` the kernels that
     it made and that came from the disk.
@@ -156,7 +156,7 @@ class StepCompiler(Protocol):
     @property
     def kernels(self) -> Mapping[str, Kernel]: ...
 
-    def settle(self, nodes: Sequence[Any], trial: Callable[[], Launch]) -> bool: ...
+    def tune(self, nodes: Sequence[Any], trial: Callable[[], Launch]) -> bool: ...
 
     def prepare(self, nodes: Sequence[Any]) -> None: ...
 

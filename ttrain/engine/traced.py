@@ -61,10 +61,10 @@ class TracedEngine(StaticEngine):
     def plan(self, graph: Graph) -> Plan:
         plan = super().plan(graph)
         trains = any(node.stage is not Stage.FORWARD for node in graph.nodes)
-        if self.compiler is None or (self._steps and not trains):  # evaluations take what was settled for training
+        if self.compiler is None or (self._steps and not trains):  # evaluations take what was tuned for training
             return plan
         arenas: list[tuple[int, Arena]] = []  # of the trials, let go of with them
-        anew = self.compiler.settle(plan.launched, partial(self._trial, self.compiler, graph, arenas))
+        anew = self.compiler.tune(plan.launched, partial(self._trial, self.compiler, graph, arenas))
         return super().plan(graph) if anew else plan
 
     def _trial(self, compiler: StepCompiler, graph: Graph, arenas: list[tuple[int, Arena]]) -> Launch:

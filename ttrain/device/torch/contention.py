@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ttrain.core.cores import OtherWork
-from ttrain.device.torch.native import openmp
+from ttrain.device.torch.native.threads import FORK, NUMBER, entry_points
 
 INTERVAL = 0.1  # seconds between two looks at what others use, at least
 INTERVAL_IN_LOOKS = 500  # and so many times as long as a look takes, so that looks cost next to nothing
@@ -33,7 +33,7 @@ class Contention:
     """Looks, every now and then between steps, whether others leave a thread of this process without a core."""
 
     def __init__(self, threads: int) -> None:
-        able = hasattr(os, "sched_setaffinity") and threads > 1 and bool(openmp.entry_points())
+        able = hasattr(os, "sched_setaffinity") and threads > 1 and bool(entry_points())
         self._threads, self._next = threads, 0.0 if able else float("inf")
         self._work: OtherWork | None = None
         self._sleepers: _Sleepers | None = None  # while workers make room
@@ -106,6 +106,6 @@ class _Sleepers:
 
 def _on_threads(count: int, body: Callable[[int], None]) -> None:
     """body(number) on every thread of this thread's team, itself with number 0."""
-    entry = openmp.entry_points()
-    number = _NUMBER(entry[openmp.NUMBER])
-    _FORK(entry[openmp.FORK])(_BODY(lambda _: body(number())), None, count, 0)
+    entry = entry_points()
+    number = _NUMBER(entry[NUMBER])
+    _FORK(entry[FORK])(_BODY(lambda _: body(number())), None, count, 0)

@@ -29,7 +29,7 @@ from ttrain.device.base import (
 )
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
-from ttrain.device.torch.kernels import kernel_table, product_libraries
+from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
@@ -69,7 +69,6 @@ class TorchDevice(Device):
     ) -> None:
         super().__init__()
         self.group = group
-        self.matmul = matmul
         self.kind, self.name = kind, kind
         self.supports_capture, self.compiles = kind == "cuda", kind == "cpu"
         self.threads = threads or default_threads()
@@ -187,11 +186,9 @@ class TorchDevice(Device):
         """Return the compiler of plans on the CPU; None on a GPU, where launches are recorded instead."""
         if not self.compiles:
             return None
-        from ttrain.device.torch.native import NativeKernels
+        from ttrain.device.torch.native import AutotunedKernels
 
-        # Ranks would each choose for themselves.
-        libraries = product_libraries(self.context) if self.group is None else None
-        return NativeKernels(self.kernels, self.threads, matmul=self.matmul, libraries=libraries, measures=True)
+        return AutotunedKernels(self.kernels, self.threads, self.context, measures=True)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

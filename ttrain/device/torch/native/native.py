@@ -1,16 +1,63 @@
-"""Result of every rule of a native row, and the choices that rules share."""
+"""Result of every rule of a native row, the choices that rules share, and compiled functions as launches.
+
+The argument block of a launch is built once; a launch is one foreign call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Launch
+from ttrain.device.base import Launch, flat_launches
 from ttrain.device.torch.chunks import CHUNK_LOGITS
-from ttrain.device.torch.native.launch import launch
 from ttrain.device.torch.native.request import Request
+
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
+class NativeLaunch(partial):
+    """A call without arguments, whose parts `joined` can read."""
+
+    function: int
+    block: int
+    kept: Any
+
+
+def launch(function: int, arguments: Sequence[int], keep: Any = None) -> NativeLaunch:
+    """A launch of the function at an address on these addresses and numbers; `keep` lives as long as it does."""
+    block = (ctypes.c_int64 * max(len(arguments), 1))(*arguments)
+    made = NativeLaunch(_SIGNATURE(function), ctypes.addressof(block))
+    made.function, made.block, made.kept = function, ctypes.addressof(block), (block, keep)
+    return made
+
+
+def joined(launches: Iterable[Launch], run: int) -> list[Launch]:
+    """The launches with neighbouring native ones as one foreign call; `run` is the address of ttrain_run."""
+    result: list[Launch] = []
+    group: list[NativeLaunch] = []
+    for item in flat_launches(list(launches)):
+        if isinstance(item, NativeLaunch):
+            group.append(item)
+            continue
+        result += _together(group, run)
+        group = []
+        result.append(item)
+    return result + _together(group, run)
+
+
+def _together(group: Sequence[NativeLaunch], run: int) -> list[Launch]:
+    if len(group) < 2:
+        return list(group)
+    calls = (ctypes.c_int64 * (2 * len(group)))(*(part for item in group for part in (item.function, item.block)))
+    made = partial(_RUN(run), ctypes.addressof(calls), len(group))
+    made.kept = (calls, list(group))  # type: ignore[attr-defined]
+    return [made]
+
 
 # Functions by address, in the order of `bodies`; then inputs, outputs and workspace.
 Bind = Callable[[Sequence[int], Sequence[Any], Sequence[Any], Sequence[Any]], Launch]

@@ -14,8 +14,7 @@ from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch
 from ttrain.device.torch.native.codegen import call
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
-from ttrain.device.torch.native.launch import launch
-from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32
+from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
 from ttrain.device.torch.native.request import Request, c_bool, c_double, c_float, c_type, template
 
 Tensors = Sequence[Any]

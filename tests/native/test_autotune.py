@@ -18,11 +18,10 @@ from tests.native.test_steps import Device, losses, session
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
-from ttrain.device.torch.kernels import product_libraries
-from ttrain.device.torch.native import NativeKernels, Toolchain, choice
-from ttrain.device.torch.native.choice import FASTEST, OWN, decide
-from ttrain.device.torch.native.openmp import entry_points
+from ttrain.device.torch.native import AutotunedKernels, NativeKernels, Toolchain, autotune
+from ttrain.device.torch.native.autotune import FASTEST, OWN, choose_backends
 from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.threads import entry_points
 from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
@@ -47,7 +46,7 @@ A, B = (
 Seconds = Mapping[str, float] | None
 
 DECISIONS: list[tuple[Seconds, Seconds, Seconds, str]] = [
-    # seconds of A, which the plan has three times, and of B; of steps by the rivals; who makes A and B
+    # seconds of A, which the plan has three times, and of B; of steps by the candidates; who makes A and B
     ({"own": 1, "aten": 2}, {"own": 5, "aten": 9}, None, "own own"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "fastest": 15}, "aten own"),
     ({"own": 2, "aten": 1}, {"own": 5, "aten": 9}, {"own": 20, "fastest": 19.5}, "own own"),  # the threads cost it
@@ -66,16 +65,16 @@ def decided(a: Seconds, b: Seconds, step: Seconds, unit: float, anyway: bool = F
     """Who makes A and B, and how many times whole steps were asked for; measurements in so many seconds."""
     asked = []
 
-    def together(rivals: Mapping[str, dict[Request, str]]) -> Seconds:
-        asked.append(rivals)
-        assert step is None or rivals.keys() == step.keys()
+    def together(candidates: Mapping[str, dict[Request, str]]) -> Seconds:
+        asked.append(candidates)
+        assert step is None or candidates.keys() == step.keys()
         return None if step is None else {name: unit * seconds for name, seconds in step.items()}
 
     def alone(request: Request) -> Seconds:
         given = {A: a, B: b}[request]
         return None if given is None else {name: unit * seconds for name, seconds in given.items()}
 
-    ways = decide(Counter({A: 3, B: 1}), alone, together, anyway)
+    ways = choose_backends(Counter({A: 3, B: 1}), alone, together, anyway)
     return " ".join(ways[request] for request in (A, B) if ways), len(asked)
 
 
@@ -102,8 +101,7 @@ class Compared(Device):
         self.measures = measures
 
     def compiler(self) -> NativeKernels:
-        libraries = product_libraries(self.context)
-        return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), "auto", libraries, self.measures)
+        return AutotunedKernels(self.kernels, self.threads, self.context, self.measures, Toolchain(self.folder))
 
 
 def compiler_of(engine: StaticEngine) -> NativeKernels:
@@ -116,25 +114,21 @@ def measured(tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
     """All products are compared, and a mix of own code and aten wins. What was run for it: products and steps."""
     require_compiler()
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr(choice, "SMALLEST", 1)
+    monkeypatch.setattr(autotune, "SMALLEST", 1)
     found: list[str] = []
 
-    def alone(launches: Mapping[str, Launch], *_: float) -> dict[str, float]:
-        for launch in launches.values():
+    def seconds(launches: Mapping[str, Launch], *given: Any) -> dict[str, float]:
+        before = given[-1] if isinstance(given[-1], dict) else None
+        for name, launch in launches.items():
+            if before is not None:
+                before[name]()
             launch()
-        found.append("product")
+        found.append("product" if before is None else "step")
+        if before is not None:
+            return {name: 2e-3 if name == FASTEST else 3e-3 for name in launches}
         return {name: 1e-3 if name == "aten" and len(found) % 2 else 2e-3 for name in launches}
 
-    def in_turn(runs: Mapping[str, tuple[Launch, Launch]]) -> dict[str, float]:
-        for ready, run in runs.values():
-            ready()
-            run()
-            run()
-        found.append("step")
-        return {name: 2e-3 if name == FASTEST else 3e-3 for name in runs}
-
-    monkeypatch.setattr(choice, "seconds", alone)
-    monkeypatch.setattr(choice, "in_turn", in_turn)
+    monkeypatch.setattr(autotune, "seconds", seconds)
     return found
 
 
@@ -195,8 +189,8 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_no
     for name in written:
         np.testing.assert_array_equal(engine.state.read(name), plain[1].state.read(name))
     native = compiler_of(engine)
-    assert measured[-1] == "step" and measured.count("product") == len(native.ways)
-    assert set(native.ways.values()) == {OWN, "aten"} and set(product_ways(engine).values()) == {OWN, "aten"}
+    assert measured[-1] == "step" and measured.count("product") == len(native.backends)
+    assert set(native.backends.values()) == {OWN, "aten"} and set(product_ways(engine).values()) == {OWN, "aten"}
     np.testing.assert_allclose(losses(step, 6), losses(plain[0], 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
     fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())
@@ -204,7 +198,7 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_no
     def planned(folder: Path, threads: int) -> Device:
         return Compared(folder, threads, measures=False)
 
-    assert compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).ways == native.ways
+    assert compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).backends == native.backends
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "other"))
-    assert not compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).ways
+    assert not compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).backends
     assert measured.count("step") == 1
