@@ -15,7 +15,7 @@ from ttrain.autodiff import backward
 from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import TORCH_DTYPES
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Emitter
 from ttrain.device.torch.kernels.explicit import Block, ScoreBias
 from ttrain.graph import Graph
 
@@ -119,7 +119,9 @@ def test_a_mask_is_added_to_blocks_of_scores(
     found = np.full(wanted.shape, -np.inf)
     for block in blocks:
         scores = torch.zeros(heads, block.stop - block.start, len(block.keys), dtype=torch.float64)
-        for launch in bias.adding(scores, block):
+        call = Emitter()
+        bias.add(call, scores, block)
+        for launch in call.launches:
             launch()
         found[:, block.start : block.stop, block.keys.start : block.keys.stop] = scores.numpy()
     np.testing.assert_allclose(found, wanted, rtol=1e-12)

@@ -11,9 +11,10 @@ import torch
 import ttrain.ops  # noqa: F401 - fills the registry
 from ttrain.core.random_bits import keep_threshold, stream_key
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
-from ttrain.device.torch.kernels.random import Rows, mask_workspace, masking_rows
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, Emitter
+from ttrain.device.torch.kernels.random import Dropout, Rows, mask_workspace
 from ttrain.graph import REGISTRY
 
 
@@ -51,8 +52,8 @@ SEEDS = [0, 1, 2**31, 2**32 - 1, 2**32, 2**62 - 1, 2**63 - 1, -1, -(2**63)]
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_mask_is_the_hash_bit_for_bit(device: TorchDevice, seed: int) -> None:
-    for stream, p in ((0, 0.5), (7, 0.1), (2**31 + 5, 0.999), (3, 0.001)):
-        got = dropped(device, 1009, seed, stream, p)
+    for stream, p in ((0, 0.5), (7, 0.1), (2**31 + 5, 0.999), (3, 0.001), (0, 0.0)):
+        got = dropped(device, 1009, seed, stream, p, times=2)
         assert np.array_equal(got != 0, expected_mask(1009, seed, stream, p))
 
 
@@ -63,7 +64,9 @@ def test_rows_of_a_whole_that_nobody_holds_have_its_mask(block: int) -> None:
     x = torch.ones(count, rows, width)
     specs = [*mask_workspace(context, x.numel(), DType.FP32, rows * width), TensorSpec((at.time,), DType.INT32)]
     work = [torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs]
-    masking_rows(context, x, x, at, torch.tensor(77), 0.4, 3, work)()
+    call = Emitter()
+    Dropout(torch.tensor(77), 0.4, 3, context.on_cpu, work).mask_rows(call, x, x, at)
+    chain(*call.launches)()
     head, row, column = np.indices(x.shape)
     elements = (head * at.time + at.row + row) * at.time + at.column + column
     assert np.array_equal(x.numpy() != 0, expected_mask(elements, 77, 3, 0.4))
@@ -94,16 +97,6 @@ def test_rate_is_p_and_neighbours_are_independent() -> None:
     signs = (mask - mask.mean()) / mask.std()
     for lag in (1, 2, 64, 1024):
         assert abs((signs[:-lag] * signs[lag:]).mean()) < 4 / np.sqrt(mask.size - lag)
-
-
-def test_mask_moves_with_seed_and_stream_and_repeats_otherwise(device: TorchDevice) -> None:
-    masks = {(seed, stream): dropped(device, 500, seed, stream, 0.5).tobytes() for seed in (1, 2) for stream in (0, 1)}
-    assert len(set(masks.values())) == 4
-    assert dropped(device, 500, 1, 0, 0.5, times=3).tobytes() == masks[1, 0]
-
-
-def test_p_zero_keeps_everything(device: TorchDevice) -> None:
-    assert np.array_equal(dropped(device, 100, 3, 0, 0.0), np.ones(100, np.float32))
 
 
 def test_the_op_hashes_as_numpy_does() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,36 +33,22 @@ class NullBuffer:
     spec: TensorSpec
 
 
-class _Table(Table):
-    """A kernel for every op of `rows`, or where there are none for every op at all; it only records its launches."""
+class _EveryOp(dict[str, Kernel]):
+    """A kernel for every op but those in `without`; it only records its launches."""
 
-    def __init__(self, device: NullDevice, without: frozenset[str], rows: Mapping[str, Kernel] | None) -> None:
-        super().__init__(rows or {})
-        self._device, self._without, self._accepts_all = device, without, rows is None
-        if isinstance(rows, Table) and rows.host is not None:
-            self.host = _Table(device, frozenset(), rows.host)
-
-    def __getitem__(self, name: str) -> Kernel:
-        if name not in self:
-            raise KeyError(name)
-
-        device = self._device
-
-        def bind(ins: Buffers, outs: Buffers, attributes: Mapping[str, Any], work: Buffers) -> Launch:
-            return lambda: device.log(name, ins, outs)
-
-        if not self._accepts_all:
-            return replace(self._rows[name], bind=bind)
-        return Kernel(bind, device.deliveries.get(name, Delivery.OUT), host_scalars=device.host_scalars.get(name, ()))
+    def __init__(self, device: NullDevice, without: Sequence[str]) -> None:
+        super().__init__()
+        self._device, self._without = device, without
 
     def __contains__(self, name: object) -> bool:
-        return name not in self._without and (self._accepts_all or name in self._rows)
+        return name not in self._without
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(name for name in self._rows if name not in self._without)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def __missing__(self, name: str) -> Kernel:
+        if name not in self:
+            raise KeyError(name)
+        device = self._device
+        delivery, host_scalars = device.deliveries.get(name, Delivery.OUT), device.host_scalars.get(name, ())
+        return Kernel(device.binding(name), delivery, host_scalars=host_scalars)
 
 
 class NullDevice(Device):
@@ -83,11 +70,21 @@ class NullDevice(Device):
         self.capturing: str | None = None
         self.closed = False
         self.graphs = 0
-        self._table = _Table(self, frozenset(without), rows)
+        host = rows.host if isinstance(rows, Table) else None
+        self._table: Mapping[str, Kernel] = _EveryOp(self, without)
+        if rows is not None:
+            self._table = Table(self._recording(rows), None if host is None else self._recording(host))
 
     @property
     def kernels(self) -> Mapping[str, Kernel]:
         return self._table
+
+    def _recording(self, rows: Mapping[str, Kernel]) -> dict[str, Kernel]:
+        return {name: replace(kernel, bind=self.binding(name)) for name, kernel in rows.items()}
+
+    def binding(self, name: str) -> Callable[..., Launch]:
+        """Return the bind of a kernel whose launches are only recorded."""
+        return lambda ins, outs, attributes, work: partial(self.log, name, ins, outs)
 
     def log(self, name: str, inputs: Buffers, outputs: Buffers) -> list[Buffer]:
         if self.closed:

@@ -1,7 +1,7 @@
 """Kernel rows of torch devices, one module a family.
 
-Every row is bound once: its function makes the views and constants, and what it returns is a partial of an aten `out=`
-function or a `Chain` of a few. A launch allocates nothing, except where aten has no kernel that writes into a buffer:
+Every row is bound once: its function makes the views and constants, and emits calls of aten `out=` functions, which are
+what is launched. A launch allocates nothing, except where aten has no kernel that writes into a buffer:
 
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
 - log_sum_exp, which no planned step launches: `logsumexp` keeps parts of its own;

@@ -15,103 +15,89 @@ import torch
 
 from ttrain.core.attention_mask import HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch, chain
-from ttrain.device.torch.kernels.common import (
-    ROWS,
-    TORCH_DTYPES,
-    Attributes,
-    Context,
-    Given,
-    Specs,
-    Tensor,
-    Tensors,
-    copying,
-    row,
-    scaling,
-)
+from ttrain.device.base import Attributes, GivenSpecs, Kernel, Launch, Specs, chain
+from ttrain.device.torch.kernels import explicit
+from ttrain.device.torch.kernels.common import ROWS, TORCH_DTYPES, Call, Context, Tensor, kernel, row, scalar_like
 from ttrain.device.torch.kernels.costs import fastest
-from ttrain.device.torch.kernels.explicit import (
-    Block,
-    Documents,
-    ScoreBias,
-    by_heads,
-    explicit_backward,
-    explicit_forward,
-    softmax_into,
-    specs_by_heads,
-)
+from ttrain.device.torch.kernels.explicit import Block, Documents, ScoreBias, by_heads, softmax_into, specs_by_heads
 from ttrain.device.torch.kernels.layout import heads_view
 
 aten = torch.ops.aten
 
 
+_BF16 = (torch.bfloat16, DType.BF16)
 _ROWS = 64  # of scores that a mask is added to at a time
 
 
-def _softmax_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    plain = attributes["scale"] == 1.0 and attributes["mask"].is_full
-    return [] if plain else [*_bias_workspace(ins[0], attributes), *_wide_copy(outs[0])]
+def _softmax_workspace(call: Call) -> list[TensorSpec]:
+    plain = call.attributes["scale"] == 1.0 and call.attributes["mask"].is_full
+    y = call.outs[0]
+    wide = [] if y.dtype.accumulation is y.dtype else [y.with_dtype(y.dtype.accumulation)]
+    return [] if plain else [*_bias_workspace(call), *wide]
 
 
-def _bias_workspace(x: TensorSpec, attributes: Attributes) -> list[TensorSpec]:
-    mask = attributes["mask"]
-    return ScoreBias.workspace(mask, _ROWS, x.shape[-1], x.dtype.accumulation) if mask.biased else []
+def _bias_workspace(call: Call) -> list[TensorSpec]:
+    x = call.ins[0]
+    return ScoreBias.workspace(call.attributes["mask"], _ROWS, x.shape[-1], x.dtype.accumulation)
 
 
 @row("softmax", _softmax_workspace, overwrites=(0,))
-def _softmax(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    x, y, factor, mask = ins[0], outs[0], attributes["scale"], attributes["mask"]
-    if factor == 1.0 and mask.is_full:
-        return softmax_into(x, y)
-    wide = y if x.dtype is not torch.bfloat16 else work[-1]
-    launches = [copying(wide, x), *_biasing(wide, factor, mask, work), softmax_into(wide, wide)]
-    return chain(*launches, *([] if wide is y else [copying(y, wide)]))
+def _softmax(call: Call) -> None:
+    x, y = call.ins[0], call.outs[0]
+    if call.attributes["scale"] == 1.0 and call.attributes["mask"].is_full:
+        call.emit(softmax_into(x, y))
+        return
+    wide = y if x.dtype is not torch.bfloat16 else call.work[-1]
+    call.emit(wide.copy_, x)
+    _add_bias(call, wide)
+    call.emit(softmax_into(wide, wide))
+    if wide is not y:
+        call.emit(y.copy_, wide)
 
 
-def _log_sum_exp_workspace(context: Context, ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    return [*_bias_workspace(ins[0], attributes), ins[0].with_dtype(ins[0].dtype.accumulation)]
+def _log_sum_exp_workspace(call: Call) -> list[TensorSpec]:
+    return [*_bias_workspace(call), call.ins[0].with_dtype(call.ins[0].dtype.accumulation)]
 
 
 @row("log_sum_exp", _log_sum_exp_workspace)
-def _log_sum_exp(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    scores, factor, mask = work[-1], attributes["scale"], attributes["mask"]
-    biased = _biasing(scores, factor, mask, work)
-    return chain(copying(scores, ins[0]), *biased, partial(torch.logsumexp, scores, -1, out=outs[0]))
+def _log_sum_exp(call: Call) -> None:
+    scores = call.work[-1]
+    call.emit(scores.copy_, call.ins[0])
+    _add_bias(call, scores)
+    call.emit(torch.logsumexp, scores, -1, out=call.outs[0])
 
 
-def _biasing(x: Tensor, factor: float, mask: AttentionMask, work: Tensors) -> list[Launch]:
-    """x <- factor x + the bias of a mask, for x [..., T, T]."""
-    launches, time = scaling(x, factor), x.shape[-1]
+def _scale(call: Call, x: Tensor) -> None:
+    if (factor := call.attributes["scale"]) != 1.0:
+        call.emit(torch.mul, x, scalar_like(factor, x), out=x)
+
+
+def _add_bias(call: Call, x: Tensor) -> None:
+    """x <- scale x + the bias of the mask, for x [..., T, T]."""
+    time, mask = x.shape[-1], call.attributes["mask"]
+    _scale(call, x)
     if mask.is_full:
-        return launches
+        return
     by_heads = x.view(-1, x.shape[-3] if mask.biased else 1, time, time)
-    bias = ScoreBias(mask, by_heads.shape[1], _ROWS, time, x, work[: 2 * mask.biased])
+    bias = ScoreBias(mask, by_heads.shape[1], _ROWS, time, x, call.work[: 2 * mask.biased])
     for start in range(0, time, _ROWS):
         block = Block(start, min(start + _ROWS, time), range(time))
-        launches += bias.adding(by_heads[:, :, block.start : block.stop], block)
-    return launches
+        bias.add(call, by_heads[:, :, block.start : block.stop], block)
 
 
-def _document_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    return Documents.workspace(ins[0], ins[0].shape[1])
-
-
-@row("document_bias", _document_workspace)
-def _document_bias(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    documents, bias = Documents(ins[0], work), outs[0]
-    whole = Block(0, bias.shape[2], range(bias.shape[2]))
-    return chain(*documents.starting(), partial(bias.fill_, 0.0), *documents.hiding(bias, whole, HIDDEN))
-
-
-def _wide_copy(x: TensorSpec) -> list[TensorSpec]:
-    return [] if x.dtype.accumulation is x.dtype else [x.with_dtype(x.dtype.accumulation)]
+@row("document_bias", lambda call: Documents.workspace(call.ins[0], call.ins[0].shape[1]))
+def _document_bias(call: Call) -> None:
+    bias = call.outs[0]
+    documents = Documents(call, call.ins[0], call.work)
+    call.emit(bias.fill_, 0.0)
+    documents.hide(call, bias, Block(0, bias.shape[2], range(bias.shape[2])), HIDDEN)
 
 
 @row("softmax_grad", overwrites=(0, 1))
-def _softmax_grad(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    dy, y = ins
-    gradient = partial(aten._softmax_backward_data.out, dy, y, -1, y.dtype, grad_input=outs[0])
-    return chain(gradient, *scaling(outs[0], attributes["scale"]))
+def _softmax_grad(call: Call) -> None:
+    dy, y = call.ins
+    call.emit(aten._softmax_backward_data.out, dy, y, -1, y.dtype, grad_input=call.outs[0])
+    _scale(call, call.outs[0])
 
 
 # On the CPU the explicit way wins by far below, and its probabilities take too much memory above; measured in between.
@@ -165,106 +151,82 @@ def _measured_way(context: Context, dtype: DType, time: int, width: int, threads
     return fastest(f"attention {dtype} time={time} width={width}", ways)
 
 
-def _results(ins: Given, outs: Specs, attributes: Attributes) -> int:
-    """Bytes of the tensors that aten returns, before they are copied."""
-    return sum(spec.nbytes for spec in outs)
+def _flash_forward(call: Call) -> None:
+    q, k, v = by_heads(call.ins[:3], call.attributes)
+    y, log_sum_exp = heads_view(call.outs[0], 1, call.attributes["heads"])[0], call.outs[1]
+    scale = call.attributes["scale"]
+    if call.context.on_cpu:
+        run = partial(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, True)
+    else:
+        run = partial(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, True, False)
+
+    def launch() -> None:
+        results = run(scale=scale)
+        y.copy_(results[0])
+        log_sum_exp.copy_(results[1])
+
+    call.emit(launch)
 
 
-def _flash_forward(context: Context) -> Kernel:
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        q, k, v = by_heads(ins[:3], attributes)
-        y, log_sum_exp = heads_view(outs[0], 1, attributes["heads"])[0], outs[1]
-        scale = attributes["scale"]
-        if context.on_cpu:
-            function = aten._scaled_dot_product_flash_attention_for_cpu.default
-            run = partial(function, q, k, v, 0.0, True, scale=scale)
-        else:
-            function = aten._scaled_dot_product_flash_attention.default
-            run = partial(function, q, k, v, 0.0, True, False, scale=scale)
+def _flash_backward(call: Call) -> None:
+    heads = call.attributes["heads"]
+    q, k, v = by_heads(call.ins[1:4], call.attributes)
+    dy, y = heads_view(call.ins[0], 1, heads)[0], heads_view(call.ins[4], 1, heads)[0]
+    time, given = q.shape[2], (dy, q, k, v, y, call.ins[5])
+    if call.context.on_cpu:
+        function = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        more: tuple[Any, ...] = (0.0, True)
+    else:
+        function = aten._scaled_dot_product_flash_attention_backward.default
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator: unused without dropout
+        more = (None, None, time, time, 0.0, True, state, state)
+    run = partial(function, *given, *more, scale=call.attributes["scale"])
+    targets = by_heads(call.outs, call.attributes)
 
-        def launch() -> None:
-            results = run()
-            y.copy_(results[0])
-            log_sum_exp.copy_(results[1])
+    def launch() -> None:
+        for target, result in zip(targets, run(), strict=True):
+            target.copy_(result)
 
-        return launch
-
-    return Kernel(bind, outside=_results)
-
-
-def _flash_backward(context: Context) -> Kernel:
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        heads, scale = attributes["heads"], attributes["scale"]
-        q, k, v = by_heads(ins[1:4], attributes)
-        dy, y = heads_view(ins[0], 1, heads)[0], heads_view(ins[4], 1, heads)[0]
-        log_sum_exp, time = ins[5], q.shape[2]
-        if context.on_cpu:
-            function = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-            run = partial(function, dy, q, k, v, y, log_sum_exp, 0.0, True, scale=scale)
-        else:
-            function = aten._scaled_dot_product_flash_attention_backward.default
-            state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator: unused without dropout
-            empty = (None, None, time, time, 0.0, True, state, state)
-            run = partial(function, dy, q, k, v, y, log_sum_exp, *empty, scale=scale)
-        targets = by_heads(outs, attributes)
-
-        def launch() -> None:
-            for target, result in zip(targets, run(), strict=True):
-                target.copy_(result)
-
-        return launch
-
-    return Kernel(bind, outside=_results)
-
-
-def _choosing(context: Context, explicit: Kernel, flash: Kernel, start: int, bias: int) -> Kernel:
-    """A row that goes one of two ways by the specs of queries, keys and values, the inputs from number `start` on.
-
-    Neither way knows a bias, input number `bias`: such attention runs as its body. The explicit way alone knows
-    documents and heads that share keys.
-    """
-
-    def chosen(ins: Sequence[TensorSpec | None], attributes: Attributes) -> Kernel:
-        documents = ins[bias + 2] is not None
-        return explicit if documents or explicit_is_chosen(context, ins[start : start + 3], attributes) else flash
-
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        # The dtype's being bf16 is all that the choice asks of it.
-        specs = [
-            None if x is None else TensorSpec(tuple(x.shape), DType.BF16 if x.dtype is torch.bfloat16 else DType.FP32)
-            for x in ins
-        ]
-        return chosen(specs, attributes).bind(ins, outs, attributes, work)
-
-    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return chosen(ins, attributes).workspace_specs(ins, outs, attributes)
-
-    def outside(ins: Given, outs: Specs, attributes: Attributes) -> int:
-        made = chosen(ins, attributes).outside
-        return 0 if made is None else made(ins, outs, attributes)
-
-    def supports(ins: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
-        return ins[bias] is None
-
-    return Kernel(bind, workspace=workspace, outside=outside, supports=supports)
+    call.emit(launch)
 
 
 def attention_rows(context: Context) -> dict[str, tuple[Kernel, Kernel]]:
     """Both ways, forward and backward, by name."""
     return {
-        "explicit": (explicit_forward(context), explicit_backward(context)),
-        "flash": (_flash_forward(context), _flash_backward(context)),
+        "explicit": (
+            kernel(context, explicit.forward, explicit.forward_workspace),
+            kernel(context, explicit.backward, explicit.backward_workspace),
+        ),
+        "flash": (kernel(context, _flash_forward), kernel(context, _flash_backward)),
     }
 
 
-def _attention(context: Context) -> Kernel:
-    (forward, _), (flash, _) = attention_rows(context).values()
-    return _choosing(context, forward, flash, start=0, bias=3)
+def _row(backward: bool, context: Context) -> Kernel:
+    """A row that goes one of two ways, by the specs of queries, keys and values.
+
+    The last inputs are a bias, a seed and positions. Neither way knows a bias: such attention runs as its body. The
+    explicit way alone knows documents and heads that share keys.
+    """
+    formed, flash = (way[backward] for way in attention_rows(context).values())
+
+    def chosen(ins: Sequence[Any], attributes: Attributes) -> Kernel:
+        """`ins` are tensors or specs. Their dtype's being bf16 is all that the choice asks of it."""
+        specs = [
+            None if x is None else TensorSpec(tuple(x.shape), DType.BF16 if x.dtype in _BF16 else DType.FP32)
+            for x in ins[backward : backward + 3]
+        ]
+        return formed if ins[-1] is not None or explicit_is_chosen(context, specs, attributes) else flash
+
+    def outside(ins: GivenSpecs, outs: Specs, attributes: Attributes) -> int:
+        """Bytes of the tensors that aten returns, before they are copied."""
+        return sum(spec.nbytes for spec in outs) if chosen(ins, attributes) is flash else 0
+
+    return Kernel(
+        lambda ins, outs, attributes, work: chosen(ins, attributes).bind(ins, outs, attributes, work),
+        workspace=lambda ins, outs, attributes: chosen(ins, attributes).workspace_specs(ins, outs, attributes),
+        outside=outside,
+        supports=lambda ins, attributes: ins[-3] is None,
+    )
 
 
-def _attention_grad(context: Context) -> Kernel:
-    (_, backward), (_, flash) = attention_rows(context).values()
-    return _choosing(context, backward, flash, start=1, bias=6)
-
-
-ROWS.update(attention=_attention, attention_grad=_attention_grad)
+ROWS.update(attention=partial(_row, False), attention_grad=partial(_row, True))

@@ -5,123 +5,123 @@ The sum is that of `parallel.ranks.tree_sum` over ranks, so no library's order o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Delivery, Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row
+from ttrain.device.base import Delivery, Group
+from ttrain.device.torch.kernels.common import Call, Emitter, Tensor, row
 
 _SERIAL = 2**15  # elements that aten adds by itself: more threads would take cores from the kernels that run meanwhile
-Further = Callable[[Tensor, tuple[int, ...]], list[Launch]]
 
 
 @row("all_reduce")
-def _all_reduce(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    copy = copying(outs[0], ins[0])
-    return copy if context.group is None else chain(copy, context.group.sum(outs[0]))
+def _all_reduce(call: Call) -> None:
+    call.emit(call.outs[0].copy_, call.ins[0])
+    if call.context.group is not None:
+        call.emit(call.context.group.sum(call.outs[0]))
 
 
 @row("all_reduce_state", delivery=Delivery.INPLACE)
-def _all_reduce_state(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return chain()  # there are no chips
+def _all_reduce_state(call: Call) -> None:
+    """There are no chips."""
 
 
 @row("all_reduce_start")
-def _all_reduce_start(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return _start(context, outs, attributes, lambda run, bucket: _gather(context, run, bucket))
+def _all_reduce_start(call: Call) -> None:
+    _start(call, gathers=True)
 
 
 @row("reduce_scatter_start")
-def _reduce_scatter(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return _start(context, outs, attributes, lambda run, bucket: [])
+def _reduce_scatter(call: Call) -> None:
+    _start(call, gathers=False)
 
 
-def _start(context: Context, outs: Tensors, attributes: Attributes, further: Further) -> Launch:
-    """Sums the shards of a bucket while the device goes on, and then does what is `further` to be done."""
-    bounds = attributes.get("bounds", ())
-    if context.group is None or not bounds:
-        return chain()
-    run, (bucket,) = _run(outs, bounds), bounds
-    return context.group.start([*_reduce(context, run, bucket, outs[-1]), *further(run, bucket)])
+def _start(call: Call, gathers: bool) -> None:
+    """Sum the shards of a bucket while the device goes on; with `gathers` every rank gets all of them then."""
+    bounds, group = call.attributes.get("bounds", ()), call.context.group
+    if group is None or not bounds:
+        return
+    exchanges, run, (bucket,) = Emitter(), _run(call.outs, bounds), bounds
+    _reduce(exchanges, group, run, bucket, call.outs[-1], call.context.on_cpu)
+    if gathers:
+        _gather(exchanges, group, run, bucket)
+    call.emit(group.start(exchanges.launches))
 
 
 @row("collectives_done", delivery=Delivery.INPLACE)
-def _collectives_done(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return chain() if context.group is None else context.group.finish
+def _collectives_done(call: Call) -> None:
+    if call.context.group is not None:
+        call.emit(call.context.group.finish)
 
 
 @row("all_gather_state", delivery=Delivery.INPLACE)
-def _all_gather(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    if context.group is None or not attributes.get("bounds"):
-        return chain()
-    run = _run(ins, attributes["bounds"])
-    exchanges = [part for bucket in attributes["bounds"] for part in _gather(context, run, bucket)]
-    return chain(context.group.start(exchanges), context.group.finish)
+def _all_gather(call: Call) -> None:
+    bounds, group = call.attributes.get("bounds"), call.context.group
+    if group is None or not bounds:
+        return
+    exchanges, run = Emitter(), _run(call.ins, bounds)
+    for bucket in bounds:
+        _gather(exchanges, group, run, bucket)
+    call.emit(group.start(exchanges.launches))
+    call.emit(group.finish)
 
 
-def _run(tensors: Tensors, bounds: tuple[tuple[int, ...], ...]) -> Tensor:
+def _run(tensors: Sequence[Tensor], bounds: tuple[tuple[int, ...], ...]) -> Tensor:
     """The run that begins with the first tensor, as one vector with its gaps; parts of it may follow in the list."""
     return tensors[0].as_strided((bounds[-1][-1],), (1,), tensors[0].storage_offset())
 
 
-def _reduce(context: Context, run: Tensor, bucket: tuple[int, ...], received: Tensor) -> list[Launch]:
+def _reduce(call: Emitter, group: Group, run: Tensor, bucket: tuple[int, ...], received: Tensor, on_cpu: bool) -> None:
     """This rank's shard of a bucket <- its sum over ranks; `received` takes what the others send."""
-    group = context.group
-    assert group is not None
     rank, shards = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
     own, others = shards[rank], [other for other in range(group.count) if other != rank]
     given: list[Tensor] = [own] * group.count
     for place, other in enumerate(others if own.numel() else ()):
         given[other] = received[place * own.numel() : (place + 1) * own.numel()]
-    launches = [
-        group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others])
-    ]
-    step = _SERIAL if context.on_cpu else own.numel()
+    call.emit(group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others]))
+    step = _SERIAL if on_cpu else own.numel()
     while len(given) > 1 and own.numel():
         for x, y in zip(given[::2], given[1::2], strict=True):
             parts = (tensor.split(step) for tensor in (x, y, y if y is own else x))
-            launches += [partial(torch.add, a, b, out=out) for a, b, out in zip(*parts, strict=True)]
+            for a, b, out in zip(*parts, strict=True):
+                call.emit(torch.add, a, b, out=out)
         given = [y if y is own else x for x, y in zip(given[::2], given[1::2], strict=True)]
-    return launches
 
 
-def _gather(context: Context, run: Tensor, bucket: tuple[int, ...]) -> list[Launch]:
+def _gather(call: Emitter, group: Group, run: Tensor, bucket: tuple[int, ...]) -> None:
     """Every shard of a bucket <- what its owner holds there."""
-    group = context.group
-    assert group is not None
     shards = [run[start:stop] for start, stop in pairwise(bucket)]
     others = [other for other in range(group.count) if other != group.rank]
     sends = [(other, shards[group.rank]) for other in others]
-    return [group.exchange(sends, [(other, shards[other]) for other in others])]
+    call.emit(group.exchange(sends, [(other, shards[other]) for other in others]))
 
 
-def _norms_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    if all(spec.dtype is outs[0].dtype for spec in ins):
+def _norms_workspace(call: Call) -> list[TensorSpec]:
+    y = call.outs[0]
+    if all(spec.dtype is y.dtype for spec in call.ins):
         return []
-    return [outs[0].with_shape(min(max(spec.size for spec in ins), max(context.block, attributes["block"])))]
+    most = max(call.context.block, call.attributes["block"])
+    return [y.with_shape(min(max(spec.size for spec in call.ins), most))]
 
 
 @row("block_norms", _norms_workspace)
-def _block_norms(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (y,), block = outs, attributes["block"]
-    launches: list[Launch] = [y.zero_]
-    for tensor, place in zip(ins, attributes["places"], strict=True):
+def _block_norms(call: Call) -> None:
+    (y,), block = call.outs, call.attributes["block"]
+    call.emit(y.zero_)
+    for tensor, place in zip(call.ins, call.attributes["places"], strict=True):
         x = tensor.view(-1)
-        at_once = x.numel() if x.dtype is y.dtype else max(work[0].numel() // block, 1) * block
+        at_once = x.numel() if x.dtype is y.dtype else max(call.work[0].numel() // block, 1) * block
         for part in x.split(max(at_once, 1)):
             if part.dtype is not y.dtype:
-                wide = work[0][: part.numel()]
-                launches.append(copying(wide, part))
+                wide = call.work[0][: part.numel()]
+                call.emit(wide.copy_, part)
                 part = wide
             whole = part.numel() // block
             rows = [part[: whole * block].view(-1, block), part[whole * block :].view(1, -1)]
             for matrix in rows:
                 if matrix.numel():
-                    out = y[place : place + len(matrix)]
-                    launches.append(partial(torch.linalg.vector_norm, matrix, 2, 1, out=out))
+                    call.emit(torch.linalg.vector_norm, matrix, 2, 1, out=y[place : place + len(matrix)])
                     place += len(matrix)
-    return chain(*launches)

@@ -11,15 +11,10 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Attributes as Attributes
-from ttrain.device.base import Delivery, Group, Kernel, Launch
-from ttrain.device.base import Specs as Specs
+from ttrain.device.base import Attributes, Delivery, Group, Kernel, Launch, chain
 from ttrain.device.torch.chunks import CHUNK_LOGITS
 
 Tensor = torch.Tensor
-Tensors = Sequence[Tensor]
-Given = Sequence[Any]  # tensors, or specs; None where an input is absent
-RowBind = Callable[..., Launch]  # (context, inputs, outputs, attributes, workspace)
 
 TORCH_DTYPES = {
     DType.FP64: torch.float64,
@@ -70,23 +65,58 @@ class Context:
         return self.kind == "cpu"
 
 
+class Emitter:
+    """Takes down the calls of torch that a launch consists of, in order."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def emit(self, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
+        """Add a call. It allocates nothing where it writes into buffers, such as `out`."""
+        self.launches.append(partial(function, *given, **settings) if given or settings else function)
+
+
+class Call(Emitter):
+    """One launch of a row: what it is bound to, and the calls that it consists of.
+
+    Operands are tensors where a row is bound, and specs where it is asked for its workspace. Absent ones are None.
+    """
+
+    def __init__(
+        self, context: Context, ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]
+    ) -> None:
+        super().__init__()
+        self.context, self.ins, self.outs, self.attributes, self.work = context, ins, outs, attributes, work
+
+
+Bind = Callable[[Call], None]  # emits the calls
+Workspace = Callable[[Call], list[TensorSpec]]
 ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
+def kernel(
+    context: Context, bind: Bind, workspace: Workspace | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
+) -> Kernel:
+    """Return the kernel of a row that works on calls."""
+
+    def bound(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+        call = Call(context, ins, outs, attributes, work)
+        bind(call)
+        return chain(*call.launches)
+
+    def wanted(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes) -> list[TensorSpec]:
+        return [] if workspace is None else workspace(Call(context, ins, outs, attributes, ()))
+
+    return Kernel(bound, delivery, wanted, **facts)
+
+
 def row(
-    op: str, workspace: Callable[..., list[TensorSpec]] | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
-) -> Callable[[RowBind], RowBind]:
-    """Decorator: a function of a context and what a launch is bound to becomes the row of an op.
+    op: str, workspace: Workspace | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
+) -> Callable[[Bind], Bind]:
+    """Decorator: a function of a call becomes the row of an op. Output 0 may take the buffer of one in `overwrites`."""
 
-    `workspace` takes the context too. Output 0 may be the buffer of an input in `overwrites`.
-    """
-
-    def declare(bind: RowBind) -> RowBind:
-        def made(context: Context) -> Kernel:
-            wanted = None if workspace is None else partial(workspace, context)
-            return Kernel(partial(bind, context), delivery, wanted, **facts)
-
-        ROWS[op] = made
+    def declare(bind: Bind) -> Bind:
+        ROWS[op] = lambda context: kernel(context, bind, workspace, delivery, **facts)
         return bind
 
     return declare
@@ -108,16 +138,9 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def copying(destination: Tensor, source: Tensor) -> Launch:
-    """destination <- source, rounded to its dtype."""
-    return partial(destination.copy_, source)
-
-
-def scaling(x: Tensor, factor: float) -> list[Launch]:
-    """x <- factor * x; nothing where the factor is 1."""
-    if factor == 1.0:
-        return []
-    return [partial(torch.mul, x, scalar_like(factor, x), out=x)]
+def constant_like(value: float, x: Tensor) -> Tensor:
+    """A number as a scalar tensor in the dtype of x."""
+    return constant(value, x.dtype, x.device)
 
 
 def scalar_like(value: float, x: Tensor) -> Tensor:
@@ -132,19 +155,16 @@ def blocks(x: Tensor, size: int) -> list[Tensor]:
     return list(x.view(-1).split(size)) if x.numel() else []
 
 
-def flatten(*slots: Sequence[Tensor], gaps: bool = True) -> list[Tensor] | None:
+def flatten(*slots: Sequence[Tensor]) -> list[Tensor] | None:
     """One flat view per slot, or None.
 
     A slot is a list of tensors. It has a flat view where its tensors lie in one storage, in order, less than 64
-    elements apart; the slots need equal element offsets. With `gaps` the views take in the elements between
-    neighbours: only for kernels that treat every element alike, on slots whose gaps belong to nobody else.
+    elements apart; the slots need equal element offsets. The views take in the elements between neighbours: only for
+    kernels that treat every element alike, on slots whose gaps belong to nobody else.
     """
-    starts = None
-    for slot in slots:
-        offsets = _flat_offsets(slot, FLAT_GAP if gaps else 1)
-        if offsets is None or (starts is not None and offsets != starts):
-            return None
-        starts = offsets
+    offsets = [_flat_offsets(slot, FLAT_GAP) for slot in slots]
+    if offsets[0] is None or any(each != offsets[0] for each in offsets):
+        return None
     return [_flat_view(slot) for slot in slots]
 
 

@@ -12,10 +12,10 @@ import torch
 
 from ttrain.core.attention_mask import FULL, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Given, Specs, Tensor, Tensors, copying, shaped
+from ttrain.device.base import Attributes, Launch
+from ttrain.device.torch.kernels.common import Call, Context, Emitter, Tensor, shaped
 from ttrain.device.torch.kernels.layout import heads_view
-from ttrain.device.torch.kernels.random import Rows, mask_workspace, masking_rows
+from ttrain.device.torch.kernels.random import Rows, dropout_of, mask_workspace
 
 aten = torch.ops.aten
 
@@ -96,12 +96,14 @@ class ScoreBias:
         """Return specs for the distance of queries and keys, as integers and as the numbers that count."""
         return [TensorSpec((rows, time), each) for each in ((DType.INT32, dtype) if mask.biased else ())]
 
-    def adding(self, scores: Tensor, block: Block) -> list[Launch]:
+    def add(self, call: Emitter, scores: Tensor, block: Block) -> None:
         """scores [..., H or 1, rows, keys of the block] <- scores + bias."""
-        launches = self._preferring(scores, block) if self.mask.biased else []
+        if self.mask.biased:
+            self._prefer(call, scores, block)
         seen = self.mask.keys(block.start, block.stop, self.time)
         for outside in (block.columns(0, seen.start), block.columns(seen.stop, self.time)):
-            launches += [partial(scores[..., outside].fill_, -math.inf)] if outside.stop > outside.start else []
+            if outside.stop > outside.start:
+                call.emit(scores[..., outside].fill_, -math.inf)
         for edge in self.edges:
             first = block.start + edge  # of as many keys as there are rows, among which some rows have hidden ones
             columns = block.columns(first, first + self.rows + 1)
@@ -109,21 +111,22 @@ class ScoreBias:
             hidden = _hidden(self.mask, edge, self.rows, scores.device)[: block.stop - block.start]
             hidden = hidden[:, begin : begin + width] if width else hidden[:, :0]
             if hidden.any():
-                launches.append(partial(scores[..., columns].masked_fill_, hidden, -math.inf))
-        return launches
+                call.emit(scores[..., columns].masked_fill_, hidden, -math.inf)
 
-    def _preferring(self, scores: Tensor, block: Block) -> list[Launch]:
+    def _prefer(self, call: Emitter, scores: Tensor, block: Block) -> None:
         future = self.mask.position_bias == "future"
         columns = block.columns(block.start if future else 0, self.time)
-        keys = block.keys[columns]
-        whole, distance = (shaped(part, (block.stop - block.start, len(keys))) for part in self.work)
-        queries = self.places[block.start : block.stop, None]
-        return [
-            partial(torch.sub, self.places[keys.start : keys.stop], queries, out=whole),
-            partial(whole.clamp_, min=0) if future else whole.abs_,
-            copying(distance, whole),
-            partial(torch.addcmul, scores[..., columns], self.slopes, distance, value=-1, out=scores[..., columns]),
-        ]
+        keys, part = block.keys[columns], scores[..., columns]
+        whole, distance = (shaped(each, (block.stop - block.start, len(keys))) for each in self.work)
+        call.emit(
+            torch.sub, self.places[keys.start : keys.stop], self.places[block.start : block.stop, None], out=whole
+        )
+        if future:
+            call.emit(whole.clamp_, min=0)
+        else:
+            call.emit(whole.abs_)
+        call.emit(distance.copy_, whole)
+        call.emit(torch.addcmul, part, self.slopes, distance, value=-1, out=part)
 
 
 @lru_cache(maxsize=16)
@@ -150,17 +153,18 @@ class _Operand:
         self.source, self.scratch, self.pairs = source, scratch, pairs  # [B, H, T, D], strided and packed; B*K
         self.sliced = source.dtype is not torch.bfloat16 and pairs == source.shape[0] * source.shape[1]
 
-    def packing(self) -> list[Launch]:
+    def pack(self, call: Emitter) -> None:
         """Once, before the first range."""
-        return [copying(self.scratch, self.source)] if self.sliced else []
-
-    def rows(self, start: int, stop: int) -> tuple[list[Launch], Tensor]:
-        """Launches that make the rows ready, and the rows."""
         if self.sliced:
-            return [], self.scratch.flatten(0, 1)[:, start:stop]
-        shape = (*self.scratch.shape[:2], stop - start, self.scratch.shape[3])
-        packed = shaped(self.scratch, shape)
-        return [copying(packed, self.source[:, :, start:stop])], packed.view(self.pairs, -1, shape[3])
+            call.emit(self.scratch.copy_, self.source)
+
+    def rows(self, call: Emitter, start: int, stop: int) -> Tensor:
+        """Make the rows of a range ready, and return them."""
+        if self.sliced:
+            return self.scratch.flatten(0, 1)[:, start:stop]
+        packed = shaped(self.scratch, (*self.scratch.shape[:2], stop - start, self.scratch.shape[3]))
+        call.emit(packed.copy_, self.source[:, :, start:stop])
+        return packed.view(self.pairs, -1, packed.shape[3])
 
 
 class Documents:
@@ -169,20 +173,18 @@ class Documents:
     A block of query rows at a time, so that no mask of all of them exists. `work` has what `workspace` asks for.
     """
 
-    def __init__(self, positions: Tensor, work: Sequence[Tensor]) -> None:
-        self.positions, (self.starts, self.hidden) = positions, work
-        self.numbers = torch.arange(positions.shape[1], device=positions.device)
+    def __init__(self, call: Emitter, positions: Tensor, work: Sequence[Tensor]) -> None:
+        self.starts, self.hidden = work
+        numbers = torch.arange(positions.shape[1], device=positions.device)
+        call.emit(torch.sub, numbers, positions, out=self.starts)
 
-    def starting(self) -> list[Launch]:
-        """Once, before the first block."""
-        return [partial(torch.sub, self.numbers, self.positions, out=self.starts)]
-
-    def hiding(self, scores: Tensor, block: Block, value: float = -math.inf) -> list[Launch]:
+    def hide(self, call: Emitter, scores: Tensor, block: Block, value: float = -math.inf) -> None:
         """scores [B, 1 or H, rows, keys of a block] <- value where query and key are not of one document."""
         (start, stop), keys = (block.start, block.stop), block.keys
         hidden = shaped(self.hidden, (self.starts.shape[0], 1, stop - start, len(keys)))
         rows, columns = self.starts[:, None, start:stop, None], self.starts[:, None, None, keys.start : keys.stop]
-        return [partial(torch.ne, rows, columns, out=hidden), partial(scores.masked_fill_, hidden, value)]
+        call.emit(torch.ne, rows, columns, out=hidden)
+        call.emit(scores.masked_fill_, hidden, value)
 
     @staticmethod
     def workspace(positions: TensorSpec, rows: int) -> list[TensorSpec]:
@@ -192,66 +194,62 @@ class Documents:
 
 
 class _Explicit:
-    """Base of forward and backward. `work` has what `workspace` asks for, and behind it what the caller wants."""
+    """Base of forward and backward, with all operands packed. `rest` of the workspace is left to either."""
 
-    def __init__(
-        self,
-        context: Context,
-        parts: Sequence[Tensor],
-        seed: Tensor | None,
-        positions: Tensor | None,
-        attributes: Attributes,
-        work: Sequence[Tensor],
-    ) -> None:
-        self.context, self.seed, self.parts = context, seed, parts
-        self.p, self.stream = attributes.get("p", 0.0), attributes.get("stream", 0)
-        (self.batch, self.heads, self.time, _), dtype = parts[0].shape, parts[0].dtype
-        self.pairs = self.batch * parts[1].shape[1]  # sequences of keys: heads of queries may share them
-        self.scale, mask = attributes["scale"], attributes["mask"]
-        rows = _query_rows(context, self.batch * self.heads, self.time, dtype is torch.bfloat16)
-        self.blocks = Block.all(mask, self.time, rows, dtype is torch.bfloat16 and context.on_cpu)
-        masks, biases, documents = 5 * (self.p > 0), 2 * mask.biased, 2 * (positions is not None)
-        rest = list(work)
-        self.masks, rest = rest[:masks], rest[masks:]
-        self.bias, rest = ScoreBias(mask, self.heads, rows, self.time, parts[0], rest[:biases]), rest[biases:]
-        self.documents = None if positions is None else Documents(positions, rest[:documents])
-        self.work = rest[documents:]
+    def __init__(self, call: Call, sources: Sequence[Tensor], seed: Tensor | None, positions: Tensor | None) -> None:
+        queries, keys, *_ = sources
+        self.call, self.scale, mask = call, call.attributes["scale"], call.attributes["mask"]
+        (self.batch, self.heads, self.time, _), bf16 = queries.shape, queries.dtype is torch.bfloat16
+        pairs = self.batch * keys.shape[1]  # sequences of keys: heads of queries may share them
+        rows = _query_rows(call.context, self.batch * self.heads, self.time, bf16)
+        self.blocks = Block.all(mask, self.time, rows, bf16 and call.context.on_cpu)
+        rest = list(call.work)
+
+        def taken(count: int) -> list[Tensor]:
+            return [rest.pop(0) for _ in range(count)]
+
+        self.dropout = None if seed is None else dropout_of(call, seed, taken(5 * bool(call.attributes.get("p"))))
+        self.bias = ScoreBias(mask, self.heads, rows, self.time, queries, taken(2 * mask.biased))
+        self.documents = None if positions is None else Documents(call, positions, taken(2))
+        self.operands = [_Operand(source, taken(1)[0], pairs) for source in sources]
+        for operand in self.operands:
+            operand.pack(call)
+        self.rest = rest
 
     @staticmethod
-    def workspace(
-        context: Context, queries: TensorSpec, positions: TensorSpec | None, attributes: Attributes
-    ) -> tuple[TensorSpec, list[TensorSpec]]:
-        """Spec of a block's scores, and of what `work` begins with."""
-        (batch, heads, time, _), dtype, mask = queries.shape, queries.dtype, attributes["mask"]
-        rows = _query_rows(context, batch * heads, time, dtype is DType.BF16)
+    def workspace(call: Call, queries: TensorSpec, positions: TensorSpec | None) -> tuple[TensorSpec, list[TensorSpec]]:
+        """Spec of a block's scores, and of what workspace begins with, up to the packed operands."""
+        (batch, heads, time, _), dtype, mask = queries.shape, queries.dtype, call.attributes["mask"]
+        rows = _query_rows(call.context, batch * heads, time, dtype is DType.BF16)
         scores, found = queries.with_shape(batch * heads, rows, time), list[TensorSpec]()
-        if attributes.get("p", 0.0):
-            found += [*mask_workspace(context, scores.size, dtype, rows * time), TensorSpec((time,), DType.INT32)]
+        if call.attributes.get("p", 0.0):
+            found += [*mask_workspace(call.context, scores.size, dtype, rows * time), TensorSpec((time,), DType.INT32)]
         found += ScoreBias.workspace(mask, rows, time, dtype)
         return scores, found + ([] if positions is None else Documents.workspace(positions, rows))
 
-    def probabilities(self, block: Block, q: Tensor, k: Tensor, scores: Tensor) -> list[Launch]:
-        """scores <- bias + scale q k^T: all launches but the last; then their softmax in place."""
+    def rows_of(self, block: Block) -> list[Tensor]:
+        """Make the rows of every operand that a block needs ready: of queries and what goes with them, or of keys."""
+        queries, keys = (block.start, block.stop), (block.keys.start, block.keys.stop)
+        ranges = (queries, keys, keys, queries)
+        return [operand.rows(self.call, *each) for operand, each in zip(self.operands, ranges, strict=False)]
+
+    def score(self, block: Block, q: Tensor, k: Tensor, scores: Tensor) -> None:
+        """scores <- bias + scale q k^T."""
+        scaled_product(self.call, q, k.mT, self.scale, scores)
         by_heads = self.by_heads(scores)
-        hiding = self.documents.hiding(by_heads, block) if self.documents else []
-        product = scaled_product(q, k.mT, self.scale, scores)
-        return [product, *self.bias.adding(by_heads, block), *hiding, softmax_into(scores, scores)]
+        self.bias.add(self.call, by_heads, block)
+        if self.documents:
+            self.documents.hide(self.call, by_heads, block)
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B*K, rows, n] as [B, H, rows of a head, n]."""
         return x.view(self.batch, self.heads, -1, x.shape[2])
 
-    def starting(self) -> list[Launch]:
-        return self.documents.starting() if self.documents else []
-
-    def drop(self, x: Tensor, y: Tensor, block: Block) -> list[Launch]:
+    def drop(self, x: Tensor, y: Tensor, block: Block) -> None:
         """y <- x with dropout; nothing without. What is dropped does not depend on the blocks."""
-        if not self.p:
-            return []
-        assert self.seed is not None
-        at = Rows(block.start, block.keys.start, self.time)
-        x, y = (self.by_heads(part).flatten(0, 1) for part in (x, y))
-        return [masking_rows(self.context, x, y, at, self.seed, self.p, self.stream, self.masks)]
+        if self.dropout is not None and self.dropout.p:
+            x, y = (self.by_heads(part).flatten(0, 1) for part in (x, y))
+            self.dropout.mask_rows(self.call, x, y, Rows(block.start, block.keys.start, self.time))
 
 
 def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
@@ -267,107 +265,87 @@ def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
     return min(time, rows + rows % 2)
 
 
-def explicit_forward(context: Context) -> Kernel:
+def forward(call: Call) -> None:
     """The row of attention: (q, k?, v?, no bias, seed?, positions?) -> y, log_sum_exp."""
-
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        parts = by_heads(ins[:3], attributes)
-        shared = _Explicit(context, parts, ins[4], ins[5], attributes, work)
-        *scratch, results, all_scores, diagonal = shared.work
-        operands = [_Operand(part, packed, shared.pairs) for part, packed in zip(parts, scratch, strict=True)]
-        y, log_sum_exp = heads_view(outs[0], 1, shared.heads)[0], outs[1].flatten(0, 1)
-        launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
-        for block in shared.blocks:
-            start, stop, keys = block.start, block.stop, (block.keys.start, block.keys.stop)
-            (pack_q, q), (pack_k, k), (pack_v, v) = (
-                operand.rows(*rows) for operand, rows in zip(operands, ((start, stop), keys, keys), strict=True)
-            )
-            scores = shaped(all_scores, (*q.shape[:2], len(block.keys)))
-            result = shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
-            *product, softmax = shared.probabilities(block, q, k, scores)
-            own = shared.by_heads(scores).flatten(0, 1).diagonal(start - block.keys.start, 1, 2)
-            picked, statistic = shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
-            launches += [*pack_q, *pack_k, *pack_v, *product, copying(statistic, own), softmax]
-            launches += _log_sum_exp(own, picked, statistic)
-            launches += [
-                *shared.drop(scores, scores, block),
-                partial(torch.bmm, scores, v, out=result.view(*q.shape[:2], -1)),
-                copying(y[:, :, start:stop], result),
-            ]
-        return chain(*launches)
-
-    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = specs_by_heads(ins[:3], attributes)
-        results = queries.with_shape(*queries.shape[:3], values.shape[3])
-        scores, first = _Explicit.workspace(context, queries, ins[5], attributes)
-        diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.accumulation)
-        return [*first, queries, keys, values, results, scores, diagonal]
-
-    return Kernel(bind, workspace=workspace)
+    shared = _Explicit(call, by_heads(call.ins[:3], call.attributes), *call.ins[4:6])
+    results, all_scores, diagonal = shared.rest
+    y, log_sum_exp = heads_view(call.outs[0], 1, shared.heads)[0], call.outs[1].flatten(0, 1)
+    for block in shared.blocks:
+        start, stop = block.start, block.stop
+        q, k, v = shared.rows_of(block)
+        scores = shaped(all_scores, (*q.shape[:2], len(block.keys)))
+        result = shaped(results, (*y.shape[:2], stop - start, y.shape[3]))
+        own = shared.by_heads(scores).flatten(0, 1).diagonal(start - block.keys.start, 1, 2)
+        picked, statistic = shaped(diagonal, own.shape), log_sum_exp[:, start:stop]
+        shared.score(block, q, k, scores)
+        call.emit(statistic.copy_, own)
+        call.emit(softmax_into(scores, scores))
+        _log_sum_exp(call, own, picked, statistic)
+        shared.drop(scores, scores, block)
+        call.emit(torch.bmm, scores, v, out=result.view(*q.shape[:2], -1))
+        call.emit(y[:, :, start:stop].copy_, result)
 
 
-def _log_sum_exp(own: Tensor, picked: Tensor, statistic: Tensor) -> list[Launch]:
+def forward_workspace(call: Call) -> list[TensorSpec]:
+    queries, keys, values = specs_by_heads(call.ins[:3], call.attributes)
+    results = queries.with_shape(*queries.shape[:3], values.shape[3])
+    scores, first = _Explicit.workspace(call, queries, call.ins[5])
+    diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.accumulation)
+    return [*first, queries, keys, values, results, scores, diagonal]
+
+
+def _log_sum_exp(call: Call, own: Tensor, picked: Tensor, statistic: Tensor) -> None:
     """statistic <- log sum exp of a row, which is any score of it less the log of that score's probability.
 
     The score of a row's own time step is at hand. A probability that underflows is taken as the smallest normal one;
     backward on this way doesn't read the statistic.
     """
-    return [
-        copying(picked, own),
-        partial(torch.clamp_min, picked, torch.finfo(picked.dtype).tiny, out=picked),
-        partial(torch.log, picked, out=picked),
-        partial(torch.sub, statistic, picked, out=statistic),
-    ]
+    call.emit(picked.copy_, own)
+    call.emit(torch.clamp_min, picked, torch.finfo(picked.dtype).tiny, out=picked)
+    call.emit(torch.log, picked, out=picked)
+    call.emit(torch.sub, statistic, picked, out=statistic)
 
 
-def explicit_backward(context: Context) -> Kernel:
+def backward(call: Call) -> None:
     """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?, positions?) -> dq, dk?, dv?."""
-
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        parts = by_heads(ins[1:4], attributes)
-        shared = _Explicit(context, parts, ins[7], ins[8], attributes, work)
-        sources = (*parts, heads_view(ins[0], 1, shared.heads)[0])
-        *scratch, dq, dk, dv, all_p, all_dp, all_dropped = [*shared.work, *shared.work[-2:-1] * (not shared.p)]
-        operands = [_Operand(source, packed, shared.pairs) for source, packed in zip(sources, scratch, strict=True)]
-        targets = by_heads(outs, attributes)
-        launches = [*shared.starting(), *(launch for operand in operands for launch in operand.packing())]
-        whole = len(shared.blocks[-1].keys) == shared.time  # the last block writes all of dk and dv, the others add
-        launches += [] if whole else [dk.zero_, dv.zero_]
-        for block in reversed(shared.blocks):
-            start, stop, keys = block.start, block.stop, (block.keys.start, block.keys.stop)
-            (pack_q, q), (pack_k, k), (pack_v, v), (pack_dy, dy_rows) = (
-                operand.rows(*rows)
-                for operand, rows in zip(operands, ((start, stop), keys, keys, (start, stop)), strict=True)
-            )
-            shape = (*q.shape[:2], len(block.keys))
-            p, dp, dropped = (shaped(each, shape) for each in (all_p, all_dp, all_dropped))
-            dq_rows = shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
-            dk_rows, dv_rows = (each.flatten(0, 1)[:, slice(*keys)] for each in (dk, dv))
-            beta = 0 if whole and block is shared.blocks[-1] else 1
-            launches += [
-                *(*pack_q, *pack_k, *pack_v, *pack_dy),
-                *shared.probabilities(block, q, k, p),
-                *shared.drop(p, dropped, block),
-                partial(torch.baddbmm, dv_rows, dropped.mT, dy_rows, beta=beta, out=dv_rows),
-                partial(torch.bmm, dy_rows, v.mT, out=dp),
-                *shared.drop(dp, dp, block),
-                partial(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp),
-                scaled_product(dp, k, shared.scale, dq_rows.view(q.shape)),
-                partial(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows),
-                copying(targets[0][:, :, start:stop], dq_rows),
-            ]
-        return chain(*launches, copying(targets[1], dk), copying(targets[2], dv))
-
-    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        queries, keys, values = specs_by_heads(ins[1:4], attributes)
-        gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
-        scores, first = _Explicit.workspace(context, queries, ins[8], attributes)
-        blocks = [scores] * (3 if attributes.get("p", 0.0) else 2)
-        return [*first, queries, keys, values, gradients, queries, keys, values, *blocks]
-
-    return Kernel(bind, workspace=workspace)
+    parts, heads = by_heads(call.ins[1:4], call.attributes), call.attributes["heads"]
+    shared = _Explicit(call, [*parts, heads_view(call.ins[0], 1, heads)[0]], *call.ins[7:9])
+    dq, dk, dv, all_p, all_dp, *dropped_ones = shared.rest
+    targets = by_heads(call.outs, call.attributes)
+    whole = len(shared.blocks[-1].keys) == shared.time  # the last block writes all of dk and dv, the others add
+    if not whole:
+        call.emit(dk.zero_)
+        call.emit(dv.zero_)
+    for block in reversed(shared.blocks):
+        start, stop, keys = block.start, block.stop, slice(block.keys.start, block.keys.stop)
+        q, k, v, dy_rows = shared.rows_of(block)
+        shape = (*q.shape[:2], len(block.keys))
+        p, dp, dropped = (shaped(each, shape) for each in (all_p, all_dp, *dropped_ones, all_p)[:3])
+        dq_rows = shaped(dq, (*dq.shape[:2], stop - start, dq.shape[3]))
+        dk_rows, dv_rows = (each.flatten(0, 1)[:, keys] for each in (dk, dv))
+        beta = 0 if whole and block is shared.blocks[-1] else 1
+        shared.score(block, q, k, p)
+        call.emit(softmax_into(p, p))
+        shared.drop(p, dropped, block)
+        call.emit(torch.baddbmm, dv_rows, dropped.mT, dy_rows, beta=beta, out=dv_rows)
+        call.emit(torch.bmm, dy_rows, v.mT, out=dp)
+        shared.drop(dp, dp, block)
+        call.emit(aten._softmax_backward_data.out, dp, p, -1, p.dtype, grad_input=dp)
+        scaled_product(call, dp, k, shared.scale, dq_rows.view(q.shape))
+        call.emit(torch.baddbmm, dk_rows, dp.mT, q, beta=beta, alpha=shared.scale, out=dk_rows)
+        call.emit(targets[0][:, :, start:stop].copy_, dq_rows)
+    call.emit(targets[1].copy_, dk)
+    call.emit(targets[2].copy_, dv)
 
 
-def scaled_product(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Launch:
+def backward_workspace(call: Call) -> list[TensorSpec]:
+    queries, keys, values = specs_by_heads(call.ins[1:4], call.attributes)
+    gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
+    scores, first = _Explicit.workspace(call, queries, call.ins[8])
+    blocks = [scores] * (3 if call.attributes.get("p", 0.0) else 2)
+    return [*first, queries, keys, values, gradients, queries, keys, values, *blocks]
+
+
+def scaled_product(call: Emitter, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
     """out <- scale a b."""
-    return partial(torch.baddbmm, out, a, b, beta=0, alpha=scale, out=out)
+    call.emit(torch.baddbmm, out, a, b, beta=0, alpha=scale, out=out)

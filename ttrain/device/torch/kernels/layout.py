@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
-from ttrain.device.base import Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Tensor, Tensors, copying, row
+from ttrain.device.torch.kernels.common import Call, Tensor, row
 
 
 def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
@@ -18,41 +17,45 @@ def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
 
 @row("reshape")
 @row("copy_reshape")
-def _reshape(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return copying(outs[0], ins[0].view(outs[0].shape))
+def _reshape(call: Call) -> None:
+    call.emit(call.outs[0].copy_, call.ins[0].view(call.outs[0].shape))
 
 
 @row("expand")
-def _expand(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return copying(outs[0], ins[0].expand(outs[0].shape))
+def _expand(call: Call) -> None:
+    call.emit(call.outs[0].copy_, call.ins[0].expand(call.outs[0].shape))
 
 
 @row("transpose")
-def _transpose(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return copying(outs[0], ins[0].mT)
+def _transpose(call: Call) -> None:
+    call.emit(call.outs[0].copy_, call.ins[0].mT)
 
 
 @row("split_heads")
-def _split_heads(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    parts = heads_view(ins[0], attributes["parts"], attributes["heads"])
-    return chain(*(copying(out, part) for out, part in zip(outs, parts, strict=True)))
+def _split_heads(call: Call) -> None:
+    parts = heads_view(call.ins[0], call.attributes["parts"], call.attributes["heads"])
+    for out, part in zip(call.outs, parts, strict=True):
+        call.emit(out.copy_, part)
 
 
 @row("merge_heads")
-def _merge_heads(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    parts = heads_view(outs[0], len(ins), ins[0].shape[1])
-    return chain(*(copying(part, given) for part, given in zip(parts, ins, strict=True)))
+def _merge_heads(call: Call) -> None:
+    parts = heads_view(call.outs[0], len(call.ins), call.ins[0].shape[1])
+    for part, given in zip(parts, call.ins, strict=True):
+        call.emit(part.copy_, given)
 
 
 @row("index_select")
-def _index_select(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return partial(torch.index_select, ins[0], 1, _index(attributes["indices"], ins[0].device), out=outs[0])
+def _index_select(call: Call) -> None:
+    x = call.ins[0]
+    call.emit(torch.index_select, x, 1, _index(call.attributes["indices"], x.device), out=call.outs[0])
 
 
 @row("index_put")
-def _index_put(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    y = outs[0]
-    return chain(y.zero_, partial(y.index_copy_, 1, _index(attributes["indices"], y.device), ins[0]))
+def _index_put(call: Call) -> None:
+    y = call.outs[0]
+    call.emit(y.zero_)
+    call.emit(y.index_copy_, 1, _index(call.attributes["indices"], y.device), call.ins[0])
 
 
 @lru_cache(maxsize=16)

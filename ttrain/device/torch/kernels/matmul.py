@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Kernel, Launch, chain
-from ttrain.device.torch.kernels.common import ROWS, Attributes, Context, Given, Specs, Tensors, rows_of
+from ttrain.device.base import Attributes, Kernel, Specs
+from ttrain.device.torch.kernels.common import ROWS, Bind, Call, Context, Workspace, kernel, rows_of
 from ttrain.device.torch.kernels.product import fresh_bytes, product, uses_onednn
 
 
-def _matmul(pinned: str, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (a, b), c = ins, outs[0]
-    a, b = a.mT if attributes["transpose_a"] else a, b.mT if attributes["transpose_b"] else b
+def _matmul(call: Call) -> None:
+    (a, b), c = call.ins, call.outs[0]
+    a, b = a.mT if call.attributes["transpose_a"] else a, b.mT if call.attributes["transpose_b"] else b
     if a.ndim == 2:
-        return product(a, b, c, pinned=pinned)
-    return partial(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
+        call.emit(product(a, b, c, pinned=call.context.matmul))
+    else:
+        call.emit(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
 
 
 _Sizes = tuple[int, int, int, bool, bool]  # rows, inner, columns, whether a [M, K] and b [K, N] lie as their shapes say
@@ -42,10 +43,11 @@ def _linear_sizes(ins: Sequence[TensorSpec | None], outs: Specs, attributes: Att
     return y.size // columns, inner, columns, True, False
 
 
-def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) -> Kernel:
-    """The row, telling what its products allocate and who makes them."""
-    if not context.on_cpu:
-        return row
+def _product_row(
+    bind: Bind, sizes: Callable[..., _Sizes | None], workspace: Workspace | None, context: Context
+) -> Kernel:
+    """The row, on a CPU telling what its products allocate and who makes them."""
+    made = kernel(context, bind, workspace)
 
     def outside(*given: Any) -> int:
         found = sizes(*given)
@@ -55,38 +57,35 @@ def _on_cpu(row: Kernel, context: Context, sizes: Callable[..., _Sizes | None]) 
         found = sizes(*given)
         return "onednn" if found is not None and uses_onednn(*found, context.matmul) else "aten"
 
-    return replace(row, outside=outside, way=way)
+    return replace(made, outside=outside, way=way) if context.on_cpu else made
 
 
-def _linear(context: Context) -> Kernel:
-    """A product, then the activation's own row in place: fused or not, the bits are the same."""
-
-    def bind(ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-        x, weight, bias = ins
-        rows, y = rows_of(x), rows_of(outs[0])
-        linear = product(rows, weight.t(), y, bias, context.matmul)
-        if attributes.get("activation") is None:
-            return linear
-        name, settings = _activation(attributes["activation"])
-        return chain(linear, ROWS[name](context).bind([y], [y], settings, work))
-
-    def workspace(ins: Given, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        if attributes.get("activation") is None:
-            return []
-        name, settings = _activation(attributes["activation"])
-        return ROWS[name](context).workspace_specs(outs, outs, settings)
-
-    return _on_cpu(Kernel(bind, workspace=workspace), context, _linear_sizes)
-
-
-def _activation(name: str) -> tuple[str, Attributes]:
-    """The op of an activation by its config name, and the op's attributes."""
+def _activation(call: Call) -> tuple[Kernel, Attributes] | None:
+    """The row of the activation and the attributes of its op; None where there is none."""
+    name = call.attributes.get("activation")
     forms = {"gelu": "none", "gelu_tanh": "tanh"}
-    return ("gelu", {"approximate": forms[name]}) if name in forms else (name, {})
+    op, settings = ("gelu", {"approximate": forms[name]}) if name in forms else (name, {})
+    return None if op is None else (ROWS[op](call.context), settings)
 
 
-def _product_row(context: Context) -> Kernel:
-    return _on_cpu(Kernel(partial(_matmul, context.matmul)), context, _matmul_sizes)
+def _linear(call: Call) -> None:
+    """A product, then the activation's own row in place: fused or not, the bits are the same."""
+    x, weight, bias = call.ins
+    rows, y = rows_of(x), rows_of(call.outs[0])
+    call.emit(product(rows, weight.t(), y, bias, call.context.matmul))
+    if (found := _activation(call)) is not None:
+        activation, settings = found
+        call.emit(activation.bind([y], [y], settings, call.work))
 
 
-ROWS.update(matmul=_product_row, linear=_linear)
+def _linear_workspace(call: Call) -> list[TensorSpec]:
+    if (found := _activation(call)) is None:
+        return []
+    activation, settings = found
+    return activation.workspace_specs(call.outs, call.outs, settings)
+
+
+ROWS.update(
+    matmul=partial(_product_row, _matmul, _matmul_sizes, None),
+    linear=partial(_product_row, _linear, _linear_sizes, _linear_workspace),
+)

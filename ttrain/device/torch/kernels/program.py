@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import Tensor, constant, copying
+from ttrain.device.torch.kernels.common import Emitter, Tensor, constant_like
 
 Function = Callable[..., Any]
 FUNCTIONS: dict[str, Function] = {
@@ -56,43 +55,37 @@ class Program:
             chosen[item] = free.pop()
         return chosen, count
 
-    def bind_scalars(
-        self, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
-    ) -> tuple[list[Launch], dict[int, Tensor]]:
-        """Launches that work out the scalars, and where vectors find them: `exact` fp64, `rounded` fp32
-        [scalar_count].
-        """
+    def work_out_scalars(
+        self, call: Emitter, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
+    ) -> dict[int, Tensor]:
+        """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32."""
         items = [item for item, scalar in enumerate(self.is_scalar) if scalar]
         places, first = {item: exact[at] for at, item in enumerate(items)}, self.inputs - len(given)
-        launches: list[Launch] = [copying(places[first + at], tensor) for at, tensor in enumerate(given)]
-        for number, step in enumerate(self.steps):
-            if self.inputs + number in places:
-                launches.append(self._launch(step, places, places[self.inputs + number]))
-        launches.append(copying(rounded, exact))
-        return launches, {item: rounded[at] for at, item in enumerate(items)}
+        for at, tensor in enumerate(given):
+            call.emit(places[first + at].copy_, tensor)
+        for number, step in enumerate(self.steps, start=self.inputs):
+            if number in places:
+                self._emit(call, step, places, places[number])
+        call.emit(rounded.copy_, exact)
+        return {item: rounded[at] for at, item in enumerate(items)}
 
-    def bind(
-        self, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
-    ) -> tuple[list[Launch], list[Tensor]]:
-        """Launches on vectors of one size, and the scratch vectors that the results are in."""
+    def work_out(
+        self, call: Emitter, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Emit the steps on vectors of one size, and return the scratch vectors that the results are in."""
         known = {**dict(enumerate(vectors)), **scalars}
         known |= {item: scratch[place] for item, place in self.register.items()}
-        steps = enumerate(self.steps)
-        launches = [
-            self._launch(step, known, known[self.inputs + number])
-            for number, step in steps
-            if not self.is_scalar[self.inputs + number]
-        ]
-        return launches, [known[self.inputs + result] for result in self.results]
+        for number, step in enumerate(self.steps, start=self.inputs):
+            if not self.is_scalar[number]:
+                self._emit(call, step, known, known[number])
+        return [known[self.inputs + result] for result in self.results]
 
-    def _launch(self, step: Any, known: dict[int, Tensor], out: Tensor) -> Launch:
+    def _emit(self, call: Emitter, step: Any, known: dict[int, Tensor], out: Tensor) -> None:
         name, operands, attributes = step
-        settings = dict(attributes)
-        ins = [known[item] for item in operands]
-        if name == "full":
-            return copying(out, constant(settings["value"], out.dtype, out.device))
-        if name == "cast":
-            return copying(out, ins[0])
-        if name == "scale":
-            return partial(torch.mul, ins[0], constant(settings["factor"], out.dtype, out.device), out=out)
-        return partial(FUNCTIONS[name], *ins, out=out)
+        settings, ins = dict(attributes), [known[item] for item in operands]
+        if name in ("full", "cast"):
+            call.emit(out.copy_, ins[0] if ins else constant_like(settings["value"], out))
+        elif name == "scale":
+            call.emit(torch.mul, ins[0], constant_like(settings["factor"], out), out=out)
+        else:
+            call.emit(FUNCTIONS[name], *ins, out=out)

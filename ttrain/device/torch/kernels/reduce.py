@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Launch, chain
-from ttrain.device.torch.kernels.common import Attributes, Context, Specs, Tensor, Tensors, copying, row, runs
+from ttrain.device.torch.kernels.common import Call, Tensor, row, runs
 
 
 @row("reduce_sum")
-def _reduce_sum(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    x, y, axes = ins[0], outs[0], attributes["axes"]
-    return partial(torch.sum, x, axes, out=y) if axes else copying(y, x)
+def _reduce_sum(call: Call) -> None:
+    x, y, axes = call.ins[0], call.outs[0], call.attributes["axes"]
+    if axes:
+        call.emit(torch.sum, x, axes, out=y)
+    else:
+        call.emit(y.copy_, x)
 
 
 @row("reduce_max")
-def _reduce_max(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return partial(torch.amax, ins[0], attributes["axes"], out=outs[0])
+def _reduce_max(call: Call) -> None:
+    call.emit(torch.amax, call.ins[0], call.attributes["axes"], out=call.outs[0])
 
 
 def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
@@ -37,29 +38,28 @@ def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
     return pieces
 
 
-def _global_norm_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    dtype = outs[0].dtype
-    specs = [TensorSpec((sum(-(-spec.size // context.norm_row) + 1 for spec in ins) or 1,), dtype)]
-    if any(spec.dtype is not dtype for spec in ins):
-        largest = max(spec.size for spec in ins)
-        total = sum(spec.size for spec in ins)
-        specs.append(TensorSpec((min(max(largest, total), max(context.block, context.norm_row)),), dtype))
+def _global_norm_workspace(call: Call) -> list[TensorSpec]:
+    dtype, context, sizes = call.outs[0].dtype, call.context, [spec.size for spec in call.ins]
+    specs = [TensorSpec((sum(-(-size // context.norm_row) + 1 for size in sizes) or 1,), dtype)]
+    if any(spec.dtype is not dtype for spec in call.ins):
+        specs.append(TensorSpec((min(sum(sizes), max(context.block, context.norm_row)),), dtype))
     return specs
 
 
 @row("global_norm", _global_norm_workspace)
-def _global_norm(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (y,) = outs
-    pieces, launches, start = _pieces(ins, context.block, context.norm_row), [], 0
+def _global_norm(call: Call) -> None:
+    y, start = call.outs[0], 0
+    pieces = _pieces(call.ins, call.context.block, call.context.norm_row)
     if len(pieces) == 1 and pieces[0].shape[0] == 1 and pieces[0].dtype is y.dtype:
-        return partial(torch.linalg.vector_norm, pieces[0], 2, out=y)
-    partials = work[0]
+        call.emit(torch.linalg.vector_norm, pieces[0], 2, out=y)
+        return
+    partials = call.work[0]
     for piece in pieces:
         if piece.dtype is not y.dtype:
-            widened = work[1][: piece.numel()].view(piece.shape)
-            launches.append(copying(widened, piece))
+            widened = call.work[1][: piece.numel()].view(piece.shape)
+            call.emit(widened.copy_, piece)
             piece = widened
         end = start + piece.shape[0]
-        launches.append(partial(torch.linalg.vector_norm, piece, 2, 1, out=partials[start:end]))
+        call.emit(torch.linalg.vector_norm, piece, 2, 1, out=partials[start:end])
         start = end
-    return chain(*launches, partial(torch.linalg.vector_norm, partials[:start], 2, out=y))
+    call.emit(torch.linalg.vector_norm, partials[:start], 2, out=y)

@@ -6,30 +6,17 @@ Learning rate, step number and clip factor stay on the device: nothing here turn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
-from ttrain.device.base import Delivery, Launch, chain
-from ttrain.device.torch.kernels.common import (
-    FLAT_GAP,
-    Attributes,
-    Context,
-    Given,
-    Specs,
-    Tensor,
-    Tensors,
-    constant,
-    copying,
-    flatten,
-    row,
-)
+from ttrain.device.base import Delivery
+from ttrain.device.torch.kernels.common import FLAT_GAP, Call, Tensor, constant_like, flatten, row
 from ttrain.device.torch.kernels.program import Program
-from ttrain.device.torch.kernels.random import counting, keying, mixing
+from ttrain.device.torch.kernels.random import counting, emit_key, emit_mix
 
 _CPU_BLOCK, _GPU_BLOCK = 2**16, 2**20  # elements at most: all scratch of a block stays in the cache
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
@@ -37,37 +24,34 @@ _KEYS = 8  # int32 per list: key, key of the block, and scratch
 
 
 @row("assign", delivery=Delivery.INPLACE)
-def _assign(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    return copying(ins[0], ins[1])
+def _assign(call: Call) -> None:
+    call.emit(call.ins[0].copy_, call.ins[1])
 
 
-def _accumulate_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    state, value = ins
-    return [] if state.dtype is value.dtype else [state.with_shape(max(min(state.size, context.block), 1))]
+def _accumulate_workspace(call: Call) -> list[TensorSpec]:
+    state, value = call.ins
+    return [] if state.dtype is value.dtype else [state.with_shape(max(min(state.size, call.context.block), 1))]
 
 
 @row("accumulate", _accumulate_workspace, delivery=Delivery.INPLACE)
-def _accumulate(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    state, value = ins
-    if not work:
-        return partial(torch.add, state, value, out=state)
-    launches: list[Launch] = []
-    size = work[0].numel()
+def _accumulate(call: Call) -> None:
+    state, value = call.ins
+    if not call.work:
+        call.emit(torch.add, state, value, out=state)
+        return
+    size = call.work[0].numel()
     for part, given in zip(state.view(-1).split(size), value.view(-1).split(size), strict=True):
-        widened = work[0][: part.numel()]
-        launches += [copying(widened, given), partial(torch.add, part, widened, out=part)]
-    return chain(*launches)
+        widened = call.work[0][: part.numel()]
+        call.emit(widened.copy_, given)
+        call.emit(torch.add, part, widened, out=part)
 
 
 @row("clip_factor")
-def _clip_factor(context: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    norm, factor = ins[0], outs[0]
-    number = partial(constant, dtype=norm.dtype, device=norm.device)
-    return chain(
-        partial(torch.add, norm, number(1e-6), out=factor),
-        partial(torch.div, number(attributes["limit"]), factor, out=factor),
-        partial(torch.clamp_max, factor, 1.0, out=factor),
-    )
+def _clip_factor(call: Call) -> None:
+    norm, factor = call.ins[0], call.outs[0]
+    call.emit(torch.add, norm, constant_like(1e-6, norm), out=factor)
+    call.emit(torch.div, constant_like(call.attributes["limit"], norm), factor, out=factor)
+    call.emit(torch.clamp_max, factor, 1.0, out=factor)
 
 
 def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -76,46 +60,9 @@ def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     return [[view] for view in flat] if flat is not None else [[tensor.view(-1) for tensor in slot] for slot in slots]
 
 
-def _gradient_workspace(context: Context, count: int, scaled: bool, ins: Specs) -> list[TensorSpec]:
-    """Room for a chunk of scaled gradients in the parameters' dtype; none where they are used as they are."""
-    parameters, gradients = ins[:count], ins[count : 2 * count]
-    if not scaled and all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True)):
-        return []
-    total = sum(-(-spec.size // FLAT_GAP) * FLAT_GAP for spec in parameters)
-    return [TensorSpec((min(total, context.block),), parameters[0].dtype)]
-
-
-def _prepared(gradient: Tensor, factor: Tensor | None, scratch: Tensor) -> tuple[list[Launch], Tensor]:
-    """The gradient in the scratch's dtype, multiplied by `factor`."""
-    scratch = scratch[: gradient.numel()]
-    if factor is None:
-        return [copying(scratch, gradient)], scratch
-    if gradient.dtype is scratch.dtype:
-        return [partial(torch.mul, gradient, factor, out=scratch)], scratch
-    return [copying(scratch, gradient), partial(torch.mul, scratch, factor, out=scratch)], scratch
-
-
-Update = Callable[[list[list[Tensor]]], Launch]  # slots of vectors -> one launch that updates them
-
-
-def _updating(
-    slots: Sequence[Sequence[Tensor]], factor: Tensor | None, work: Sequence[Tensor], update: Update
-) -> Launch:
-    """The update of all slots, slot 1 holding the gradients: in one call, or chunk by chunk through scratch."""
-    vectors = _aligned_slots(slots)
-    if not work:
-        return update(vectors)
-    launches: list[Launch] = []
-    for tensors in zip(*vectors, strict=True):
-        for parts in zip(*(tensor.split(work[0].numel()) for tensor in tensors), strict=True):
-            preparing, gradient = _prepared(parts[1], factor, work[0])
-            launches += [*preparing, update([[parts[0]], [gradient], *([part] for part in parts[2:])])]
-    return chain(*launches)
-
-
 @dataclass(frozen=True)
-class _Call:
-    """The inputs of one update, sorted."""
+class _Update:
+    """The inputs of one update, sorted: tensors, or their specs."""
 
     lists: list[list[Any]]  # parameters, gradients and slots
     copies: list[Any]  # of the parameters; none where there are no copies
@@ -125,139 +72,129 @@ class _Call:
     seed: Any
 
     @staticmethod
-    def of(ins: Sequence[Any], attributes: Attributes) -> _Call:
-        count = attributes["count"]
+    def of(call: Call) -> _Update:
+        ins, count = call.ins, call.attributes["count"]
         lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
-        copies = lists.pop() if attributes.get("copies") else []
-        return _Call(lists, copies, *ins[-4:])
+        copies = lists.pop() if call.attributes.get("copies") else []
+        return _Update(lists, copies, *ins[-4:])
 
     @property
     def low_bits(self) -> bool:
         """Return whether the parameters are the low bits of fp32 weights beyond their copies."""
         return self.lists[0][0].dtype in (torch.int16, DType.INT16)
 
-    def widths(self) -> list[list[int]]:
-        """Bytes per element of each list's tensors, or of their specs."""
-        return [[_itemsize(tensor) for tensor in tensors] for tensors in self.lists]
+    @property
+    def narrow(self) -> list[bool]:
+        """Return whether each list but that of gradients is kept in fewer bits than fp32 has."""
+        few = [any(each.dtype.itemsize < 4 for each in given) for given in self.lists]
+        return [short and number != 1 for number, short in enumerate(few)]
 
-    def in_one_pass(self, attributes: Attributes) -> bool:
+    def in_one_pass(self, call: Call) -> bool:
         """Return whether aten has a kernel for the rule, and the state has the dtypes that it computes in."""
-        narrow = any(size < 4 for position, sizes in enumerate(self.widths()) if position != 1 for size in sizes)
-        return attributes["rule"].name in _FUSED and not narrow
+        return call.attributes["rule"].name in _FUSED and not any(self.narrow)
 
 
-def _itemsize(tensor: Any) -> int:
-    return tensor.dtype.itemsize
+def _adamw(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
+    steps = [update.step] * len(vectors[0])
+    call.emit(torch._fused_adamw_, *vectors, [], steps, lr=update.lr, amsgrad=False, maximize=False, **settings)
 
 
-def _adamw(call: _Call, settings: Mapping[str, float]) -> Update:
-    def update(vectors: list[list[Tensor]]) -> Launch:
-        return partial(
-            torch._fused_adamw_, *vectors, [], [call.step] * len(vectors[0]), lr=call.lr, beta1=settings["beta1"],
-            beta2=settings["beta2"], weight_decay=settings["weight_decay"], eps=settings["eps"], amsgrad=False,
-            maximize=False,
-        )  # fmt: skip
-
-    return update
+def _sgd(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
+    given = {"momentum": 0.0, **settings, "nesterov": bool(settings.get("nesterov"))}
+    call.emit(
+        torch._fused_sgd_, *vectors[:2], vectors[2] if vectors[2:] else [], lr=update.lr, dampening=0.0,
+        maximize=False, is_first_step=False, **given,
+    )  # fmt: skip
 
 
-def _sgd(call: _Call, settings: Mapping[str, float]) -> Update:
-    def update(vectors: list[list[Tensor]]) -> Launch:
-        return partial(
-            torch._fused_sgd_, vectors[0], vectors[1], vectors[2] if vectors[2:] else [], lr=call.lr,
-            weight_decay=settings["weight_decay"], momentum=settings.get("momentum", 0.0), dampening=0.0,
-            nesterov=bool(settings.get("nesterov")), maximize=False, is_first_step=False,
-        )  # fmt: skip
-
-    return update
+_FUSED = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 
-_FUSED: dict[str, Callable[[_Call, Mapping[str, float]], Update]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "sgd_momentum": _sgd,
-}
+def _update_workspace(call: Call) -> list[TensorSpec]:
+    """In one pass room for a chunk of prepared gradients, where they are not used as they are. Else:
 
-
-def _update_workspace(context: Context, ins: Specs, outs: Specs, attributes: Attributes) -> list[TensorSpec]:
-    call = _Call.of(ins, attributes)
-    if call.in_one_pass(attributes):
-        return _gradient_workspace(context, attributes["count"], call.factor is not None, ins)
-    return _block_workspace(context, call, attributes)
+    Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch.
+    """
+    update, context = _Update.of(call), call.context
+    parameters, gradients, *_ = update.lists
+    if update.in_one_pass(call):
+        alike = all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True))
+        total = sum(-(-spec.size // FLAT_GAP) * FLAT_GAP for spec in parameters)
+        needed = update.factor is not None or not alike
+        return [TensorSpec((min(total, context.block),), parameters[0].dtype)] * needed
+    program = _program(call)
+    _, total = flat_offsets([spec.size for spec in parameters])
+    most = _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
+    block = TensorSpec((max(1, min(total, context.block, most)),), DType.FP32)
+    keys = TensorSpec((_KEYS * (len(update.lists) - 1),), DType.INT32)
+    scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]
+    return [*scalars, keys, *[block] * (2 + sum(update.narrow) + program.registers)]
 
 
 @row("update", _update_workspace, delivery=Delivery.INPLACE)
-def _update(context: Context, ins: Given, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    call, rule = _Call.of(ins, attributes), attributes["rule"]
-    if call.in_one_pass(attributes):
-        update = _FUSED[rule.name](call, dict(rule.settings))
-        launch = _updating(call.lists, call.factor, work, update)
+def _update(call: Call) -> None:
+    update = _Update.of(call)
+    if update.in_one_pass(call):
+        _in_one_pass(call, update)
     else:
-        launch = _Blocks(context, call, attributes, work).launch()
-    copied = call.copies and not call.low_bits
-    pairs = zip(*_aligned_slots([call.copies, call.lists[0]]), strict=True) if copied else ()
-    return chain(launch, *(copying(copy, parameter) for copy, parameter in pairs))
+        _Blocks(call, update)
+    if update.copies and not update.low_bits:
+        for copy, parameter in zip(*_aligned_slots([update.copies, update.lists[0]]), strict=True):
+            call.emit(copy.copy_, parameter)
 
 
-def _program(attributes: Attributes) -> Program:
-    rule = attributes["rule"]
+def _in_one_pass(call: Call, update: _Update) -> None:
+    """The update of all slots by aten: in one call, or chunk by chunk through scratch that holds prepared gradients."""
+    rule, vectors = call.attributes["rule"], _aligned_slots(update.lists)
+    fused, settings = _FUSED[rule.name], dict(rule.settings)
+    if not call.work:
+        fused(call, update, vectors, settings)
+        return
+    scratch = call.work[0]
+    for tensors in zip(*vectors, strict=True):
+        for parts in zip(*(tensor.split(scratch.numel()) for tensor in tensors), strict=True):
+            gradient = scratch[: parts[1].numel()]
+            source = parts[1]
+            if update.factor is None or source.dtype is not gradient.dtype:
+                call.emit(gradient.copy_, source)
+                source = gradient
+            if update.factor is not None:
+                call.emit(torch.mul, source, update.factor, out=gradient)
+            fused(call, update, [[part] for part in (parts[0], gradient, *parts[2:])], settings)
+
+
+def _program(call: Call) -> Program:
+    rule = call.attributes["rule"]
     steps, results = rule.program
     return Program(steps, results, vectors=2 + len(rule.slots), scalars=2)
 
 
-def _block_workspace(context: Context, call: _Call, attributes: Attributes) -> list[TensorSpec]:
-    """Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch."""
-    program = _program(attributes)
-    _, total = flat_offsets([spec.size for spec in call.lists[0]])
-    most = _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
-    block = TensorSpec((max(1, min(total, context.block, most)),), DType.FP32)
-    narrow = sum(number != 1 and sizes[0] < 4 for number, sizes in enumerate(call.widths()))
-    keys = TensorSpec((_KEYS * (len(call.lists) - 1),), DType.INT32)
-    scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]
-    return [*scalars, keys, *[block] * (2 + narrow + program.registers)]
-
-
-def _joining(x: Tensor, copy: Tensor, low_bits: Tensor) -> list[Launch]:
-    """bf16 copies and low bits to fp32 numbers."""
-    bits = x.view(torch.int32)
-    return [
-        copying(bits, copy.view(torch.int16)),
-        partial(torch.bitwise_left_shift, bits, 16, out=bits),
-        partial(torch.add, bits, low_bits, out=bits),
-    ]
-
-
 class _Blocks:
-    """A rule by chains of elementwise launches over blocks, in fp32, with rounding of what is kept in bf16.
+    """A rule by chains of elementwise calls over blocks, in fp32, with rounding of what is kept in bf16.
 
-    Each launch rounds once, in the order in which the generated kernels compute, so that both give the same bits, but
-    for torch.sqrt, whose last bit is a library's. `work` is laid out as `_block_workspace` says.
+    Each call rounds once, in the order in which the generated kernels compute, so that both give the same bits, but
+    for torch.sqrt, whose last bit is a library's. The workspace is laid out as `_update_workspace` says.
     """
 
-    def __init__(self, context: Context, call: _Call, attributes: Attributes, work: Sequence[Tensor]) -> None:
-        self.call, self.stochastic = call, attributes.get("stochastic", ())
-        self.numbers = attributes.get("numbers", ())
-        exact, rounded, self.keys, self.g, self.t, *rest = work
-        self.program = _program(attributes)
+    def __init__(self, call: Call, update: _Update) -> None:
+        self.emit, self.call, self.update = call.emit, call, update
+        self.stochastic, self.numbers = call.attributes.get("stochastic", ()), call.attributes.get("numbers", ())
+        exact, rounded, self.keys, self.g, self.t, *rest = call.work
+        self.program = _program(call)
         self.scratch = rest[len(rest) - self.program.registers :]
         self.wides = rest[: len(rest) - self.program.registers]
-        self.start, self.scalars = self.program.bind_scalars([call.lr, call.step], exact, rounded)
+        self.scalars = self.program.work_out_scalars(call, [update.lr, update.step], exact, rounded)
         for number, keys in enumerate(self.keys.split(_KEYS)):
             if number in self.stochastic:
-                self.start.append(keying(context, call.seed, attributes.get("stream", 0) + number, keys))
-
-    def launch(self) -> Launch:
-        """All blocks of all vectors."""
-        launches = list(self.start)
+                stream = call.attributes.get("stream", 0) + number
+                emit_key(call, call.context.on_cpu, update.seed, stream, keys)
         for vectors, first in self._vectors():
             for start in range(0, vectors[0].numel(), self.g.numel()):
-                parts = [vector[start : start + self.g.numel()] for vector in vectors]
-                launches += self._block(parts, first + start)
-        return chain(*launches)
+                self._block([vector[start : start + self.g.numel()] for vector in vectors], first + start)
 
     def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
         """One vector per list with the number of its first element; whole lists where they lie side by side."""
-        lists = [*self.call.lists, *([self.call.copies] if self.call.low_bits else [])]
+        lists = [*self.update.lists, *([self.update.copies] if self.update.low_bits else [])]
         flat = None if self.numbers else flatten(*lists)
         if flat is not None:
             yield flat, 0
@@ -266,56 +203,65 @@ class _Blocks:
         for tensors, offset in zip(zip(*lists, strict=True), offsets, strict=True):
             yield [tensor.view(-1) for tensor in tensors], offset
 
-    def _block(self, parts: list[Tensor], first: int) -> list[Launch]:
+    def _block(self, parts: list[Tensor], first: int) -> None:
         parameter, gradient, *slots = parts
-        copy = slots.pop() if self.call.low_bits else parameter
+        copy = slots.pop() if self.update.low_bits else parameter
         size, wides = parameter.numel(), iter(self.wides)
         g = self.g[:size]
-        launches: list[Launch] = [copying(g, gradient)]
-        if self.call.factor is not None:
-            launches.append(partial(torch.mul, g, self.call.factor, out=g))
+        self.emit(g.copy_, gradient)
+        if self.update.factor is not None:
+            self.emit(torch.mul, g, self.update.factor, out=g)
         read = []
         for state in (parameter, *slots):
-            if state.dtype.itemsize < 4:
-                read.append(next(wides)[:size])
-                split = self.call.low_bits and state is parameter
-                launches += _joining(read[-1], copy, state) if split else [copying(read[-1], state)]
-            else:
+            if state.dtype.itemsize >= 4:
                 read.append(state)
-        steps, results = self.program.bind([read[0], g, *read[1:]], self.scalars, [s[:size] for s in self.scratch])
-        launches += steps
+                continue
+            read.append(next(wides)[:size])
+            if self.update.low_bits and state is parameter:
+                self._join(read[-1], copy, state)
+            else:
+                self.emit(read[-1].copy_, state)
+        scratch = [each[:size] for each in self.scratch]
+        results = self.program.work_out(self.call, [read[0], g, *read[1:]], self.scalars, scratch)
         for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
             if number in self.stochastic and state.dtype is torch.bfloat16:
-                launches += self._rounding(result, number, first)
-            split = self.call.low_bits and state is parameter
-            launches += self._splitting(result, copy, state) if split else [copying(state, result)]
-        return launches
+                self._round(result, number, first)
+            if self.update.low_bits and state is parameter:
+                self._split(result, copy, state)
+            else:
+                self.emit(state.copy_, result)
 
-    def _splitting(self, x: Tensor, copy: Tensor, low_bits: Tensor) -> list[Launch]:
+    def _join(self, x: Tensor, copy: Tensor, low_bits: Tensor) -> None:
+        """bf16 copies and low bits to fp32 numbers."""
+        bits = x.view(torch.int32)
+        self.emit(bits.copy_, copy.view(torch.int16))
+        self.emit(torch.bitwise_left_shift, bits, 16, out=bits)
+        self.emit(torch.add, bits, low_bits, out=bits)
+
+    def _split(self, x: Tensor, copy: Tensor, low_bits: Tensor) -> None:
         """fp32 numbers to their bf16 copies and low bits."""
         bits, upper = x.view(torch.int32), self.t[: x.numel()].view(torch.int32)
-        return [
-            partial(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x),
-            partial(torch.add, bits, 0x8000, out=upper),
-            partial(torch.bitwise_right_shift, upper, 16, out=upper),
-            copying(copy.view(torch.int16), upper),
-            partial(torch.bitwise_left_shift, upper, 16, out=upper),
-            partial(torch.sub, bits, upper, out=upper),
-            copying(low_bits, upper),
-        ]
+        self._quiet(x)
+        self.emit(torch.add, bits, 0x8000, out=upper)
+        self.emit(torch.bitwise_right_shift, upper, 16, out=upper)
+        self.emit(copy.view(torch.int16).copy_, upper)
+        self.emit(torch.bitwise_left_shift, upper, 16, out=upper)
+        self.emit(torch.sub, bits, upper, out=upper)
+        self.emit(low_bits.copy_, upper)
 
-    def _rounding(self, x: Tensor, number: int, first: int) -> list[Launch]:
+    def _round(self, x: Tensor, number: int, first: int) -> None:
         """fp32 numbers to one of the bf16 numbers beside them; a NaN stays one."""
         size = x.numel()
         bits, hashes, temporary = (tensor.view(torch.int32) for tensor in (x, self.g[:size], self.t[:size]))
         keys = self.keys[number * _KEYS : (number + 1) * _KEYS]
-        integer = partial(constant, dtype=torch.int32, device=x.device)
-        return [
-            partial(torch.add, keys[0:1], integer(first), out=keys[1:2]),
-            partial(torch.add, counting(self.g.numel(), x.device)[:size], keys[1:2], out=hashes),
-            *mixing(hashes, temporary, flip=False),
-            partial(torch.bitwise_and, hashes, integer(_LOW), out=hashes),
-            partial(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x),
-            partial(torch.add, bits, hashes, out=bits),
-            partial(torch.bitwise_and, bits, integer(_HIGH), out=bits),
-        ]
+        self.emit(torch.add, keys[0:1], constant_like(first, keys), out=keys[1:2])
+        self.emit(torch.add, counting(self.g.numel(), x.device)[:size], keys[1:2], out=hashes)
+        emit_mix(self.call, hashes, temporary)
+        self.emit(torch.bitwise_and, hashes, constant_like(_LOW, hashes), out=hashes)
+        self._quiet(x)
+        self.emit(torch.add, bits, hashes, out=bits)
+        self.emit(torch.bitwise_and, bits, constant_like(_HIGH, bits), out=bits)
+
+    def _quiet(self, x: Tensor) -> None:
+        """Every NaN to the one whose other bits are zero."""
+        self.emit(torch.nan_to_num, x, nan=math.nan, posinf=math.inf, neginf=-math.inf, out=x)
