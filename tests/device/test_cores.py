@@ -11,6 +11,7 @@ import pytest
 from ttrain.core import cores, processor
 from ttrain.core.errors import UserError
 from ttrain.tasks import doctor
+from ttrain.train.runs.record import environment_record
 
 
 def write(folder: Path, name: str, text: str) -> None:
@@ -58,20 +59,24 @@ def test_no_groups_at_all(tmp_path: Path) -> None:
     assert cores.quota_cores(tmp_path / "none", tmp_path / "neither") is None
 
 
-@pytest.mark.parametrize(("text", "expected"), [("150000 100000", 2), ("1000 100000", 1), ("max 100000", 4)])
+@pytest.mark.parametrize(
+    ("text", "physical", "expected"),
+    [("150000 100000", 8, 2), ("1000 100000", 8, 1), ("max 100000", 8, 4), ("max 100000", 2, 2), ("max", None, 4)],
+)
 def test_the_least_counts_and_a_part_of_a_core_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, physical: int | None, expected: int
 ) -> None:
     import psutil
 
     write(tmp_path / "cgroup", "cpu.max", text)
     monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "none")
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: physical)
     monkeypatch.setattr(cores, "affinity_cores", lambda: 4)
     assert cores.usable_cores() == expected
     assert cores.default_threads({}) == expected
     assert cores.default_threads({"OMP_NUM_THREADS": "7"}) == 7
+    assert environment_record({}, None, {}, None, "")["cores"] == cores.core_limits()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import device as module
 from ttrain.device.torch.device import TorchDevice
-from ttrain.train.runs.record import environment_record
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -39,19 +38,12 @@ HOST = {
 @pytest.mark.parametrize("dtype", HOST, ids=str)
 def test_values_come_back_as_they_went(device: TorchDevice, dtype: DType) -> None:
     buffer = device.allocate(TensorSpec((1, 3), dtype))
-    assert not device.download(buffer).any()
+    before = device.download(buffer)
     device.upload(buffer, HOST[dtype])
     back = device.download(buffer)
+    assert not before.any(), "a download is a copy"
     assert back.dtype == HOST[dtype].dtype
     assert np.array_equal(back, HOST[dtype])
-
-
-def test_bf16_is_rounded_to_nearest_even_and_comes_back_as_fp32(device: TorchDevice) -> None:
-    buffer = device.allocate(TensorSpec((3,), DType.BF16))
-    device.upload(buffer, np.array([1 + 2**-8, 1 + 3 * 2**-8, 1e-3], np.float32))
-    back = device.download(buffer)
-    assert back.dtype == np.float32
-    assert back.tolist()[:2] == [1.0, 1 + 2**-6]
 
 
 def test_upload_takes_read_only_strided_scalar_and_large_arrays(device: TorchDevice) -> None:
@@ -61,13 +53,6 @@ def test_upload_takes_read_only_strided_scalar_and_large_arrays(device: TorchDev
         buffer = device.allocate(TensorSpec(given.shape))
         device.upload(buffer, given)
         assert np.array_equal(device.download(buffer), given)
-
-
-def test_a_download_is_a_copy(device: TorchDevice) -> None:
-    buffer = device.allocate(TensorSpec((4,)))
-    before = device.download(buffer)
-    buffer.fill_(1)
-    assert not before.any()
 
 
 def test_buffers_are_views_of_their_arena(device: TorchDevice) -> None:
@@ -82,12 +67,16 @@ def test_buffers_are_views_of_their_arena(device: TorchDevice) -> None:
     assert not device.download(second).any()
 
 
-def test_copies_round_to_the_destination(device: TorchDevice) -> None:
-    source, destination = device.allocate(TensorSpec((2,))), device.allocate(TensorSpec((2,), DType.BF16))
-    device.upload(source, np.array([1 + 2**-9, 2], np.float32))
-    device.copy(source, destination)
+def test_bf16_is_rounded_to_nearest_even_and_comes_back_as_fp32(device: TorchDevice) -> None:
+    source, copied, given = (device.allocate(TensorSpec((3,), dtype)) for dtype in (DType.FP32, *[DType.BF16] * 2))
+    numbers = np.array([1 + 2**-8, 1 + 3 * 2**-8, 2], np.float32)
+    device.upload(source, numbers)
+    device.copy(source, copied)
+    device.upload(given, numbers)
     device.synchronize()
-    assert device.download(destination).tolist() == [1, 2]
+    for buffer in (copied, given):
+        back = device.download(buffer)
+        assert back.dtype == np.float32 and back.tolist() == [1.0, 1 + 2**-6, 2.0]
 
 
 def test_a_frozen_device_names_who_froze_it(device: TorchDevice) -> None:
@@ -141,48 +130,20 @@ def test_cpu_cannot_capture() -> None:
         device.capture([], "step train")
 
 
-class TestThreads:
-    """How many threads a kernel uses."""
-
-    def test_the_config_decides(self) -> None:
-        assert module.cpu(DeviceConfig(threads=1)).threads == 1
-        assert torch.get_num_threads() == 1
-
-    def test_then_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        assert module.cpu(DeviceConfig()).threads == 1
-
-    def test_then_the_physical_cores_this_process_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import psutil
-
-        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(cores, "quota_cores", lambda: None)
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical: 64)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-        assert cores.default_threads() == 3
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical: 2)
-        assert cores.default_threads() == 2
-        monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
-        assert cores.default_threads() == 3
-        monkeypatch.setattr(cores, "quota_cores", lambda: 1.5)
-        assert cores.default_threads() == 2
-        assert module.cpu(DeviceConfig()).threads == 2
-        assert environment_record({}, None, {}, None, "")["cores"] == {"physical": 3, "affinity": 3, "quota": 2}
+def test_threads_are_those_of_the_config_or_else_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.cpu(DeviceConfig(threads=1)).threads == torch.get_num_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert module.cpu(DeviceConfig()).threads == 1
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(cores, "core_limits", lambda: {"physical": 3, "affinity": 3, "quota": 2})
+    assert module.cpu(DeviceConfig()).threads == 2
 
 
-class TestWithoutGPU:
-    """What device=cuda and device=auto do where torch finds no GPU."""
-
-    @pytest.fixture(autouse=True)
-    def no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-    def test_cuda_is_refused_with_a_way_out(self) -> None:
-        with pytest.raises(DeviceUnavailable, match=r"device=cuda: .*Use device=cpu, or device=auto"):
-            module.cuda(DeviceConfig(name="cuda"))
-
-    def test_auto_takes_the_cpu(self) -> None:
-        assert module.auto(DeviceConfig(threads=1)).kind == "cpu"
+def test_without_a_gpu_cuda_is_refused_with_a_way_out_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceUnavailable, match=r"device=cuda: .*Use device=cpu, or device=auto"):
+        module.cuda(DeviceConfig(name="cuda"))
+    assert module.auto(DeviceConfig(threads=1)).kind == "cpu"
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:

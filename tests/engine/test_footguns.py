@@ -32,7 +32,7 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 
 Device = Callable[[], Any]
-ROWS, STEPS = 4, 20
+ROWS, STEPS, DROPOUT = 4, 20, 0.3
 GPT_SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
@@ -139,47 +139,31 @@ class _OneRate:
 
 
 def test_learning_rate_moves_under_replay(device: Device) -> None:
-    """SILENT: a rate that is a Python number freezes at the captured step's value."""
+    """SILENT: a rate that is a Python number freezes at the captured step's value, also one chosen from the loss."""
     ours = mlp_session("traced", device)
-    theirs = TorchMLP(ours, torch_adamw)
+    theirs, moments = TorchMLP(ours, torch_adamw), ours.state.names(Kind.OPTIMIZER)
+    # SILENT: moments created lazily change the step between call one and call two.
+    assert len(moments) == 2 * len(ours.parameters()) and not any(ours.state.read(name).any() for name in moments)
+    plateau, best = 1e-2, np.inf
     for step in range(1, STEPS + 1):
-        lr = 1e-2 * 0.5 * (1 + np.cos(np.pi * step / STEPS))
+        lr = plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))
         loss = ours.train(regression_batch(step), step, {"lr": lr})["loss"]
         assert loss == pytest.approx(theirs.train(regression_batch(step), lr), rel=1e-4)
+        plateau, best = (plateau, loss) if loss < best else (plateau * 0.5, best)
+    assert plateau < 1e-2, "the rate never moved, so this test would show nothing"
     theirs.check(ours)
-    assert ours.engine.counters.captures == 1
-
-
-def test_rate_chosen_from_the_loss_needs_no_new_capture(device: Device) -> None:
-    """SILENT or slow: reduce-on-plateau changes the rate when nobody expects it."""
-    ours = mlp_session("traced", device)
-    theirs = TorchMLP(ours, torch_adamw)
-    lr, best = 1e-2, np.inf
-    for step in range(1, STEPS + 1):
-        loss = ours.train(regression_batch(step), step, {"lr": lr})["loss"]
-        theirs.train(regression_batch(step), lr)
-        lr, best = (lr, loss) if loss < best else (lr * 0.5, best)
-    assert lr < 1e-2, "the rate never moved, so this test would show nothing"
-    theirs.check(ours)
-    assert ours.engine.counters.captures == 1
+    assert ours.engine.counters.captures == 1 and all(ours.state.read(name).any() for name in moments)
 
 
 def test_dropout_mask_moves_under_replay(device: Device) -> None:
     """SILENT: a generator's state baked into the capture gives every step the same mask."""
-    ours = gpt_session("traced", device, dropout=0.3)
+    ours = gpt_session("traced", device, dropout=DROPOUT)
     batch, frozen = text_batch(0), {"lr": 0.0}
     losses = [ours.train(batch, 1, frozen, seed)["loss"] for seed in (1, 2, 3, 1, 2, 3)]
     assert len(set(losses[:3])) == 3
     assert losses[:3] == losses[3:]
     without = gpt_session("traced", device)
     assert len({without.train(batch, 1, frozen, seed)["loss"] for seed in (1, 2, 3)}) == 1
-
-
-def test_dropout_masks_equal_those_of_the_other_engines(device: Device) -> None:
-    traced, static = gpt_session("traced", device, dropout=0.3), gpt_session("static", device, dropout=0.3)
-    for step in range(1, 5):
-        inputs = (text_batch(step), step, {"lr": 1e-3}, step)
-        assert traced.train(*inputs)["loss"] == pytest.approx(static.train(*inputs)["loss"], rel=1e-5)
 
 
 def test_adamw_step_number_moves_under_replay(device: Device) -> None:
@@ -192,18 +176,6 @@ def test_adamw_step_number_moves_under_replay(device: Device) -> None:
         for name, value in ours.parameters().items():
             moved = np.abs(value - before[name])[np.abs(ours.gradients()[name]) > 1e-3]
             np.testing.assert_allclose(moved, 1e-5, rtol=0.05)
-
-
-def test_optimizer_state_exists_before_the_first_step(device: Device) -> None:
-    """SILENT: moments created lazily change the step between call one and call two."""
-    ours = mlp_session("traced", device)
-    moments = ours.state.names(Kind.OPTIMIZER)
-    assert len(moments) == 2 * len(ours.parameters())
-    assert all(not ours.state.read(name).any() for name in moments)
-    for step in range(1, 4):
-        ours.train(regression_batch(step), step, {"lr": 1e-2})
-    assert all(ours.state.read(name).any() for name in moments)
-    assert ours.engine.counters.captures == 1
 
 
 def test_results_and_inputs_do_not_alias_the_step(device: Device) -> None:
@@ -234,7 +206,7 @@ def test_short_last_batch_is_refused_by_name(device: Device) -> None:
 
 def test_evaluation_between_steps_changes_nothing(device: Device) -> None:
     """SILENT: steps that share an arena or a capture must not see one another's values."""
-    plain, evaluated = gpt_session("traced", device, dropout=0.1), gpt_session("traced", device, dropout=0.1)
+    plain, evaluated = gpt_session("traced", device, dropout=DROPOUT), gpt_session("traced", device, dropout=DROPOUT)
     evaluate = evaluated.engine.build("evaluate", evaluated.graph.trace_evaluate)
     for step in range(1, 6):
         inputs = (text_batch(step), step, {"lr": 1e-2}, step)
@@ -246,12 +218,12 @@ def test_evaluation_between_steps_changes_nothing(device: Device) -> None:
 
 def test_checkpoint_between_replays_continues_bit_for_bit(device: Device) -> None:
     """SILENT: state restored into other buffers than the captured ones is never read."""
-    whole, first = gpt_session("traced", device, dropout=0.1), gpt_session("traced", device, dropout=0.1)
+    whole, first = gpt_session("traced", device, dropout=DROPOUT), gpt_session("traced", device, dropout=DROPOUT)
     for step in range(1, 4):
         for run in (whole, first):
             run.train(text_batch(step), step, {"lr": 1e-2}, step)
     saved = {name: first.state.read(name) for name in first.state.names(Kind.PARAMETER, Kind.OPTIMIZER)}
-    second = gpt_session("traced", device, dropout=0.1)
+    second = gpt_session("traced", device, dropout=DROPOUT)
     second.train(text_batch(50), 1, {"lr": 1e-2}, 50)
     second.train(text_batch(51), 2, {"lr": 1e-2}, 51)  # captured by now, with other values
     for name, array in saved.items():
@@ -262,33 +234,25 @@ def test_checkpoint_between_replays_continues_bit_for_bit(device: Device) -> Non
     assert tensor_by_tensor_equal(whole.parameters(), second.parameters())
 
 
-def test_accumulation_window_starts_from_nothing(device: Device) -> None:
-    """SILENT: gradients of the last window that are added to instead of overwritten."""
-    ours = mlp_session("traced", device, gradient_accumulation=2)
-    theirs = TorchMLP(ours, torch_adamw)
-    for step in range(1, 6):
-        batch = regression_batch(step, rows=2 * ROWS)
-        loss = ours.train(batch, step, {"lr": 1e-2})["loss"]
-        assert loss == pytest.approx(theirs.train(batch, 1e-2), rel=1e-4)
-    theirs.check(ours)
-    assert ours.engine.counters.captures == 3
-
-
-def test_momentum_survives_replay(device: Device) -> None:
-    """SILENT: a velocity kept at old addresses, or set anew at every replay."""
-    ours = mlp_session("traced", device, SGD(SGDConfig(momentum=0.9, nesterov=True, clip_norm=1.0)))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_state_of_a_captured_step_is_that_of_torch(device: Device, accumulation: int) -> None:
+    """SILENT: a velocity at old addresses or set anew at every replay, gradients added to those of the last window."""
+    optimizer = SGD(SGDConfig(momentum=0.9, nesterov=True, clip_norm=1.0))
+    ours = mlp_session("traced", device, optimizer, gradient_accumulation=accumulation)
     theirs = TorchMLP(ours, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
-    for step in range(1, STEPS + 1):
-        ours.train(regression_batch(step), step, {"lr": 0.05})
-        theirs.train(regression_batch(step), 0.05)
+    for step in range(1, STEPS // accumulation):
+        batch = regression_batch(step, rows=accumulation * ROWS)
+        loss = ours.train(batch, step, {"lr": 0.05})["loss"]
+        assert loss == pytest.approx(theirs.train(batch, 0.05), rel=1e-4)
     theirs.check(ours)
+    assert ours.engine.counters.captures == (1 if accumulation == 1 else 3)
 
 
 def test_second_run_in_the_process_is_clean(device: Device) -> None:
     """SILENT: captures or buffers of a closed run that leak into the next one."""
     results = []
     for _ in range(2):
-        ours = gpt_session("traced", device, dropout=0.1)
+        ours = gpt_session("traced", device, dropout=DROPOUT)
         for step in range(1, 5):
             ours.train(text_batch(step), step, {"lr": 1e-2}, step)
         results.append(ours.parameters())
@@ -296,10 +260,11 @@ def test_second_run_in_the_process_is_clean(device: Device) -> None:
     assert tensor_by_tensor_equal(*results)
 
 
-def test_traced_equals_static(device: Device) -> None:
-    traced, static = gpt_session("traced", device), gpt_session("static", device)
-    for step in range(1, STEPS + 1):
-        inputs = (text_batch(step), step, {"lr": 1e-2})
+@pytest.mark.parametrize("dropout", [0.0, DROPOUT])
+def test_traced_equals_static(device: Device, dropout: float) -> None:
+    traced, static = gpt_session("traced", device, dropout), gpt_session("static", device, dropout)
+    for step in range(1, STEPS // 2):
+        inputs = (text_batch(step), step, {"lr": 1e-3}, step)
         assert traced.train(*inputs)["loss"] == pytest.approx(static.train(*inputs)["loss"], rel=1e-5)
     assert traced.engine.counters.allocations_after_first == traced.engine.counters.nodes_after_first == 0
 
@@ -345,19 +310,19 @@ def test_allocation_after_a_capture_is_refused_with_its_purpose() -> None:
     device.allocate(TensorSpec((4, 4)), "scratch tensor")
 
 
-def test_allocation_inside_a_capture_is_refused() -> None:
-    device = NullDevice()
-    with pytest.raises(CaptureError, match="allocated while train is being captured"):
-        device.capture([lambda: device.allocate(TensorSpec((4, 4)))], "train")
-    assert device.capturing is None
-
-
-def test_host_write_inside_a_capture_is_refused() -> None:
-    """RAISES: the write would happen once, at capture time."""
+@pytest.mark.parametrize(
+    ("inside", "said"),
+    [
+        (lambda device, buffer: device.allocate(TensorSpec((4, 4))), "allocated while train is being captured"),
+        (lambda device, buffer: device.upload(buffer, INPUTS["x"]), "host write while train is being captured"),
+    ],
+)
+def test_what_would_happen_once_inside_a_capture_is_refused(inside: Callable[..., Any], said: str) -> None:
+    """RAISES: a host write would happen once, at capture time."""
     device = NullDevice()
     buffer = device.allocate(TensorSpec((4, 4)))
-    with pytest.raises(CaptureError, match="host write while train is being captured"):
-        device.capture([lambda: device.upload(buffer, INPUTS["x"])], "train")
+    with pytest.raises(CaptureError, match=said):
+        device.capture([lambda: inside(device, buffer)], "train")
     assert device.capturing is None
 
 

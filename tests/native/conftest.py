@@ -17,7 +17,7 @@ from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
-from ttrain.device.torch.native.toolchain import find_compiler
+from ttrain.device.torch.native.toolchain import find_compiler, library_folder
 from ttrain.graph import Case, Op
 from ttrain.graph.composite import Composite
 
@@ -65,9 +65,10 @@ def require_compiler() -> None:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder() -> Path:
+    """Libraries are kept from one run of the tests to the next: their keys hold all that the code depends on."""
     require_compiler()
-    return tmp_path_factory.mktemp("native")
+    return library_folder()
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.native.conftest import NativeDevice
 from tests.native.test_numbers import run_all
-from tests.ops.ulp import Tolerance, assert_within
+from tests.ops.harness import assert_within
 from ttrain.core.spec import DType
 from ttrain.graph.graph import op
 from ttrain.ops.program import step
+from ttrain.testing.compare import Tolerance
 
 BINARY = ("add", "subtract", "multiply", "gelu_grad", "tanh_grad", "relu_grad")
 UNARY = ("scale", "gelu", "tanh", "relu", "cast", "exp", "dropout")
@@ -72,7 +73,7 @@ def _renumbered(steps: list[Any], count: int) -> list[Any]:
 
 
 @settings(
-    max_examples=2,
+    max_examples=1,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from tests.native.conftest import NativeDevice, every_case, has_kernel, is_native
 from tests.ops.harness import (
-    Interpreter,
     all_cases,
-    as_torch,
-    draw,
+    assert_equals_reference,
+    assert_same_over,
     every_op,
     only,
     record,
     recorded_by_models,
-    reference,
 )
-from tests.ops.test_forward import output_name
-from tests.ops.tolerances import tolerance
-from tests.ops.ulp import assert_within
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
@@ -58,15 +52,8 @@ def test_every_op_that_computes_has_a_rule() -> None:
 
 @every_op(every_case())
 def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
-    arrays = draw(op, case, dtype)
-    graph, _, outputs = record(op, case, dtype)
-    interpreter = Interpreter(device)
-    interpreter.run(graph, arrays)
-    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
-    for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
-        name = output_name(op, case, index)
-        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
-        assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+    """And a second launch repeats it to the bit."""
+    assert_equals_reference(device, op, case, dtype, times=2)
 
 
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
@@ -83,38 +70,9 @@ def takes_a_like_input(op: Op, case: Case, dtype: DType) -> bool:
 
 @every_op(only(every_case(lambda op: op.elementwise), takes_a_like_input))
 def test_elementwise_kernel_may_write_over_an_input(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
-    arrays = draw(op, case, dtype)
-    graph, values, outputs = record(op, case, dtype)
-    apart = Interpreter(device)
-    apart.run(graph, arrays)
-    expected = [apart.read(output) for output in outputs]
-    node = graph.nodes[0]
-    for position, value in enumerate(node.inputs):
-        if value is None or value.spec != outputs[0].spec:
-            continue
-        fed = {name: apart.allocate(given.spec) for name, given in values.items()}
-        for name, buffer in fed.items():
-            apart.upload(buffer, np.asarray(arrays[name]))
-        ins = [None if given is None else fed[given.name] for given in node.inputs]
-        shared = ins[position]
-        assert isinstance(shared, torch.Tensor)
-        outs = [shared, *(apart.allocate(output.spec) for output in outputs[1:])]
-        apart.launch_on(node, ins, outs)
-        for out, wanted in zip(outs, expected, strict=True):
-            np.testing.assert_array_equal(out.double().numpy(), wanted, err_msg=f"over {value.name}")
-
-
-@every_op(every_case())
-def test_a_launch_repeats_to_the_bit(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
-    arrays = draw(op, case, dtype)
-    runs = []
-    for _ in range(2):
-        graph, _, outputs = record(op, case, dtype)
-        interpreter = Interpreter(device)
-        interpreter.run(graph, arrays)
-        runs.append([interpreter.read(output) for output in outputs])
-    for first, second in zip(*runs, strict=True):
-        np.testing.assert_array_equal(first, second)
+    graph, _, outputs = record(op, case, dtype)
+    over = [value for value in graph.nodes[0].inputs if value is not None and value.spec == outputs[0].spec]
+    assert_same_over(device, op, case, dtype, over)
 
 
 def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:

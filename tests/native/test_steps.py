@@ -68,7 +68,7 @@ def losses(step: Any, count: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("compute", "dropout"), [(DType.FP32, 0.0), (DType.FP32, 0.2), (DType.BF16, 0.1)])
+@pytest.mark.parametrize(("compute", "dropout"), [(DType.FP32, 0.2), (DType.BF16, 0.1)])
 def test_a_gpt_trains_as_with_the_static_engine(folder: Path, compute: DType, dropout: float) -> None:
     require_compiler()
     traced, engine = session(TracedEngine, folder, compute, dropout)

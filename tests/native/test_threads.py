@@ -18,9 +18,8 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import NativeKernels, Toolchain
-from ttrain.device.torch.native.launch import NativeLaunch, launch
-from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.openmp import entry_points
+from ttrain.device.torch.native.native import NativeLaunch, Sizing, launch
+from ttrain.device.torch.native.threads import entry_points
 from ttrain.graph import Graph
 
 SCRIPT = """
@@ -28,7 +27,7 @@ import os, signal, time
 import torch
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import NativeKernels, Toolchain
-from ttrain.device.torch.native.native import Sizing
+from ttrain.device.torch.native.native import NativeLaunch, Sizing, launch
 from tests.native.test_numbers import run_all
 from tests.native.conftest import NativeDevice
 

@@ -26,10 +26,13 @@ from ttrain.testing.cases import (
     record,
     rounded,
 )  # fmt: skip
+from ttrain.testing.compare import Tolerance, ulp_errors
+from ttrain.testing.tolerances import tolerance
 
 __all__ = [
-    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "bound", "cases_of", "draw", "every_op", "input_names",
-    "input_specs", "inputs_of_kind", "only", "record", "recorded_by_models", "reference", "rounded", "shared_with",
+    "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "assert_equals_reference", "assert_same_over",
+    "assert_within", "bound", "cases_of", "draw", "every_op", "input_names", "input_specs", "inputs_of_kind", "only",
+    "output_name", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
 
 
@@ -215,3 +218,69 @@ def bound(
 
 def inputs_of_kind(graph: Graph, kind: Kind) -> list[Value]:
     return [value for value in graph.inputs.values() if value.kind is kind]
+
+
+def assert_within(got: np.ndarray, expected: np.ndarray, dtype: DType, allowed: Tolerance, what: str) -> None:
+    """Fail with the worst element where an error exceeds the tolerance; NaN and infinity always do."""
+    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
+    if not expected.size:
+        return
+    errors = ulp_errors(got, expected, dtype)
+    worst = int(np.argmax(errors))
+    most = float(np.quantile(errors, 0.99, method="lower"))
+    assert errors.flat[worst] <= allowed.peak and most <= allowed.most, (
+        f"{what}: {errors.flat[worst]:.1f} ULP of {dtype} at {np.unravel_index(worst, got.shape)} "
+        f"(got {got.flat[worst]!r}, expected {expected.flat[worst]!r}; allowed {allowed.peak}), "
+        f"99 % within {most:.1f} (allowed {allowed.most})"
+    )
+
+
+def output_name(op: Op, case: Case, index: int) -> str:
+    """The declared name of an output; all tensors of a list share its name."""
+    names = op.outputs_of(case.attributes)
+    return names[0 if len(names) == 1 or names[0].endswith("*") else index].rstrip("*?")
+
+
+def assert_equals_reference(
+    device: Device, op: Op, case: Case, dtype: DType, wide: Sequence[str] = (), times: int = 1
+) -> None:
+    """A case within its tolerance of the reference in fp64, with the inputs named `wide` in fp32; equal every time."""
+    arrays, first = draw(op, case, dtype), list[np.ndarray]()
+    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    for _ in range(times):
+        graph, _, outputs = record(op, case, dtype) if not wide else _widened(op, case, dtype, wide)
+        interpreter = Interpreter(device)
+        interpreter.run(graph, arrays)
+        found = [interpreter.read(output) for output in outputs]
+        first = first or found
+        assert len(found) == len(expected) and all(map(np.array_equal, found, first))
+    for index, (output, got, value) in enumerate(zip(outputs, first, expected, strict=True)):
+        name = output_name(op, case, index)
+        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
+        assert_within(got, value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+
+
+def _widened(op: Op, case: Case, dtype: DType, wide: Sequence[str]) -> tuple[Graph, Any, Sequence[Value]]:
+    graph = Graph()
+    values = [
+        None if spec is None else graph.input(name, spec.with_dtype(DType.FP32) if name in wide else spec)
+        for name, spec in input_specs(op, case, dtype).items()
+    ]
+    return graph, None, op.record(*values, graph=graph, **case.attributes)
+
+
+def assert_same_over(device: Device, op: Op, case: Case, dtype: DType, over: Sequence[Value]) -> None:
+    """The bits of a case with its first output in the buffer of each of these inputs are those apart."""
+    graph, values, outputs = record(op, case, dtype)
+    arrays, apart = draw(op, case, dtype), Interpreter(device)
+    apart.run(graph, arrays)
+    for taken in (values[value.name] for value in over):
+        again = Interpreter(device)
+        for name, value in values.items():
+            again.buffers[value] = again.allocate(value.spec)
+            again.upload(again.buffers[value], np.asarray(arrays[name]))
+        for output in outputs:
+            again.buffers[output] = again.buffers[taken] if output is outputs[0] else again.allocate(output.spec)
+        again.launch(graph.nodes[0])
+        for output in outputs:
+            np.testing.assert_array_equal(again.read(output), apart.read(output), err_msg=f"over {taken.name}")

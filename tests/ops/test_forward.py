@@ -10,19 +10,14 @@ import pytest
 from tests.ops.harness import (
     Interpreter,
     all_cases,
-    as_torch,
+    assert_equals_reference,
+    assert_same_over,
     cases_of,
-    draw,
     every_op,
-    input_specs,
     only,
-    record,
     recorded_by_models,
-    reference,
     shared_with,
 )
-from tests.ops.tolerances import tolerance
-from tests.ops.ulp import assert_within
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
@@ -31,12 +26,6 @@ from ttrain.graph.composite import Composite
 from ttrain.graph.graph import Graph
 
 DTYPES = (DType.FP64, DType.FP32, DType.BF16)
-
-
-def output_name(op: Op, case: Case, index: int) -> str:
-    """The declared name of an output; all tensors of a list share its name."""
-    names = op.outputs_of(case.attributes)
-    return names[0 if len(names) == 1 or names[0].endswith("*") else index].rstrip("*?")
 
 
 def test_every_op_has_cases() -> None:
@@ -54,16 +43,7 @@ def test_every_op_has_a_kernel(device: TorchDevice) -> None:
 def test_kernel_equals_reference(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     if op.name == "embedding_grad" and dtype is DType.BF16 and device.kind != device.context.kind:
         pytest.skip("the CUDA row calls an aten function that adds in fp32 on CUDA only")
-    arrays = draw(op, case, dtype)
-    graph, _, outputs = record(op, case, dtype)
-    interpreter = Interpreter(device)
-    interpreter.run(graph, arrays)
-    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
-    assert len(outputs) == len(expected)
-    for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
-        name = output_name(op, case, index)
-        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
-        assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+    assert_equals_reference(device, op, case, dtype)
 
 
 MIXED = {"layer_norm": ("weight", "bias"), "add_layer_norm": ("weight", "bias"), "layer_norm_grad": ("weight",)}
@@ -72,20 +52,7 @@ MIXED = {"layer_norm": ("weight", "bias"), "add_layer_norm": ("weight", "bias"),
 @every_op(all_cases(DType.BF16, where=lambda op: op.name in MIXED))
 def test_norms_take_fp32_parameters_in_bf16(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     """As a bf16 step feeds them: norms read the fp32 parameters themselves, not copies."""
-    arrays = draw(op, case, dtype)
-    graph = Graph()
-    values = [
-        None if spec is None else graph.input(name, spec.with_dtype(DType.FP32) if name in MIXED[op.name] else spec)
-        for name, spec in input_specs(op, case, dtype).items()
-    ]
-    outputs = op.record(*values, graph=graph, **case.attributes)
-    interpreter = Interpreter(device)
-    interpreter.run(graph, arrays)
-    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
-    for index, (output, value) in enumerate(zip(outputs, expected, strict=True)):
-        name = output_name(op, case, index)
-        unit, allowed = tolerance(op.name, name, output.spec.dtype, dtype)
-        assert_within(interpreter.read(output), value.double().numpy(), unit, allowed, f"{op.name}.{name}")
+    assert_equals_reference(device, op, case, dtype, wide=MIXED[op.name])
 
 
 def writes_over() -> list[Any]:
@@ -97,23 +64,9 @@ def writes_over() -> list[Any]:
 @every_op(writes_over())
 def test_kernel_may_write_over_the_inputs_it_names(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
     """As a plan does where nothing reads the input afterwards: elementwise ops over any, others over `overwrites`."""
-    graph, values, outputs = record(op, case, dtype)
-    node, first = graph.nodes[0], outputs[0]
-    over = [values[value.name] for value in shared_with(device, op, case, dtype)]
+    over = shared_with(device, op, case, dtype)
     assert over
-    arrays = draw(op, case, dtype)
-    apart = Interpreter(device)
-    apart.run(graph, arrays)
-    for taken in over:
-        again = Interpreter(device)
-        for name, value in values.items():
-            again.buffers[value] = again.allocate(value.spec)
-            again.upload(again.buffers[value], np.asarray(arrays[name]))
-        for output in outputs:
-            again.buffers[output] = again.buffers[taken] if output is first else again.allocate(output.spec)
-        again.launch(node)
-        for output in outputs:
-            np.testing.assert_array_equal(again.read(output), apart.read(output), err_msg=f"over {taken.name}")
+    assert_same_over(device, op, case, dtype, over)
 
 
 @pytest.mark.parametrize("dtype", [DType.INT16, DType.INT32, DType.INT64])

@@ -93,28 +93,35 @@ def follow(update: Update, launch: Any, optimizer: torch.optim.Optimizer, leaves
             torch.testing.assert_close(parameter.cpu(), leaf.detach(), rtol=2e-6, atol=1e-6)
 
 
+def adamw() -> tuple[Rule, Any]:
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    return ADAMW, lambda leaves: torch.optim.AdamW(leaves, lr=0.1, foreach=False, **options)
+
+
+def sgd(**options: Any) -> tuple[Rule, Any]:
+    rule = SGD(SGDConfig(**options)).rule(EXAMPLE, True)
+    return rule, lambda leaves: torch.optim.SGD(leaves, lr=0.1, foreach=False, **options)
+
+
+OPTIMIZERS = {
+    "adamw": adamw(),
+    "sgd": sgd(momentum=0.0, weight_decay=0.0),
+    "momentum": sgd(momentum=0.9, weight_decay=0.1),
+    "nesterov": sgd(momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("gradients", [DType.FP32, DType.BF16])
 @pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
-def test_adamw_follows_torch(device: TorchDevice, place: Any, gradients: DType, clipped: bool) -> None:
-    update = Update(device, ADAMW, place, gradients, clipped)
-    leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
-    optimizer = torch.optim.AdamW(leaves, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
-    follow(update, update.bind(), optimizer, leaves)
-
-
-@pytest.mark.parametrize(("momentum", "nesterov", "decay"), [(0.0, False, 0.0), (0.9, False, 0.1), (0.9, True, 0.1)])
-@pytest.mark.parametrize("clipped", [False, True])
-@pytest.mark.parametrize("gradients", [DType.FP32, DType.BF16])
-@pytest.mark.parametrize("place", PLACED.values(), ids=PLACED)
-def test_sgd_follows_torch(
-    device: TorchDevice, place: Any, gradients: DType, clipped: bool, momentum: float, nesterov: bool, decay: float
+def test_an_update_follows_torch(
+    device: TorchDevice, place: Any, gradients: DType, clipped: bool, optimizer: str
 ) -> None:
-    config = SGDConfig(momentum=momentum, nesterov=nesterov, weight_decay=decay)
-    update = Update(device, SGD(config).rule(EXAMPLE, True), place, gradients, clipped)
+    rule, make = OPTIMIZERS[optimizer]
+    update = Update(device, rule, place, gradients, clipped)
     leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
-    optimizer = torch.optim.SGD(leaves, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay, foreach=False)
-    follow(update, update.bind(), optimizer, leaves)
+    follow(update, update.bind(), make(leaves), leaves)
 
 
 def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
@@ -153,42 +160,27 @@ def test_gaps_stay_zero() -> None:
         assert not whole[~inside].any()
 
 
-class TestFlatten:
-    """When several tensors may be taken as one vector."""
+def test_tensors_at_equal_offsets_in_every_slot_are_one_vector() -> None:
+    device = TorchDevice("cpu", threads=1)
+    wide, narrow = spaced(device, SHAPES, DType.FP32), spaced(device, SHAPES, DType.BF16)
+    flat = flatten(wide, narrow)
+    assert flat is not None and flat[0].numel() == flat[1].numel() and flat[0].data_ptr() == wide[0].data_ptr()
+    assert flatten(wide, spaced(device, SHAPES, DType.FP32, 32)) is None
+    base = torch.zeros(8, 8)
+    # In another order, far apart, in other storages, not contiguous.
+    for placed in (wide[::-1], [wide[0], wide[2]], apart(device, SHAPES, DType.FP32), [], [base.t(), base.t()]):
+        assert flatten(placed) is None
 
-    def test_equal_offsets_in_every_slot(self) -> None:
-        device = TorchDevice("cpu", threads=1)
-        wide, narrow = spaced(device, SHAPES, DType.FP32), spaced(device, SHAPES, DType.BF16)
-        flat = flatten(wide, narrow)
-        assert flat is not None
-        assert flat[0].numel() == flat[1].numel()
-        assert flat[0].data_ptr() == wide[0].data_ptr()
 
-    def test_not_where_offsets_differ(self) -> None:
-        device = TorchDevice("cpu", threads=1)
-        assert flatten(spaced(device, SHAPES, DType.FP32, 64), spaced(device, SHAPES, DType.FP32, 32)) is None
-
-    def test_not_in_another_order_storage_or_far_apart(self) -> None:
-        device = TorchDevice("cpu", threads=1)
-        placed = spaced(device, SHAPES, DType.FP32)
-        assert flatten(placed[::-1]) is None
-        assert flatten([placed[0], placed[2]]) is None
-        assert flatten(apart(device, SHAPES, DType.FP32)) is None
-        assert flatten([]) is None
-
-    def test_views_that_are_not_contiguous_are_refused(self) -> None:
-        base = torch.zeros(8, 8)
-        assert flatten([base.t(), base.t()]) is None
-
-    def test_runs_never_cover_a_gap(self) -> None:
-        """A norm over them must not read what lies between two tensors."""
-        device = TorchDevice("cpu", threads=1)
-        placed = spaced(device, [(64,), (2, 64), (3,), (64,), (64,)], DType.FP32)
-        flat = flatten(placed)
-        assert flat is not None
-        flat[0].fill_(float("nan"))
-        for tensor in placed:
-            tensor.fill_(1.0)
-        covering = runs(placed)
-        assert [run.numel() for run in covering] == [195, 128]
-        assert not any(run.isnan().any() for run in covering)
+def test_runs_never_cover_a_gap() -> None:
+    """A norm over them must not read what lies between two tensors."""
+    device = TorchDevice("cpu", threads=1)
+    placed = spaced(device, [(64,), (2, 64), (3,), (64,), (64,)], DType.FP32)
+    flat = flatten(placed)
+    assert flat is not None
+    flat[0].fill_(float("nan"))
+    for tensor in placed:
+        tensor.fill_(1.0)
+    covering = runs(placed)
+    assert [run.numel() for run in covering] == [195, 128]
+    assert not any(run.isnan().any() for run in covering)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.ttnn.runs import sgd
-from tests.width.tools import PLACES, TIME, WIDTH, Regression, check, on_mock, registered, train, train_in_torch
+from tests.width.tools import PLACES, TIME, WIDTH, Regression, check, registered, train, train_in_torch
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value, composite
@@ -90,7 +89,3 @@ def _declared() -> Iterator[None]:
 @pytest.mark.parametrize("place", PLACES)
 def test_it_trains_as_torch_does(place: str) -> None:
     check(train(place, model(), optimizer()), train_in_torch(model(), in_torch))
-
-
-def test_a_mocked_board_takes_its_ops(tmp_path: Path) -> None:
-    assert on_mock(__name__, tmp_path) == {"computes": False, "zero": True, "steps": 3}

@@ -36,5 +36,6 @@ def optimizer() -> Any:
     return Both()
 
 
-def test_a_mocked_board_takes_their_ops(tmp_path: Path) -> None:
-    assert on_mock(__name__, tmp_path) == {"computes": False, "zero": True, "steps": 3}
+def test_a_mocked_board_takes_their_ops_and_those_of_a_new_bias(tmp_path: Path) -> None:
+    found = on_mock(tmp_path, __name__, "tests.width.test_new_attention_bias")
+    assert found == [{"computes": False, "zero": True, "steps": 3}] * 2

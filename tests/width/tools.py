@@ -108,13 +108,12 @@ def check(outcome: Outcome, expected: tuple[list[float], dict[str, np.ndarray]],
         np.testing.assert_allclose(outcome.state[name], wanted, rtol=0, atol=rtol * scale, err_msg=name)
 
 
-def on_mock(module: str, folder: Path) -> dict[str, Any]:
-    """What a process says that took the module's step on a mocked board, whose validators take every op."""
+def on_mock(folder: Path, *modules: str) -> list[dict[str, Any]]:
+    """What a process says that took the step of each module on a mocked board, whose validators take every op."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    done = forked.run("tests.width.mock_child", module, TTRAIN_CACHE=str(folder), OMP_NUM_THREADS="1")
+    done = forked.run("tests.width.mock_child", *modules, TTRAIN_CACHE=str(folder), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(modules) :]]
 
 
 def names_of(module: ModuleType) -> tuple[Any, Any]:
