@@ -33,7 +33,7 @@ if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop f
     (folder / "run.json").write_text("{}")
     os.kill(os.getppid(), signal.SIGINT)
     for _ in range(100): time.sleep(0.1); seed == 108 and _ == 3 and os.kill(os.getppid(), signal.SIGINT)
-if seed == 107: time.sleep(0.5)
+if seed == 107: time.sleep(2)
 value = float(overrides.get("optimizer.lr", 1)) + seed
 if seed in (110, 111):  # ten evaluations; 111 kills the sweep before the first one of its third job
     (folder / "run.json").write_text("{}")

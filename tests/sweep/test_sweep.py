@@ -133,7 +133,7 @@ def test_parallel_jobs_share_the_threads(sweep: Sweep, monkeypatch: pytest.Monke
     assert sweep("run.seed=107", "optimizer.lr=0.1,0.2,0.3,0.4", "device=cpu", "sweep.parallel=4") == 0
     entries = started()
     assert [entry["threads"] for entry in entries] == ["2"] * 4
-    assert max(entry["time"] for entry in entries) - min(entry["time"] for entry in entries) < 0.5
+    assert max(entry["time"] for entry in entries) - min(entry["time"] for entry in entries) < 2  # none had ended
     assert {entry["group"] for entry in entries} == {only_sweep().name}
 
 
@@ -155,7 +155,7 @@ def test_slurm_starts_jobs_on_nodes_of_their_own(sweep: Sweep, monkeypatch: pyte
 def test_a_card_takes_one_job_at_a_time(sweep: Sweep) -> None:
     assert sweep("run.seed=107", "optimizer.lr=0.1,0.2", "device=cuda", "sweep.parallel=4") == 0
     first, second = (entry["time"] for entry in started())
-    assert second - first >= 0.5
+    assert second - first >= 2
 
 
 def test_nothing_is_left_behind_where_no_job_can_run(sweep: Sweep) -> None:

@@ -41,7 +41,7 @@ def last_event() -> dict[str, Any]:
 
 def test_an_interrupt_while_steps_are_built_is_told_as_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "build_training", lambda self: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9)))
+        patch.setattr(Session, "build_training", lambda self: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
         assert main([*SMALL, "train.steps=2", "run.dir=run"]) == 130
     assert capsys.readouterr().err.endswith("ttrain: interrupted\n")
     assert last_event()["kind"] == "interrupted" and "error" not in last_event()
