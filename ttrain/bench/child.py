@@ -91,8 +91,10 @@ class Measured:
         self._step = 0
 
     def start(self, memory: bool) -> dict[str, Any]:
-        """Build, and do the first steps. With `memory` such work is done on a small scale before that, so that the
-        process holds modules, threads, compiled code and what libraries keep; and further steps are done afterwards.
+        """Build, and do the first steps.
+
+        With `memory` such work is done on a small scale before that, so that the process holds modules, threads,
+        compiled code and what libraries keep; and further steps are done afterwards.
         """
         imports = time.time() - psutil.Process().create_time()
         if memory:
@@ -132,8 +134,9 @@ class Measured:
         return found
 
     def turn(self, settle: int, timed: int, each: bool) -> list[float]:
-        """Do steps that warm caches up again. Then time steps, in s: each of them, or without `each` their mean, so
-        that a device can run ahead.
+        """Do steps that warm caches up again.
+
+        Then time steps, in s: each of them, or without `each` their mean, so that a device can run ahead.
         """
         contender, handle = self.contender, None
         gc.collect()

@@ -41,8 +41,9 @@ def session_of(case: Case, device: Device, engine: EngineConfig, ranks: Ranks | 
 
 
 class EngineContender(Contender):
-    """A training step as `task=train` builds it. Batch, learning rate, step number and seed are uploaded every step,
-    but for a batch that is to stay on the device.
+    """A training step as `task=train` builds it.
+
+    Batch, learning rate, step number and seed are uploaded every step, but for a batch that is to stay on the device.
     """
 
     def __init__(self, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> None:

@@ -67,8 +67,9 @@ class Seat:
         return replace(self, row=row, order=order, folder=folder, make_worker=make_worker)
 
     def size(self, turn_seconds: float) -> None:
-        """Fit a turn into `turn_seconds`: at least one untimed and one timed step. Beside a neighbour it begins with
-        steps in which it can be noticed.
+        """Fit a turn into `turn_seconds`: at least one untimed and one timed step.
+
+        Beside a neighbour it begins with steps in which it can be noticed.
         """
         step_seconds = max(self.step_seconds, 1e-9)
         steps = min(max(round(turn_seconds / step_seconds), 2), MOST_STEPS)
@@ -100,8 +101,9 @@ class Seat:
 
 
 def seats_of(config: BenchConfig, variants: Mapping[str, tuple[DeviceConfig, EngineConfig]]) -> list[Seat]:
-    """Return who takes part, in the order of the rows. `variants` are the configs of device and engine by variant; the
-    first is that of the baselines.
+    """Return who takes part, in the order of the rows.
+
+    `variants` are the configs of device and engine by variant; the first is that of the baselines.
     """
     found = []
     for name in dict.fromkeys([*config.baselines, *config.engines]):

@@ -78,8 +78,10 @@ class TrainingWork:
         return f"causal.base_model.model.{own}.weight"
 
     def batches(self, seed: int) -> list[Batch]:
-        """Return BATCHES batches. Inputs and a random linear map of them: fp32 [rows, width]. Or tokens and targets:
-        int64 [rows, context], by Zipf's law, so that there is something to learn and a wrong update shows in losses.
+        """Return BATCHES batches.
+
+        Inputs and a random linear map of them: fp32 [rows, width]. Or tokens and targets: int64 [rows, context], by
+        Zipf's law, so that there is something to learn and a wrong update shows in losses.
         """
         model = self.model
         if isinstance(model, MLPConfig):

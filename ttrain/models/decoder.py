@@ -52,8 +52,10 @@ class BlockInputs(NamedTuple):
 
 
 class Decoder(Module, ABC):
-    """tokens int64 [B, T] -> loss or logits. A model has blocks, which take the residual stream and BlockInputs to the
-    residual stream, a norm behind them, and an `embed` before them; the head may be the embedding's weight.
+    """tokens int64 [B, T] -> loss or logits.
+
+    A model has blocks, which take the residual stream and BlockInputs to the residual stream, a norm behind them, and
+    an `embed` before them; the head may be the embedding's weight.
     """
 
     config: Any

@@ -130,8 +130,9 @@ class OpenedModel:
 
 
 def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str], needs: str = "") -> OpenedModel:
-    """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed. The section
-    `wanted` says which checkpoint, and whether averages stand for the weights.
+    """The model of run.dir, as its checkpoint says with what the user gave on top; the data is not needed.
+
+    The section `wanted` says which checkpoint, and whether averages stand for the weights.
 
     Raises CheckpointError for other adapters, and where there is no tokenizer and `needs` tells what needs one.
     """

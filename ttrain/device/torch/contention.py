@@ -81,8 +81,10 @@ class Contention:
 
 
 class _Sleepers:
-    """A team of OpenMP's that does nothing, from a thread of its own. With it the runtime has more threads than
-    there are cores, and then lets none that waits spin for long (GOMP_SPINCOUNT in the manual of gcc's runtime).
+    """A team of OpenMP's that does nothing, from a thread of its own.
+
+    With it the runtime has more threads than there are cores, and then lets none that waits spin for long
+    (GOMP_SPINCOUNT in the manual of gcc's runtime).
     """
 
     def __init__(self, count: int) -> None:

@@ -89,8 +89,9 @@ class Scorer:
     def likelihoods(
         self, pairs: Sequence[tuple[list[int], list[int]]], told: Callable[[int], object] = lambda pairs: None
     ) -> list[Likelihood]:
-        """Return the likelihood of the continuation in each (context, continuation). Of a text that is too long for the
-        model, the end counts.
+        """Return the likelihood of the continuation in each (context, continuation).
+
+        Of a text that is too long for the model, the end counts.
 
         A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
         """

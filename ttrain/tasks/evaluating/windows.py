@@ -24,8 +24,9 @@ class Window:
 
 
 def windows_of(length: int, context: int, stride: int, document: int = 0) -> Iterator[Window]:
-    """Yield the windows of a document of `length` tokens. The first token is only read. Later windows predict `stride`
-    tokens each.
+    """Yield the windows of a document of `length` tokens.
+
+    The first token is only read. Later windows predict `stride` tokens each.
 
     Every window holds as much of what comes before its targets as fits.
     """

@@ -17,8 +17,10 @@ Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 @dataclass(frozen=True)
 class StateMatch:
-    """`problem` tells what does not fit, or is None. Then `zeros` are tensors of the state that the checkpoint has no
-    values for, `averages` those that start as their parameters are, and `notes` what to tell of them.
+    """`problem` tells what does not fit, or is None.
+
+    Then `zeros` are tensors of the state that the checkpoint has no values for, `averages` those that start as their
+    parameters are, and `notes` what to tell of them.
     """
 
     problem: str | None

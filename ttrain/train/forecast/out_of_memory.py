@@ -78,8 +78,9 @@ def _keeps_fp32(optimizer: OptimizerConfig) -> bool:
 
 
 def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:
-    """Half the micro-batch and twice the accumulation: the same sum of gradients. None where it can't be halved, or
-    shared by the chips then.
+    """Half the micro-batch and twice the accumulation: the same sum of gradients.
+
+    None where it can't be halved, or shared by the chips then.
     """
     gradient_accumulation = 2 * train.gradient_accumulation
     if train.batch_size % (gradient_accumulation * chips):

@@ -96,8 +96,10 @@ def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(written: Written, described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
-    """Names and weights of Transformers, [outputs, inputs]. Llama's queries and keys have the pairs that are turned
-    side by side."""
+    """Names and weights of Transformers, [outputs, inputs].
+
+    Llama's queries and keys have the pairs that are turned side by side.
+    """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for name, weight in written.model.to_transformers(written.values).items():
         module = name.rsplit(".", 2)[-2]

@@ -34,8 +34,10 @@ class Child:
         orphaned: signal.Signals = signal.SIGTERM,
         piped: bool = False,
     ) -> None:
-        """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed. With `piped` its
-        input and output are `stdin` and `stdout`; a log then has what it says on its standard error stream.
+        """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed.
+
+        With `piped` its input and output are `stdin` and `stdout`; a log then has what it says on its standard error
+        stream.
 
         Raises OSError where the process or the file can't be made.
         """

@@ -1,5 +1,6 @@
-"""A file by which a supervised process tells its supervisor of its run and its end. The time of the file tells that the
-process lives.
+"""A file by which a supervised process tells its supervisor of its run and its end.
+
+The time of the file tells that the process lives.
 """
 
 from __future__ import annotations
