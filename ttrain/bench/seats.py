@@ -124,8 +124,9 @@ def seats_of(config: BenchConfig, variants: Mapping[str, tuple[DeviceConfig, Eng
 def take_turns(
     seats: Sequence[Seat], rounds: int, seconds: float, each: bool, seed: int, clock: Clock = time.perf_counter
 ) -> None:
-    """Give everybody a turn in every round, in random order, until all rounds are done or the time is up after
-    LEAST_ROUNDS. Who fails takes no further part.
+    """Give everybody a turn in every round, in random order.
+
+    It ends with the last round, or when the time is up after LEAST_ROUNDS. One that fails takes no further part.
     """
     order, stop = random.Random(seed), clock() + seconds
     for number in range(rounds):

@@ -291,7 +291,7 @@ def planned_ranks(config: ParallelConfig) -> Ranks:
 
 
 def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
-    """This process among the ranks of a run, once all of them are there."""
+    """Join the ranks of a run; return once all of them are there."""
     here = place()
     if config.name == "none" or here is None:
         return World(Ranks(slices=config.slices or 1, shards=config.name == "zero1"))

@@ -17,6 +17,7 @@ from typing import IO, Any
 from ttrain.core.errors import CheckpointError, UserError
 
 CHUNK_BYTES = 1 << 22
+LARGEST_JSON = 1 << 30  # bytes
 
 
 def write_synced(path: Path, data: bytes) -> str:
@@ -114,8 +115,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError where it can't be read, or holds no object."""
+    """Return the object in a JSON file. Raises CheckpointError if it can't be read, is huge, or holds no object."""
     try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise CheckpointError(f"{path} has more than 1 GiB, which is no JSON of ours. Give another file.")
         return parsed_object(path, path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
@@ -181,6 +184,7 @@ def hold_for_reading(path: Path) -> IO[str]:
 
 
 def sha256_file(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):

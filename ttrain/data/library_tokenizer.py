@@ -112,7 +112,7 @@ class LibraryTokenizer(Tokenizer):
         return [str(token.content) for token in self._model.get_added_tokens_decoder().values()]
 
     def with_token(self, token: str) -> LibraryTokenizer:
-        """This tokenizer with one special token more, under the next id."""
+        """Return a copy with one special token more, under the next id."""
         model = _library_model(self._text)
         model.add_special_tokens([token])
         extended = LibraryTokenizer(model.to_str())

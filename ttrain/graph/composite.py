@@ -173,8 +173,10 @@ def composite(body: Callable[P, R], /) -> Composite[P, R]: ...
 @overload
 def composite(shapes: str = "", /, **facts: Any) -> Callable[[Callable[P, R]], Composite[P, R]]: ...
 def composite(body: Callable[P, R] | str = "", /, **facts: Any) -> Any:
-    """Decorator: declare a function of values as an op; `facts` set attributes of Op, such as outputs and wide, and
-    `shapes` the inputs that it takes: see core/shapes.py.
+    """Decorator: declare a function of values as an op.
+
+    `facts` set attributes of Op, such as outputs and accumulation; `shapes` are the inputs that it takes, see
+    core/shapes.py.
 
     Values come before attributes, lists of values last among them; attributes are hashable, and graph values annotated
     Value, Value | None or Sequence[Value].

@@ -201,8 +201,9 @@ class AGILLM(AGILLMWeights):
         return ops.cast(ops.linear(rows, *self._ar_parameters(rows.graph)), DType.FP32)
 
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:
-        """A window's two rows under the pair mask, [2, width] -> scores of the two tokens after it, fp32 [2,
-        vocabulary with padding], and the gate's, fp32 [1, 2].
+        """Scores of the two tokens after a window, from its two rows under the pair mask, [2, width].
+
+        Returns fp32 [2, vocabulary with padding], and the gate's scores, fp32 [1, 2].
         """
         assert self.sat_head is not None, "a model that was trained ar_only has no SAT head"
         first = ops.reshape(ops.index_select(ops.reshape(rows, (1, *rows.shape)), (0,)), (1, self.width))

@@ -143,6 +143,7 @@ class PairModel(CachedModel, Protocol):
         """True if it has that head."""
 
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:
-        """The last two rows of hidden states under the pair mask, [2, width] -> scores of the two tokens after them,
-        fp32 [2, vocabulary], and the gate's for emitting one of them or both, fp32 [1, 2].
+        """Scores of two tokens, from the last two rows of hidden states under the pair mask, [2, width].
+
+        Returns fp32 [2, vocabulary], and the gate's scores for emitting one of them or both, fp32 [1, 2].
         """

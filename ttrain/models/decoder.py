@@ -130,8 +130,9 @@ class Decoder(Module, ABC):
             return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens`, `targets`, where documents are packed `positions`, and with a future layer `future_targets`: int64
-        [rows, length]; a target below zero counts for nothing.
+        """Inputs of a step: `tokens` and `targets`, int64 [rows, length].
+
+        Packed documents add `positions`, a future layer `future_targets`. A target below zero counts for nothing.
         """
         names = ["tokens", "targets", *([POSITIONS] if self.packed else []), *([FUTURE] if self.future else [])]
         return dict.fromkeys(names, TensorSpec((rows, self.length), DType.INT64))

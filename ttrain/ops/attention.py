@@ -1,5 +1,6 @@
-"""Multi-head attention: one op for packed and separate projections, grouped heads, masks, biases and dropout; and the
-softmax of scores under a mask that it is made of.
+"""Multi-head attention, and the softmax of scores under a mask that it is made of.
+
+One op serves packed and separate projections, grouped heads, masks, biases and dropout.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def softmax_grad(dy: Value, y: Value, scale: float) -> Value:
     vjp=lambda node, dy: [softmax_grad(dy, node.outputs[0], node.attributes["scale"])],
 )
 def softmax(x: Value, scale: float = 1.0, mask: AttentionMask = EVERY_KEY) -> TensorSpec:
-    """y = softmax(scale * x + bias) over the last axis; what the mask hides gets no probability.
+    """Softmax over the last axis: y = softmax(scale * x + bias); what the mask hides gets no probability.
 
     The bias is that of `mask` for x [..., T, T] (query, key), or [..., H, T, T] with a position bias; in fp32 at least.
     """
@@ -148,8 +149,9 @@ def _attention(
     p: float = 0.0,
     stream: int = 0,
 ) -> tuple[Value, Value]:
-    """`log_sum_exp` [B, H, T] fp32 of the biased scores is what a kernel's backward needs to form the probabilities
-    again; they are never kept.
+    """Attention of queries on keys and values, with `log_sum_exp` [B, H, T] fp32 of the biased scores.
+
+    A kernel's backward needs it to form the probabilities again; they are never kept.
     """
     parts = _parts(q, k, v, heads, kv_heads)
     scores, factor = _scores(parts, bias, positions, scale)

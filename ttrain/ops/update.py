@@ -59,8 +59,10 @@ cases(clip_factor, *(Case(((),), {"limit": limit}, positive=("norm",)) for limit
 
 
 def update_rule(body: Callable[P, R]) -> Composite[P, R]:
-    """Decorator of an optimizer's rule: (parameter, gradient, one value per slot, lr, step, settings) -> new parameter
-    and slots; see Rule.
+    """Decorator of an optimizer's rule; see Rule.
+
+    The function takes (parameter, gradient, one value per slot, lr, step, settings) and returns the new parameter and
+    slots.
     """
     made: Composite[P, R] = Composite(body, family="rule", differentiable=False)
     made.accumulation, slots = made.inputs, made.inputs[2:-2]

@@ -27,8 +27,10 @@ def adafactor(
     threshold: float,
     padding: int,
 ) -> tuple[Value, Value, Value]:
-    """Adafactor of a matrix g: R <- mean of g^2 over each row, C over each column, both averaged over steps with
-    beta2 = 1 - step^beta2_decay; u = g / sqrt(R C / mean(R)) (Shazeer and Stern, 2018). See _change.
+    """Adafactor of a matrix g (Shazeer and Stern, 2018). See _change.
+
+    R <- mean of g^2 over each row, C over each column, both averaged over steps with beta2 = 1 - step^beta2_decay; u =
+    g / sqrt(R C / mean(R)).
     """
     g = ops.cast(gradient, DType.FP32)
     square, kept = g * g, g.shape[-2] / (g.shape[-2] - padding)  # the rows that pad have no part in a mean over rows
@@ -80,8 +82,10 @@ def _change(
     threshold: float,
     padding: int,
 ) -> Value:
-    """rate * max(least_rms, rms(p)) / max(1, rms(u) / threshold) * u with u = g / sqrt(variance); the rate is the
-    smaller of lr and 1 / sqrt(step). The last `padding` rows are zeros that count for no mean.
+    """Change of a parameter: rate * max(least_rms, rms(p)) / max(1, rms(u) / threshold) * u.
+
+    Here u = g / sqrt(variance); the rate is the smaller of lr and 1 / sqrt(step). The last `padding` rows are zeros
+    that count for no mean.
     """
     shape = parameter.shape
     count = prod((*(size - padding for size in shape[:1]), *shape[1:]))

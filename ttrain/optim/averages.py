@@ -10,8 +10,10 @@ from ttrain.optim.base import AVERAGE, rule_cases
 
 @update_rule
 def ema(parameter: Value, gradient: Value, lr: Value, step: Value, decay: float) -> Value:
-    """average <- average + max(1 - decay, 1 / step) (weights - average): `parameter` is the average, `gradient` the
-    weights. The mean of all steps until there are 1 / (1 - decay) of them, so it does not remember its start.
+    """Average of weights: average <- average + max(1 - decay, 1 / step) (weights - average).
+
+    `parameter` is the average, `gradient` the weights. It is the mean of all steps until there are 1 / (1 - decay) of
+    them, so it does not remember its start.
     """
     share = at_least(1.0 / step, 1 - decay)
     return parameter + share * (gradient - parameter)

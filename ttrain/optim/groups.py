@@ -131,8 +131,9 @@ def _peaks(config: OptimizerConfig) -> dict[str, float]:
 def learning_rates(
     parameters: Mapping[str, Parameter], config: OptimizerConfig, schedule: Callable[[int], float]
 ) -> Callable[[int], dict[str, float]]:
-    """Step (from 1) -> every learning-rate input: its peak * schedule(step), times the factors of its group and
-    of the model's width.
+    """Return a function of the step (from 1) that gives every learning-rate input.
+
+    Each is its peak * schedule(step), times the factors of its group and of the model's width.
 
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """

@@ -32,8 +32,9 @@ def muon(
     scale: float,
     parts: int,
 ) -> tuple[Value, Value]:
-    """m <- beta m + (1 - beta) g; the direction is scale * orthogonal(m), with Nesterov's look ahead of
-    beta m + (1 - beta) g (Jordan et al., 2024).
+    """Muon: m <- beta m + (1 - beta) g; the direction is scale * orthogonal(m) (Jordan et al., 2024).
+
+    Nesterov's look ahead takes beta m + (1 - beta) g in place of m.
     """
     look, momentum = _momentum(gradient, momentum, beta, nesterov)
     matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
@@ -55,8 +56,10 @@ def normuon(
     parts: int,
     beta2: float,
 ) -> tuple[Value, Value, Value]:
-    """muon's direction o with every neuron's row as long as the others (Li et al., 2025): v <- b2 v + (1 - b2)
-    mean(o^2) over a row; o / (sqrt(v) + 1e-8) is scaled as a whole to the root mean square `scale` of an element.
+    """NorMuon: muon's direction o, with every neuron's row as long as the others (Li et al., 2025).
+
+    v <- b2 v + (1 - b2) mean(o^2) over a row; o / (sqrt(v) + 1e-8) is scaled as a whole to the root mean square `scale`
+    of an element.
     """
     look, momentum = _momentum(gradient, momentum, beta, nesterov)
     matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
@@ -93,8 +96,10 @@ def _norm(x: Value) -> Value:
 
 
 def orthogonal(x: Value, iterations: int, scale: float) -> Value:
-    """scale * U V^T of x = U S V^T, nearly: x [..., m, n] over its norm, then X <- a X + (b A + c A^2) X with A = X X^T
-    in x's dtype, or with A on the other side where x is tall (Newton-Schulz; Bernstein and Newhouse, 2024).
+    """Orthogonalise: nearly scale * U V^T of x = U S V^T, by Newton and Schulz.
+
+    x [..., m, n] is divided by its norm, then X <- a X + (b A + c A^2) X with A = X X^T in x's dtype, or with A on the
+    other side if x is tall (Bernstein and Newhouse, 2024).
     """
     tall = x.shape[-2] > x.shape[-1]
     x = ops.cast(ops.cast(x, DType.FP32) * (1.0 / (_norm(x) + _LEAST)), x.spec.dtype)

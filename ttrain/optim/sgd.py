@@ -27,8 +27,9 @@ def sgd_momentum(
     nesterov: float,
     weight_decay: float,
 ) -> tuple[Value, Value]:
-    """torch.optim.SGD with momentum and dampening 0: g <- g + weight_decay p;  u <- momentum u + g;
-    p <- p - lr (g + momentum u with Nesterov's look ahead, else u).
+    """SGD as torch.optim.SGD computes it, with momentum and dampening 0.
+
+    g <- g + weight_decay p; u <- momentum u + g; p <- p - lr (g + momentum u with Nesterov's look ahead, else u).
     """
     change = _decayed(parameter, gradient, weight_decay)
     velocity = momentum * velocity + change

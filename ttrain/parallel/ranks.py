@@ -93,8 +93,10 @@ class Sharding:
 
 
 def sharding_of(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Sharding:
-    """Buckets of nearly equal size in shards of nearly equal size, cut at multiples of BLOCK elements of a tensor, or
-    between `whole` tensors."""
+    """Buckets of nearly equal size in shards of nearly equal size.
+
+    They are cut at multiples of BLOCK elements of a tensor, or between `whole` tensors.
+    """
     offsets, end = flat_offsets(sizes)
     limit = -(-end // -(-end // limit))
     cuts = [0]

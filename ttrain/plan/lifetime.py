@@ -16,8 +16,10 @@ BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
 
 @dataclass
 class Placement:
-    """Sharing and lifetimes of buffers: for every value the one whose buffer it shares, and for every owner in an arena
-    the first and the last launch at which its buffer is live.
+    """Sharing and lifetimes of buffers.
+
+    For every value the owner is the one whose buffer it shares. For every owner in an arena the lifetime is the first
+    and the last launch at which its buffer is live.
     """
 
     owner: dict[Value, Value] = field(default_factory=dict)

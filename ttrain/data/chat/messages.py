@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
 class Template:
     """A template that is filled in for each message: a named one, or a text with {role}, {Role} and {content}.
 
-    In a text of the user's, the two characters `\\n` stand for a line break and doubled braces for single ones. Raises
+    In a text of the user's, a backslash with an n stands for a line break, and doubled braces for single ones. Raises
     DataError for an unknown name or another field.
     """
 

@@ -29,8 +29,10 @@ Rule = Callable[[Node, Node, Inputs], Joined | None]
 
 
 def fuse(graph: Graph, kernels: Container[str]) -> Graph:
-    """Join matmul + bias -> linear, linear + activation, residual sum + norm and their gradients, a sum + the
-    gradient of a lookup, and head + cross-entropy, where the device has a kernel for what they become.
+    """Join nodes for which the device has one kernel.
+
+    matmul + bias become linear; linear + activation, residual sum + norm and their gradients, a sum + the gradient of a
+    lookup, and head + cross-entropy become one node each.
 
     Two nodes are joined only where no node outside them reads what would disappear.
     """

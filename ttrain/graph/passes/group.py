@@ -126,7 +126,8 @@ class _Schedule:
     def read_elsewhere(self, item: _Item) -> list[Value]:
         """Return the values that others read of an item, first one that could take over an input's buffer.
 
-        Only output 0 may."""
+        Only output 0 may.
+        """
         made = [node.outputs[0] for node in item.members]
         specs = {value.spec for value in item.reads() if value.kind is Kind.NODE}
         read = [

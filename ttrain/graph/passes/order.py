@@ -16,8 +16,10 @@ _JOINT = ("all_reduce", "all_reduce_state", "all_gather_state", "collectives_don
 
 
 def store_early(graph: Graph) -> Graph:
-    """Move each assignment and accumulation to right behind the node that makes its value, which is then free again,
-    and so each start of an exchange and what makes up an update to behind the last of what it reads.
+    """Move each assignment and accumulation to right behind the node that makes its value.
+
+    That value is then free again. Starts of exchanges, and what makes up an update, move behind the last of what they
+    read.
 
     Otherwise the gradients of all parameters would be live at once. What a node overwrites is first read and
     overwritten by those before it; the results are bit-equal. Nodes that move to the same place keep their order.
@@ -61,8 +63,11 @@ def _gathered(nodes: Sequence[Node], roots: Mapping[Value, Value]) -> list[Node]
 
 
 def dependencies(nodes: Sequence[Node], roots: Mapping[Value, Value]) -> dict[Node, set[Node]]:
-    """For each node the earlier ones that must have run: those that make what it reads, and where it overwrites a
-    buffer or reads one that is overwritten, those that touched it before."""
+    """For each node, return the earlier nodes that must have run.
+
+    They make what it reads. If it overwrites a buffer, or reads one that is overwritten, they are also those that
+    touched the buffer before.
+    """
     found: dict[Node, set[Node]] = {}
     touched: dict[Value, list[Node]] = {}  # by root: the node that overwrote it last, and who has read it since
     written: set[Value] = set()

@@ -1,5 +1,6 @@
-"""Make a run from the config in five functions: find what to resume, merge the config, open the data, build the model,
-check all. None of them needs the device.
+"""Make a run from the config in five functions.
+
+They find what to resume, merge the config, open the data, build the model and check all. None of them needs the device.
 """
 
 from __future__ import annotations

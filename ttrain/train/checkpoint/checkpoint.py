@@ -141,8 +141,10 @@ class Checkpoint:
         return any(name.endswith(f"/{AVERAGE}") for name in lazy_tensors(files))
 
     def weights(self, averages: bool = False) -> Mapping[str, Array]:
-        """Parameters and saved buffers by path, with `averages` those in their place that the run keeps; each is read
-        from the disk when it is asked for.
+        """Parameters and saved buffers by path.
+
+        With `averages`, the averages that the run keeps stand in their place. Each is read from the disk when it is
+        asked for.
         """
         plain = lazy_tensors(self.path / name for name in self.files_of(*STEMS.keys() - {Kind.OPTIMIZER}))
         kept = lazy_tensors(self.path / name for name in self.files_of(Kind.OPTIMIZER)) if averages else {}

@@ -59,7 +59,6 @@ def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
 
 def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
     """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
-
     newest, skipped = _first_readable(folder.parent, lambda: _newest_first(folder))
     return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
 
@@ -87,8 +86,10 @@ def _held_out(checkpoint: Checkpoint) -> Any:
 def prune_checkpoints(
     folder: Path, keep_last: int, keep_best: bool, keep_every: int | None = None, keep_hours: float | None = None
 ) -> list[Path]:
-    """Deletes all but the newest `keep_last`, the best if asked, those of every `keep_every` steps, and one of every
-    `keep_hours` hours. Called only after a new one was verified.
+    """Delete old checkpoints; called only after a new one was verified.
+
+    It keeps the newest `keep_last`, the best if asked, those of every `keep_every` steps, and one of every `keep_hours`
+    hours.
     """
     found, _ = list_checkpoints(folder)
     kept = {checkpoint.path for checkpoint in found[-keep_last:]}

@@ -24,8 +24,10 @@ _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Content of a .pt file (dictionaries, torch tensors, plain values), of a .safetensors file (torch tensors) or of a
-    folder of Transformers (tensors that are read when they are needed).
+    """Content of a file or folder of weights.
+
+    A .pt file gives dictionaries, torch tensors and plain values; a .safetensors file torch tensors; a folder of
+    Transformers tensors that are read when they are needed.
 
     Raises CheckpointError for a path that is none of these, is damaged, or holds anything that would run code.
     """

@@ -76,7 +76,7 @@ class WandbHistory:
 
 
 def note_earlier_attempts(run: Path) -> None:
-    """Before a resume cuts the metrics: what did attempts tell that were killed, or that the user has uploaded since?
+    """Note what killed or uploaded attempts told, before a resume cuts the metrics.
 
     A killed attempt told every line that is recorded. `wandb sync` leaves a mark beside an offline one that it sent.
     """

@@ -1,5 +1,8 @@
-"""Requests by signal: SIGUSR1 saves and goes on; the first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step
-finish, saves and stops, the second ends the process."""
+"""Requests by signal.
+
+SIGUSR1 saves and goes on. The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step finish, saves and
+stops; the second ends the process.
+"""
 
 from __future__ import annotations
 

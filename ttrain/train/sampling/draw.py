@@ -76,8 +76,10 @@ class Sampler:
 
 
 def penalized(logits: Array, window: Sequence[int], repetition: float, presence: float, frequency: float) -> Array:
-    """Logits of the tokens in `window` lowered: presence + frequency * count is taken off, then a positive logit is
-    divided by repetition (Keskar et al., 2019) and another multiplied. The array given stays as it is.
+    """Return logits with those of the tokens in `window` lowered.
+
+    presence + frequency * count is taken off, then a positive logit is divided by repetition (Keskar et al., 2019) and
+    another multiplied. The array given stays as it is.
     """
     if not len(window) or (repetition == 1 and presence == 0 and frequency == 0):
         return logits

@@ -136,4 +136,5 @@ def end_id(tokenizer: Any, end_token: str | None) -> int | None:
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
+    """Return the special tokens of a tokenizer; none of one that knows none."""
     return set(tokenizer.special_tokens()) if hasattr(tokenizer, "special_tokens") else set()

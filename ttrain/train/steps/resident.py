@@ -117,8 +117,9 @@ def _sum(parts: list[Value]) -> Value:
 
 
 def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, dataset: Any) -> Resident | None:
-    """Return the part of the training split that lies on the device, as data.resident says; None where every batch is
-    handed over.
+    """Return the part of the training split that lies on the device, as data.resident says.
+
+    None if every batch is handed over.
 
     `rows` are those of a micro-batch. With auto none of a dataset that is None, since nobody has opened it. Raises
     UserError for what can't lie there.

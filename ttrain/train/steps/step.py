@@ -128,8 +128,9 @@ class TrainStep:
         return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
     def calls(self, batch: Batch, rates: Rates, step: int) -> list[Call]:
-        """Return built steps with their inputs, in order, without the update of a guarded step, which hangs on the
-        others.
+        """Return built steps with their inputs, in order.
+
+        The update of a guarded step is left out: it hangs on the others.
 
         Raises ShapeError for rows that are no whole micro-batches.
         """

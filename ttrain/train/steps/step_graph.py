@@ -210,8 +210,9 @@ class StepGraph:
         graph.output("logits", cast(LanguageModel, model).logits(graph, rows=1))
 
     def state_tensors(self, training: bool = True) -> list[StateTensor]:
-        """List the tensors that an engine's State has to place; without `training`, no gradients and no optimizer
-        tensors.
+        """List the tensors that an engine's State has to place.
+
+        Without `training` there are no gradients and no optimizer tensors.
 
         Those of an update op come out side by side and in the same order in every kind.
         """

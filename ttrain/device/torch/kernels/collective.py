@@ -75,7 +75,7 @@ def _run(tensors: Sequence[Tensor], bounds: tuple[tuple[int, ...], ...]) -> Tens
 
 
 def _reduce(call: Emitter, group: Group, run: Tensor, bucket: tuple[int, ...], received: Tensor, on_cpu: bool) -> None:
-    """This rank's shard of a bucket <- its sum over ranks; `received` takes what the others send."""
+    """Shard of this rank in a bucket <- its sum over ranks; `received` takes what the others send."""
     rank, shards = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
     own, others = shards[rank], [other for other in range(group.count) if other != rank]
     given: list[Tensor] = [own] * group.count

@@ -287,6 +287,7 @@ def forward(call: Call) -> None:
 
 
 def forward_workspace(call: Call) -> list[TensorSpec]:
+    """Return specs of the scratch memory of attention, by blocks of rows."""
     queries, keys, values = specs_by_heads(call.ins[:3], call.attributes)
     results = queries.with_shape(*queries.shape[:3], values.shape[3])
     scores, first = _Explicit.workspace(call, queries, call.ins[5])
@@ -339,6 +340,7 @@ def backward(call: Call) -> None:
 
 
 def backward_workspace(call: Call) -> list[TensorSpec]:
+    """Return specs of the scratch memory of attention's gradients, by blocks of rows."""
     queries, keys, values = specs_by_heads(call.ins[1:4], call.attributes)
     gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
     scores, first = _Explicit.workspace(call, queries, call.ins[8])

@@ -79,7 +79,7 @@ def _onednn_available() -> bool:
 
 @lru_cache(maxsize=512)
 def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> bool:
-    """The table's answer, once per process and number of threads: is oneDNN faster for this product here?"""
+    """Return whether oneDNN is faster for this product here, once per process and number of threads."""
     if not _onednn_available():
         return False
 

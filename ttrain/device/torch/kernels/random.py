@@ -22,6 +22,7 @@ def signed(number: int) -> int:
 
 @lru_cache(maxsize=4)
 def counting(size: int, device: torch.device) -> Tensor:
+    """Return 0, 1, ..., size - 1 as int32 [size]."""
     return torch.arange(size, dtype=torch.int32, device=device)
 
 

@@ -111,9 +111,10 @@ _FUSED = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 
 def _update_workspace(call: Call) -> list[TensorSpec]:
-    """In one pass room for a chunk of prepared gradients, where they are not used as they are. Else:
+    """Return specs of an update's scratch memory.
 
-    Scalars in fp64 and fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch.
+    In one pass it is a chunk of prepared gradients, unless they are used as they are. Else it is scalars in fp64 and
+    fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch.
     """
     update, context = _Update.of(call), call.context
     parameters, gradients, *_ = update.lists

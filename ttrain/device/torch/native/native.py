@@ -109,8 +109,10 @@ def address(tensor: Any) -> int:
 
 
 def fp32(*shape: int) -> TensorSpec:
+    """Return the spec of an fp32 tensor."""
     return TensorSpec(shape, DType.FP32)
 
 
 def int32(*shape: int) -> TensorSpec:
+    """Return the spec of an int32 tensor."""
     return TensorSpec(shape, DType.INT32)

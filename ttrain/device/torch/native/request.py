@@ -82,10 +82,12 @@ def c_float(value: float) -> str:
 
 
 def c_double(value: float) -> str:
+    """Return a number as an exact C++ literal."""
     return float(value).hex()
 
 
 def c_bool(value: bool) -> str:
+    """Return a truth value as a C++ literal."""
     return "true" if value else "false"
 
 

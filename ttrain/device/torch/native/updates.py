@@ -86,8 +86,10 @@ _PRODUCTS = {"multiply": "product({0}, {1})", "scale": "product({0}, {factor})"}
 
 
 def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]] | None:
-    """C++ of a rule on the values v0 (parameter), v1 (gradient) and on (slots): lines for scalars, which are formed
-    once in double, lines for a vector of elements, and the names of the results. None where a step has no C++.
+    """C++ of a rule on the values v0 (parameter), v1 (gradient) and on (slots).
+
+    Returns lines for scalars, which are formed once in double, lines for a vector of elements, and the names of the
+    results. None if a step has no C++.
 
     `exact` keeps products from being joined with sums.
     """

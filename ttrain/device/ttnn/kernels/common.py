@@ -107,6 +107,7 @@ def row(
 
 
 def is_bf16(tensor: DeviceTensor) -> bool:
+    """True if the tensor holds bf16 numbers."""
     return tensor.spec.dtype is DType.BF16
 
 

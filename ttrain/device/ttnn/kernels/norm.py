@@ -72,9 +72,11 @@ def _scaled(c: Context, x: DeviceTensor, normal: Any, weight: DeviceTensor, bias
 
 @row("layer_norm_grad")
 def _layer_norm_grad(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    """The fused kernel reads mean and rstd as rows, but the statistics that its forward kernel writes are wrong in
-    ttnn 0.81 (it stores columns as rows). So it is given normalised rows, whose mean is 0 and rstd 1, and the true rstd
-    enters afterwards: dx is linear in it.
+    """Gradients of a norm by ttnn's fused kernel, on normalised rows.
+
+    The kernel reads mean and rstd as rows, but the statistics that its forward kernel writes are wrong in ttnn 0.81 (it
+    stores columns as rows). So it is given normalised rows, whose mean is 0 and rstd 1, and the true rstd enters
+    afterwards: dx is linear in it.
     """
     tt, moreh = c.tt, c.tt.operations.moreh
     dy, x, mean, rstd, weight, residual = ins

@@ -177,7 +177,7 @@ def _clip_factor(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes
 
 
 def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
-    """Rule adamw with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t):
+    """Rule adamw with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
 
     p <- p (1 - lr weight_decay) - lr' m / (sqrt(v) + eps'), which is the same. Both are step inputs that the host works
     out in double precision.
