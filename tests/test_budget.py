@@ -28,7 +28,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/ops": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 35_800
+PYTHON_LINES = 33692
 TEMPLATE_LINES = 1_840  # the C++ that kernels are generated from
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 3_500
