@@ -49,7 +49,10 @@ NEEDS = {
 def shipped_options() -> list[str]:
     """Every YAML under conf/ as the override that chooses it."""
     conf = packaged()
-    return [f"{path.parent.relative_to(conf)}={path.stem}" for path in sorted(conf.rglob("*.yaml"))]
+    return [
+        f"{path.parent.relative_to(conf)}={path.stem}"
+        for path in sorted([*conf.glob("*.yaml"), *conf.glob("*/*.yaml")])
+    ]
 
 
 ALWAYS_THERE = (".=config",)

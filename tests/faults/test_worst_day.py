@@ -111,17 +111,17 @@ def test_a_checkpoint_that_can_not_be_read_is_passed_over(
     train: Train, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train("run.dir=a", "train.steps=4") == 0
-    original = Path.is_file
+    original = Path.read_bytes
 
-    def is_file(path: Path) -> bool:
+    def read_bytes(path: Path) -> bytes:
         if path.name == "manifest.json" and path.parent.name == "step_00000004":
             raise PermissionError(13, "Permission denied", str(path))
         return original(path)
 
-    monkeypatch.setattr(Path, "is_file", is_file)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     capsys.readouterr()
     assert main(["resume=a/checkpoints/step_00000004", "run.dir=b"]) == 2
-    said(capsys, 2, "a/checkpoints/step_00000004 can't be read: Permission denied.")
+    said(capsys, 2, "a/checkpoints/step_00000004/manifest.json can't be read: Permission denied.")
 
 
 def test_what_the_system_refuses_is_one_sentence(train: Train, capsys: Any) -> None:

@@ -48,7 +48,7 @@ class Layers(Module):
     def __init__(self) -> None:
         self.config, self.compute = None, DType.FP32
         self.embedding = Embedding(11, 8, Normal(1.0))
-        self.accumulation, self.tall = Linear(20, 8), Linear(8, 24)
+        self.wide, self.tall = Linear(20, 8), Linear(8, 24)
         self.packed = Linear(8, 24)
         self.packed.weight.parts = 3
         self.norm = LayerNorm(8)

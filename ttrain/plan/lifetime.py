@@ -110,9 +110,11 @@ def first_writes(graph: Graph, placement: Placement) -> dict[str, int]:
     found: dict[Value, int] = {}
     read: set[Value] = set()
     for time, node in enumerate(graph.nodes):
-        if node in placement.elided:
+        if node in placement.elided and not node.op.view:
             continue
         read |= {placement.owner_of(value) for value in read_values(node)} - found.keys()
+        if node.op.view:
+            continue
         for output in node.outputs:
             if (owner := placement.owner_of(output)).kind.is_state and owner not in read:
                 found.setdefault(owner, time)

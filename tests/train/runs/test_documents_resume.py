@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.faults.kills import ended, start
 
 from tests.conftest import cache_home
+from tests.parallel.forks import ended, start
 from ttrain.cli import main
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
