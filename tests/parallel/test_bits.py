@@ -90,6 +90,6 @@ def test_a_rank_allocates_what_is_planned(name: str, results: Path) -> None:
             session = session_of(case, device, Ranks(rank, count, SLICES, case.shards))
             report = plan_report(session.graph, session.state, session.build_training())
             placed = device.counters.allocated_bytes
-        assert loaded(results, case.name, count, rank)["held"][2] == placed + report.arena
+        assert loaded(results, case.name, count, rank)["held"][2] == placed + report.held["arena"]
         tensors = sum(len(session.state.tensor(name).placed) for name in session.state.names())
-        assert 0 <= placed + report.arena - (report.memory - report.outside) < 4 * 64 * tensors
+        assert 0 <= placed + report.held["arena"] - (report.memory - report.held["libraries"]) < 4 * 64 * tensors

@@ -171,7 +171,7 @@ def test_planning_touches_no_gpu() -> None:
 def test_without_a_plan_operations_are_known_and_memory_is_not() -> None:
     dynamic, static = report(NullDevice(), engine=DynamicEngine), report(NullDevice())
     assert dynamic.flops == static.flops and dynamic.placed == static.placed
-    assert not dynamic.planned and dynamic.arena == 0
+    assert not dynamic.planned and dynamic.held["arena"] == 0
     assert "not planned" in dynamic.text() and "Arena of each step" not in dynamic.text()
 
 

@@ -161,11 +161,12 @@ class Measured:
     def facts(self, planned: bool) -> dict[str, Any]:
         """Return the device and what the contender tells of itself, and if `planned` the expected time of a step."""
         from ttrain.config.build import build_device
-        from ttrain.train.forecast.peak import measured_peak
+        from ttrain.train.forecast.peak import measured_rates
 
         contender = self.contender
         device = getattr(contender, "device", None) or build_device(self._device)
-        peak = measured_peak(device.name, str(self._case.dtypes.compute), self._device.index)
+        rates = measured_rates(device.name, str(self._case.dtypes.compute), self._device.index)
+        peak = None if rates is None else rates.flops
         forecast = contender.planned_ms() if planned and isinstance(contender, EngineContender) else None
         return {
             "device": device.describe(), "facts": {**contender.facts(), "peak_flops": peak}, "planned_ms": forecast,

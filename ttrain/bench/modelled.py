@@ -44,4 +44,4 @@ def _planned(case: Case, device: DeviceConfig) -> Work:
         closing(build.planned_device(device)) as planned,
         closing(session_of(case, planned, EngineConfig(name="static"))) as session,
     ):
-        return Work.of({"train": session.engine.build("train", session.graph.trace_train)}, {"train": 1})
+        return Work.of(session.build_training(further=False), {"train": 1})

@@ -205,7 +205,7 @@ class _Extra:
         return Table("What takes less", ("", "planned memory", "fits"), rows, (note,) * (not self.config.lora.rank))
 
     def _padding(self) -> None:
-        from ttrain.train.forecast.padding import padding_table, padding_values
+        from ttrain.train.forecast.plan_report import padding_table, padding_values
 
         if not self.device.arenas:
             self.values["tile_padding"] = padding_values(self.session.state, self.steps, self.device)
@@ -275,7 +275,7 @@ class _Extra:
         pairs = (override.partition("=") for override in overrides)
         changes = {key: yaml.safe_load(value) for key, _, value in pairs}
         with planned_session(changed(self.config, changes), self.dataset) as session:
-            steps = [session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()]
+            steps = session.build_training(further=False).values()
             plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)
             return state + max(plan.arena_bytes + plan.outside_bytes for plan in plans)

@@ -110,8 +110,7 @@ def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Stepper, dict[
         device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
         session = stack.enter_context(closing(run.open(device)))
         run.origin.set_values(session, config.run.seed)
-        built = {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
-        drive = run.stepper(session, built, WARM_UP + steps)
+        drive = run.stepper(session, session.build_training(further=False), WARM_UP + steps)
         for number in waited_for(range(1, WARM_UP + 1), "Warming up"):
             drive(number)
         yield device, drive, product_ways(session.engine)

@@ -87,9 +87,7 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
         gc.collect()  # the tensors of the engine before
         try:
             with closing(run.open(device, name)) as session:
-                traces = session.graph.train_steps()
-                steps = {step: session.engine.build(step, trace) for step, trace in traces.items()}
-                found[name] = dispatch_ms(run.stepper(session, steps))
+                found[name] = dispatch_ms(run.stepper(session, session.build_training(further=False)))
         except RuntimeError as error:
             why = _failure(run, device, {}, error)
             say(f"engine={name} does not fit, so its dispatch was not measured: {why}")

@@ -68,7 +68,7 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
 def planned_steps(config: Config, dataset: Dataset | None, changes: Mapping[str, Any]) -> Steps:
     """Return the training steps of a config with changes, built but never bound."""
     with planned_session(changed(config, changes), dataset) as session:
-        return {name: session.engine.build(name, trace) for name, trace in session.graph.train_steps().items()}
+        return session.build_training(further=False)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -88,8 +88,7 @@ def _losses(
         with closing(run.open(device)) as session:
             with Waiting("Placing the model and building its steps", console.say):
                 run.origin.set_values(session, run.config.run.seed)
-                for name, trace in session.graph.train_steps().items():
-                    built[name] = session.engine.build(name, trace)
+                built.update(session.build_training(further=False))
             run_step = run.stepper(session, built, settings.steps, _rising(run, settings))
             console.start(0, settings.steps)
             for number in range(1, settings.steps + 1):

@@ -44,27 +44,19 @@ _rates: dict[str, Rates] = {}  # as this process measured them
 
 
 def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
-    """The rates of `cpu` or `cuda`, the best of all processes; each measures them once."""
-    if device not in _SIZES:
-        return None
-    key = f"{cache_folder()} {_key(device, dtype, index)}"
-    if key not in _rates and (peak := measured_peak(device, dtype, index)) is not None:
-        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", partial(_measure_bandwidth, device, index))
-        _rates[key] = Rates(peak, moved)
-    return _rates[key]
+    """Return the best rates ever timed on `cpu` or `cuda`, with the current number of threads.
 
-
-def measured_peak(device: str, dtype: str, index: int = 0) -> float | None:
-    """FLOP/s of the best square matmul ever timed on `cpu` or `cuda`, with the current number of threads.
-
-    `dtype` is fp32 or bf16. Every run times some products, the first for longer; the best number is kept in the
-    user's cache folder. None for devices that torch does not drive.
+    `dtype` is fp32 or bf16. Every process times some products and copies once, the first one for longer; the best
+    numbers are kept in the user's cache folder. None for devices that torch does not drive.
     """
     if device not in _SIZES:
         return None
-    import torch
-
-    return _cached(_key(device, dtype, index), partial(_measure, torch, device, dtype, index))
+    key = f"{cache_folder()} {_key(device, dtype, index)}"
+    if key not in _rates:
+        flops = _cached(_key(device, dtype, index), partial(_measure, device, dtype, index))
+        moved = _cached(f"bandwidth {_key(device, 'bytes', index)}", partial(_measure_bandwidth, device, index))
+        _rates[key] = Rates(flops, moved)
+    return _rates[key]
 
 
 def _key(device: str, dtype: str, index: int) -> str:
@@ -87,8 +79,10 @@ def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
     return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize, seconds)
 
 
-def _measure(torch: Any, device: str, dtype: str, index: int, seconds: float) -> float:
+def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
     """Best FLOP/s over the libraries that torch brings; a neighbour on the machine can only slow a product down."""
+    import torch
+
     size = _SIZES[device]
     place = torch.device(device, index) if device == "cuda" else torch.device(device)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32

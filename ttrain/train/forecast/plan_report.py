@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ttrain.core.tables import Table, plain_table
 from ttrain.core.units import format_bytes, format_count
+from ttrain.device.base import Device
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
-from ttrain.graph import Graph, Kind, Node, Stage
+from ttrain.graph import Graph, Kind, Node
 from ttrain.models.base import Model
-from ttrain.train.forecast.step_cost import CLASSES, TRANSFERS, StepCost, op_costs, step_cost
+from ttrain.train.forecast.step_cost import CLASSES, StepCost, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.steps.step_graph import StepGraph
-
-STAGES = tuple(stage.value for stage in Stage)
 
 
 @dataclass(frozen=True)
@@ -46,41 +46,33 @@ class PlanReport:
         return self._summed("moved")
 
     @property
-    def arena(self) -> int:
-        return self._most("arena")
+    def held(self) -> dict[str, int]:
+        """Bytes by what holds them on the device. Libraries allocate theirs by themselves during a launch."""
+        return {**self.placed, "arena": self._most("arena"), "libraries": self._most("outside")}
 
     @property
-    def outside(self) -> int:
-        """The most that libraries allocate by themselves during a launch."""
-        return self._most("outside")
+    def on_host(self) -> dict[str, int]:
+        """Bytes by what holds them in host memory."""
+        return {**self.offloaded, "arena": self._most("host_arena")}
 
     @property
     def memory(self) -> int:
-        """All planned bytes, and what libraries take beside them."""
-        return sum(self.placed.values()) + self.arena + self.outside
-
-    @property
-    def host_arena(self) -> int:
-        return self._most("host_arena")
-
-    @property
-    def transfers(self) -> dict[str, int]:
-        """Bytes of one optimizer step between host and device, by direction."""
-        return {
-            name: sum(times * self.costs[step].transfers[name] for step, times in self.per_step.items())
-            for name in TRANSFERS
-        }
-
-    def _most(self, what: str) -> int:
-        return max((getattr(cost, what) for cost in self.costs.values()), default=0)
+        """All bytes on the device."""
+        return sum(self.held.values())
 
     @property
     def planned(self) -> bool:
         return any(cost.planned for cost in self.costs.values())
 
+    def _most(self, what: str) -> int:
+        return max((getattr(cost, what) for cost in self.costs.values()), default=0)
+
     def _summed(self, what: str) -> dict[str, int]:
-        parts = [(times, getattr(self.costs[name], what)) for name, times in self.per_step.items()]
-        return {stage: sum(times * part[stage] for times, part in parts) for stage in STAGES}
+        found: Counter[str] = Counter()
+        for name, times in self.per_step.items():
+            for key, count in getattr(self.costs[name], what).items():
+                found[key] += times * count
+        return dict(found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -88,11 +80,11 @@ class PlanReport:
             "parameters": {"total": sum(self.parameters.values()), "groups": self.parameters},
             "flops_per_step": {"total": sum(self.flops.values()), **self.flops},
             "bytes_moved_per_step": {"total": sum(self.moved.values()), **self.moved},
-            "memory": {"total": self.memory, **self.placed, "arena": self.arena, "libraries": self.outside},
+            "memory": {"total": self.memory, **self.held},
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
             "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
-            **({"host": {**self.offloaded, "arena": self.host_arena, **self.transfers}} if self.offloaded else {}),
+            **({"host": {**self.on_host, **self._summed("transfers")}} if self.offloaded else {}),
         }
 
     def tables(self) -> list[Table]:
@@ -110,37 +102,29 @@ class PlanReport:
         return Table("Parameters", ("module", "count", "share"), [*rows, ("all", f"{total:,}", "")])
 
     def _work(self) -> Table:
-        work = {stage: (self.flops[stage], self.moved[stage]) for stage in STAGES}
-        flops = sum(self.flops.values())
-        work["all"] = flops, sum(self.moved.values())
+        flops, moved = self.flops, self.moved
+        flops["all"], moved["all"] = sum(flops.values()), sum(moved.values())
         rows = [
             (stage, format_count(count), format_bytes(size), f"{count / size:.1f}" if size else "")
-            for stage, (count, size) in work.items()
+            for (stage, count), size in zip(flops.items(), moved.values(), strict=True)
         ]
-        again = sum(times * sum(self.costs[name].executed_flops.values()) for name, times in self.per_step.items())
-        notes = (f"Computing again to save memory adds {again / flops - 1:.1%}.",) if again > flops > 0 else ()
+        again = sum(self._summed("executed_flops").values())
+        more = again / flops["all"] - 1 if flops["all"] else 0.0
+        notes = (f"Computing again to save memory adds {more:.1%}.",) if more > 0 else ()
         return Table("One optimizer step", ("stage", "FLOP", "bytes moved", "FLOP/byte"), rows, notes)
 
     def _memory(self) -> Table:
-        rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.placed.items()]
-        arena = format_bytes(self.arena) if self.planned else "not planned"
-        rows.append(("arena of all steps", arena))
-        if self.outside:
-            rows.append(("libraries, during a launch", format_bytes(self.outside)))
-        rows.append(("all", format_bytes(self.memory)))
         notes = [f"A checkpoint takes {format_bytes(self.checkpoint)} on disk."]
         if not self.planned:
             notes.append(
                 "engine=dynamic plans nothing: a value gets memory as it is made, until backward has passed it."
             )
-        return Table("Memory", ("kind", "bytes"), rows, tuple(notes))
+        return _bytes_table("Memory", {**self.held, **({} if self.planned else {"arena": None})}, *notes)
 
     def _host(self) -> Table:
-        rows = [(_PLURAL[kind], format_bytes(size)) for kind, size in self.offloaded.items()]
-        rows.append(("arena of all steps", format_bytes(self.host_arena)))
-        rows.append(("all", format_bytes(self.host_arena + sum(self.offloaded.values()))))
-        moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in self.transfers.items())
-        return Table("Memory of the host", ("kind", "bytes"), rows, (f"Per optimizer step {moved}.",))
+        transfers = self._summed("transfers").items()
+        moved = ", ".join(f"{format_bytes(size)} {name.replace('_', ' ')}" for name, size in transfers)
+        return _bytes_table("Memory of the host", self.on_host, f"Per optimizer step {moved}.")
 
     def _arenas(self) -> Table:
         costs = self.costs.values()
@@ -161,9 +145,21 @@ class PlanReport:
         return Table(f"Largest buffers at the peak of {name}", ("buffer", "class", "bytes"), rows)
 
 
-_PLURAL = {
+def _bytes_table(title: str, sizes: Mapping[str, int | None], *notes: str) -> Table:
+    """Return a table of bytes by what holds them; None is not known."""
+    rows = [
+        (_HOLDERS[name], "not planned" if size is None else format_bytes(size))
+        for name, size in sizes.items()
+        if size or name != "libraries"
+    ]
+    rows.append(("all", format_bytes(sum(size or 0 for size in sizes.values()))))
+    return Table(title, ("kind", "bytes"), rows, notes)
+
+
+_HOLDERS = {
     "parameter": "parameters", "frozen": "frozen parameters", "gradient": "gradients", "optimizer": "optimizer state",
     "copy": "compute copies", "buffer": "saved buffers", "constant": "derived buffers", "cache": "data on the device",
+    "arena": "arena of all steps", "libraries": "libraries, during a launch",
 }  # fmt: skip
 
 
@@ -215,3 +211,33 @@ def parameter_groups(model: Model) -> dict[str, int]:
         name = ".".join(module.split(".")[:3]) or path
         groups[name] = groups.get(name, 0) + parameter.spec.size
     return groups
+
+
+def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:
+    """Bytes with and without padding, of the persistent tensors and of every planned buffer."""
+    specs = [state.tensor(name).spec for name in state.names() if not state.on_host(name)]
+    kept = sum(spec.nbytes for spec in specs), sum(device.layout_bytes(device.layout(spec)) for spec in specs)
+    needed = held = 0
+    worst: list[tuple[int, str]] = []
+    for name, step in steps.items():
+        for owner, block in step.plan.owned.items() if step.plan is not None else ():
+            if block.on_host:
+                continue
+            needed, held = needed + owner.spec.nbytes, held + block.nbytes
+            worst.append((block.nbytes - owner.spec.nbytes, f"{name}: {owner.spec}"))
+    return {
+        "state_bytes": kept[0], "state_padded_bytes": kept[1], "buffer_bytes": needed, "buffer_padded_bytes": held,
+        "worst": [{"bytes": size, "what": what} for size, what in sorted(worst, reverse=True)[:3] if size > 0],
+    }  # fmt: skip
+
+
+def padding_table(values: dict[str, Any]) -> Table:
+    """Return a table for people."""
+    rows = [_row("persistent tensors", values["state_bytes"], values["state_padded_bytes"])]
+    rows.append(_row("buffers of all steps", values["buffer_bytes"], values["buffer_padded_bytes"]))
+    notes = dict.fromkeys(f"{one['what']} wastes {format_bytes(one['bytes'])}." for one in values["worst"])
+    return Table("Padding to tiles of 32 x 32", ("", "elements", "held", "waste"), rows, tuple(notes))
+
+
+def _row(what: str, needed: int, held: int) -> tuple[str, str, str, str]:
+    return what, format_bytes(needed), format_bytes(held), f"{1 - needed / held:.1%}" if held else "-"

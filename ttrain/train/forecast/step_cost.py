@@ -17,6 +17,7 @@ from ttrain.plan.plan import Plan
 from ttrain.train.steps.flops import by_stage, model_flops
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
+LARGEST = 5  # buffers that are listed
 TRANSFERS = ("to_host", "to_device")
 _CLASS = {Stage.FORWARD: "activations", Stage.BACKWARD: "gradients", Stage.UPDATE: "update"}
 
@@ -82,8 +83,8 @@ class StepCost:
         return {**vars(self), **lists}
 
 
-def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
-    """Return the cost of a step from its recorded graph and its plan; it lists the `largest` biggest buffers."""
+def step_cost(recorded: Graph, plan: Plan | None) -> StepCost:
+    """Return the cost of a step from its recorded graph and its plan."""
     planned = plan is not None
     if plan is None:
         plan = Plan(recorded, Placement(elided={node for node in recorded.nodes if node.op.view}), {}, {})
@@ -105,7 +106,7 @@ def step_cost(recorded: Graph, plan: Plan | None, largest: int = 5) -> StepCost:
         kept=activation_bytes(plan) if planned and trained else None,
         peak=most,
         arena=plan.arena_bytes,
-        largest=live[:largest],
+        largest=live[:LARGEST],
         borrowed=sum(align(buffer.nbytes) for buffer in live if buffer.offset < 0),
         host_arena=plan.host_arena_bytes,
         outside=plan.outside_bytes,

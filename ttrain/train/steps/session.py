@@ -52,9 +52,9 @@ class Session:
         wait, noise = device.turn if device.overlaps else None, NoiseScale(rows) if graph.noise else None
         return TrainStep(steps, rows, seed, self.prepare, wait, world, noise, ahead)
 
-    def build_training(self) -> dict[str, Step]:
-        """All steps of a run by name, before the first one runs."""
-        traces = {**self.graph.train_steps(), **self.graph.further_steps()}
+    def build_training(self, further: bool = True) -> dict[str, Step]:
+        """Return all steps of a run by name, before the first one runs; without `further` those that train."""
+        traces = {**self.graph.train_steps(), **(self.graph.further_steps() if further else {})}
         return {name: self.engine.build(name, trace) for name, trace in traces.items()}
 
     def close(self) -> None:
