@@ -18,10 +18,10 @@ from ttrain.core.errors import DataError
 from ttrain.data import corpus as corpus_module
 from ttrain.data.batches import Sizes
 from ttrain.data.corpus import Corpus, cut
-from ttrain.data.prepare import prepare
 from ttrain.data.settings import TextConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokenizer import CharTokenizer
+from ttrain.tasks.prepare import prepare
 
 MIXED = "plain, é, 中文, 😀\r\n\ttabs\n"
 

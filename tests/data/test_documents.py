@@ -20,12 +20,12 @@ from ttrain.data.batches import Sizes, unigram_entropy
 from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, train_bpe
-from ttrain.data.prepare import prepare
 from ttrain.data.settings import TokensConfig
 from ttrain.data.sources import DocumentReader, find_sources
 from ttrain.data.stream import DocumentStream
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.data.tokens import open_tokens
+from ttrain.tasks.prepare import prepare
 
 END = 256  # what follows the 256 ids of the byte tokenizer
 

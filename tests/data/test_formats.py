@@ -20,9 +20,9 @@ from tests.data.conftest import config_of, read, rows
 from ttrain.core.errors import DataError
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
-from ttrain.data.prepare import prepare
 from ttrain.data.sources import DocumentReader, find_sources
 from ttrain.data.tokenizer import ByteTokenizer
+from ttrain.tasks.prepare import prepare
 
 WORDS = [f"document {number} with é" + " and more" * (number % 7) for number in range(60)]
 pytestmark = pytest.mark.usefixtures("empty_place")

@@ -19,10 +19,10 @@ from ttrain.data import corpus as corpus_module
 from ttrain.data import tokens as tokens_module
 from ttrain.data.batches import Sizes
 from ttrain.data.library_tokenizer import read_tokenizer
-from ttrain.data.prepare import prepare
 from ttrain.data.settings import TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
+from ttrain.tasks.prepare import prepare
 
 SIZES = Sizes(context=16)
 TEXT = "".join(f"line {i} of the text, with an é and a 中\n" for i in range(3000))

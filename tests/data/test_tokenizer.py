@@ -25,11 +25,11 @@ from ttrain.data.batches import Sizes, TokenDataset
 from ttrain.data.corpus import cut
 from ttrain.data.documents import open_documents
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, read_tokenizer, train_bpe
-from ttrain.data.prepare import prepare
 from ttrain.data.settings import TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from ttrain.data.tokens import open_tokens
+from ttrain.tasks.prepare import prepare
 from ttrain.tasks.training.start import _check_tokenizer
 
 ALPHABET = "aZ09 \n\t\r.é中😀"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,25 +26,12 @@ from ttrain.core.folders import at_home
 from ttrain.data.chat.jinja import chat_settings
 from ttrain.data.corpus import SAMPLE_CHARACTERS, byte_bar
 from ttrain.data.end_token import EndToken, with_end_token
-from ttrain.data.formats.compressed import OnBytes
 from ttrain.data.library_tokenizer import LibraryTokenizer, Marks
 from ttrain.data.settings import TOKENIZERS, DocumentsConfig
-from ttrain.data.sources import Document, DocumentReader, DocumentSource, Skipped, has_rows
+from ttrain.data.sources import Document, DocumentReader, DocumentSource, has_rows
 from ttrain.data.text import BPE_BYTES, chosen_tokenizer, with_notices
 from ttrain.data.tokenizer import CharTokenizer, Ids, Tokenizer, check_round_trip, named_place
 from ttrain.data.tokens import split_writers, write_header
-
-
-@dataclass
-class _Scan:
-    """Findings of the first pass: the documents that are held out, and the checksum of all that was read."""
-
-    held_out: NDArray[np.bool_]  # in reading order
-    characters: CharTokenizer | None
-    skipped: Skipped
-    sha256: str
-    bytes: int
-    samples: list[str]  # the starts of documents 1, 2, 4, 8 and so on
 
 
 def fill_documents(
@@ -53,11 +41,8 @@ def fill_documents(
 
     Sentences that are `told` are kept in it, besides those of what was read. For `delay` see byte_bar.
     """
-    total = sum(source.size for source in sources)
-    with byte_bar(total, "reading documents", delay) as on_bytes:
-        scan = _scan(config, sources, on_bytes)
-    with byte_bar(total if config.tokenizer == "bpe" else 0, "learning the tokenizer", delay) as on_bytes:
-        made = scan.characters or chosen_tokenizer(config, _training_text(config, sources, scan, on_bytes))
+    passes = _Passes(config, sources, delay)
+    made = passes.characters or chosen_tokenizer(config, passes.training_text())
     file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
     tokenizer, end = with_end_token(made, config.end_token, file)
     if config.template == "tokenizer" and file is not None:
@@ -66,22 +51,21 @@ def fill_documents(
         tokenizer.config = {**made.config, "eos_token": end.text}
         tokenizer.config.pop("chat_template", None)
     encoder = _Encoder(made, tokenizer, end, config.loss_on == "replies")
-    with named_place(lambda wanted: _place(config, sources, wanted)):
-        tokenizer.notices += tuple(check_round_trip(tokenizer, scan.samples))
-        with byte_bar(total, "writing tokens", delay) as on_bytes:
-            splits = _write_splits(folder, _documents(config, sources, on_bytes), scan.held_out, encoder)
-    held = int(scan.held_out.sum())
+    with named_place(passes.place):
+        tokenizer.notices += tuple(check_round_trip(tokenizer, passes.samples))
+        splits = _write_splits(folder, passes.documents("writing tokens"), passes.held_out, encoder)
+    held, skipped = int(passes.held_out.sum()), passes.skipped
     described = {
         "source": [source.given for source in sources],
         "files": sum(len(source.files) for source in sources),
-        "bytes": scan.bytes,
-        "documents": {"train": len(scan.held_out) - held, "val": held},
-        "blank_documents": scan.skipped.blank,
-        "bad_rows": scan.skipped.bad_rows,
-        "sha256": scan.sha256,
-        **({} if scan.skipped.first_bad is None else {"first_bad_row": scan.skipped.first_bad}),
+        "bytes": passes.bytes,
+        "documents": {"train": len(passes.held_out) - held, "val": held},
+        "blank_documents": skipped.blank,
+        "bad_rows": skipped.bad_rows,
+        "sha256": passes.sha256,
+        **({} if skipped.first_bad is None else {"first_bad_row": skipped.first_bad}),
     }
-    described = with_notices(described, [*tokenizer.notices, *scan.skipped.notices(), *told])
+    described = with_notices(described, [*tokenizer.notices, *skipped.notices(), *told])
     return write_header(folder, tokenizer, splits, described, end_token=vars(end))
 
 
@@ -101,66 +85,78 @@ def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.b
     return held
 
 
-def _documents(config: DocumentsConfig, sources: list[DocumentSource], on_bytes: OnBytes = len) -> Iterator[Document]:
-    return DocumentReader(config).in_turn(sources, [on_bytes] * len(sources))
+class _Passes:
+    """Reads the documents of a config again and again.
 
+    The first pass finds the documents that are held out, the characters where these are the tokens, the starts of
+    documents 1, 2, 4, 8 and so on as `samples`, and the checksum of all that was read.
+    """
 
-def _scan(config: DocumentsConfig, sources: list[DocumentSource], on_bytes: OnBytes) -> _Scan:
-    """Read everything once."""
-    digests, size = [hashlib.sha256() for _ in sources], 0
+    def __init__(self, config: DocumentsConfig, sources: list[DocumentSource], delay: float | None) -> None:
+        self._config, self._sources, self._delay = config, sources, delay
+        self._size, self.bytes = sum(source.size for source in sources), 0
+        self._hashes, self.samples = array("Q"), list[str]()
+        digests = [hashlib.sha256() for _ in sources]
+        reader = DocumentReader(config)
+        texts, self.skipped = self._first(reader, digests), reader.skipped
+        self.characters = CharTokenizer.of(texts) if config.tokenizer == "char" else None
+        deque(texts, maxlen=0)  # what is left of them
+        self.sha256 = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
+        self.held_out = self._held_out()
 
-    def counted(digest: Any, raw: bytes) -> None:
-        nonlocal size
-        size += len(raw)
-        digest.update(raw)
-        on_bytes(raw)
+    def _first(self, reader: DocumentReader, digests: list[Any]) -> Iterator[str]:
+        """Yield the texts of the first pass, and note what is to be known of each."""
+        with byte_bar(self._size, "reading documents", self._delay) as on_bytes:
 
-    reader, hashes, samples = DocumentReader(config), array("Q"), list[str]()
+            def counted(digest: Any, raw: bytes) -> None:
+                self.bytes += len(raw)
+                digest.update(raw)
+                on_bytes(raw)
 
-    def texts() -> Iterator[str]:
-        for document in reader.in_turn(sources, [partial(counted, digest) for digest in digests]):
-            if not len(hashes) & (len(hashes) + 1):
-                samples.append(document.text[:SAMPLE_CHARACTERS])
-            content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
-            hashes.append(int.from_bytes(content, "little"))
-            yield document.text
+            for document in reader.in_turn(self._sources, [partial(counted, digest) for digest in digests]):
+                if not len(self._hashes) & (len(self._hashes) + 1):
+                    self.samples.append(document.text[:SAMPLE_CHARACTERS])
+                content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+                self._hashes.append(int.from_bytes(content, "little"))
+                yield document.text
 
-    characters = CharTokenizer.of(texts()) if config.tokenizer == "char" else None
-    for _ in texts() if characters is None else ():
-        pass
-    hints = "".join(f" {notice}" for source in sources for notice in source.notices)  # may say why there is so little
-    if not hashes:
-        left_out = f" and {reader.skipped.bad_rows} rows that can't be used" if reader.skipped.bad_rows else ""
-        raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{hints}")
-    try:
-        held = held_out_documents(np.frombuffer(hashes, np.uint64), config.held_out)
-    except DataError as error:
-        if config.delimiter is None and not all(has_rows(file) for source in sources for file in source.files):
-            hints = f" data.delimiter splits a text file: it is the line between two documents, '' for a blank.{hints}"
-        raise DataError(f"{error}{hints}") from None
-    joined = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
-    return _Scan(held, characters, reader.skipped, joined, size, samples)
+    def _held_out(self) -> NDArray[np.bool_]:
+        """Return a mask of the documents that are held out, in reading order."""
+        sources = self._sources
+        hints = "".join(f" {notice}" for source in sources for notice in source.notices)  # may say why so few
+        if not self._hashes:
+            bad = self.skipped.bad_rows
+            left_out = f" and {bad} rows that can't be used" if bad else ""
+            raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{hints}")
+        try:
+            return held_out_documents(np.frombuffer(self._hashes, np.uint64), self._config.held_out)
+        except DataError as error:
+            if self._config.delimiter is None and not all(has_rows(file) for each in sources for file in each.files):
+                splits = "data.delimiter splits a text file: it is the line between two documents, '' for a blank."
+                hints = f" {splits}{hints}"
+            raise DataError(f"{error}{hints}") from None
 
+    def documents(self, what: str = "") -> Iterator[Document]:
+        """Yield all documents, with a bar where it is said `what` is done with them."""
+        with byte_bar(self._size if what else 0, what, self._delay) as on_bytes:
+            yield from DocumentReader(self._config).in_turn(self._sources, [on_bytes] * len(self._sources))
 
-def _place(config: DocumentsConfig, sources: list[DocumentSource], wanted: re.Pattern[str]) -> str:
-    """Return the place of the first document with a match, and the number of its character."""
-    for document in _documents(config, sources):
-        if found := wanted.search(document.text):
-            return f"{document.place}, character {found.start() + 1} of the document"
-    return f"data.sources={','.join(source.given for source in sources)}"
+    def training_text(self) -> Iterator[str]:
+        """Yield the training documents, each with a line break after it, so that no merge spans two."""
+        taken = 0
+        for document, left_out in zip(self.documents("learning the tokenizer"), self.held_out, strict=False):
+            if not left_out:
+                yield document.text + "\n"
+                taken += len(document.text)
+                if taken > BPE_BYTES:
+                    return
 
-
-def _training_text(
-    config: DocumentsConfig, sources: list[DocumentSource], scan: _Scan, on_bytes: OnBytes
-) -> Iterator[str]:
-    """Yield the training documents, each with a line break after it, so that no merge spans two."""
-    taken = 0
-    for document, left_out in zip(_documents(config, sources, on_bytes), scan.held_out, strict=False):
-        if not left_out:
-            yield document.text + "\n"
-            taken += len(document.text)
-            if taken > BPE_BYTES:
-                return
+    def place(self, wanted: re.Pattern[str]) -> str:
+        """Return the place of the first document with a match, and the number of its character."""
+        for document in self.documents():
+            if found := wanted.search(document.text):
+                return f"{document.place}, character {found.start() + 1} of the document"
+        return f"data.sources={','.join(source.given for source in self._sources)}"
 
 
 @dataclass(frozen=True)

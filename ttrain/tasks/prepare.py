@@ -1,16 +1,24 @@
-"""task=prepare: text of any size into token files that data=tokens reads."""
+"""task=prepare: text of any size into token files that data=tokens reads, written piece by piece."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 from ttrain.config.schema import Config
+from ttrain.core.errors import DataError
+from ttrain.core.folders import at_home
 from ttrain.core.units import format_count
+from ttrain.data.settings import DocumentsConfig, TextConfig
+
+if TYPE_CHECKING:
+    from ttrain.data.corpus import Corpus
+
+_ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 
 
 def run(config: Config) -> None:
     """Tokenize the corpus of `data` into `prepare.dir`, and say how to train on it."""
-    from ttrain.data.prepare import prepare
-    from ttrain.data.settings import DocumentsConfig, TextConfig
-
     # The config's checks hold it so.
     assert isinstance(config.data, TextConfig | DocumentsConfig) and config.prepare.dir is not None
     header = prepare(config.data, config.prepare.dir)
@@ -25,3 +33,40 @@ def run(config: Config) -> None:
     if context is not None and fewest <= context:
         keys["model.context"] = max(1, fewest - 1)
     print(f"train on it: {config.source.command(keys, without=['data', 'prepare'], task='train')}")
+
+
+def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, progress: bool = True) -> dict[str, Any]:
+    """Tokenize a corpus into a folder that data=tokens reads, and return the content of its `tokens.json`.
+
+    data=text, or data=documents, makes the same tokens and splits of the same config. Memory does not grow with the
+    text, except for the word counts while BPE is learnt and for some bytes per document. The folder appears once it is
+    complete. Raises DataError where the corpus can't be used, and where the destination exists or can't be written.
+    """
+    from ttrain.data.corpus import Corpus
+    from ttrain.data.document_files import fill_documents
+    from ttrain.data.sources import find_sources
+    from ttrain.data.tokens import write_folder
+
+    final, delay = at_home(destination), 0.0 if progress else None
+    if final.exists():
+        raise DataError(f"{final} exists already. Give another folder, or remove it first.")
+    if isinstance(config, DocumentsConfig):
+        sources = find_sources(config)
+        told = [notice for source in sources for notice in source.notices]
+        return write_folder(final, lambda folder: fill_documents(folder, config, sources, delay, told), _ADVICE)
+    corpus = Corpus(config)
+    return write_folder(final, lambda folder: _fill(folder, corpus, config, delay), _ADVICE)
+
+
+def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None) -> dict[str, Any]:
+    from ttrain.data.text import encode_corpus
+    from ttrain.data.tokens import split_writers, write_header
+
+    with split_writers(folder) as writers:
+        tokenizer, described = encode_corpus(config, corpus, delay, lambda split, ids: writers[split].add(ids))
+        for split, writer in writers.items():
+            if not writer.tokens:
+                more = "Give more text or another data.held_out."
+                raise DataError(f"the {split} split of {corpus.source} has no tokens. {more}")
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    return write_header(folder, tokenizer, splits, described)

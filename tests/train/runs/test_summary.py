@@ -14,12 +14,12 @@ from tests.train.conftest import MakeTraining, Training
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
-from ttrain.data.prepare import prepare
 from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
 from ttrain.sweep.numbers import numbers_of
+from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.forecast import peak
 from ttrain.train.logging.meter import Meter

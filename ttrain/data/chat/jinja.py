@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
-from ttrain.data.chat.messages import Rendered, Span
+from ttrain.data.chat.messages import Rendered, Span, tried
 from ttrain.data.chat.sandbox import SANDBOX, Job
 from ttrain.data.end_token import CONFIG_FILE, read_folder_facts, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE = {"role": REPLIES, "content": "\ue001"}  # a reply that begins as no other does
-_Made = TypeVar("_Made")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -28,13 +27,13 @@ def template_file(file: Path) -> Path:
     return beside if os.path.exists(beside) else file.with_name(CONFIG_FILE)
 
 
-def chat_settings(file: Path, key: str = "data.template=tokenizer") -> dict[str, Any]:
+def chat_settings(file: Path) -> dict[str, Any]:
     """Return `tokenizer_settings` with a template. Raises DataError where there is none."""
     settings = tokenizer_settings(file)
     if "chat_template" not in settings:
         files = f"{file.with_name(TEMPLATE_FILE)} nor chat_template in {file.with_name(CONFIG_FILE)}"
         mend = "Give the tokenizer.json of a model for chats, or data.template=chatml, plain or a text"
-        raise DataError(f"{key}: neither {files} is there. {mend}.")
+        raise DataError(f"data.template=tokenizer: neither {files} is there. {mend}.")
     return settings
 
 
@@ -94,13 +93,13 @@ class TokenizerTemplate:
         """
         found: list[Any] = []
         for chat in chats:
-            found.append(_tried(self._fitted, chat))
+            found.append(tried(self._fitted, chat))
             if isinstance(found[-1], DataError):
                 break
         fitting = [number for number, chat in enumerate(found) if isinstance(chat, Chat)]
         answers = self._answers([self._job(found[number], self._variants(found[number])) for number in fitting])
         for number, answer in zip(fitting, answers, strict=False):
-            found[number] = _tried(self._rendered, found[number], answer)
+            found[number] = tried(self._rendered, found[number], answer)
             if isinstance(found[number], DataError):
                 return found[: number + 1]
         return found
@@ -143,7 +142,7 @@ class TokenizerTemplate:
         messages = [{key: value for key, value in each.items() if value is not None} for each in chat.messages]
         for fit in (joined_parts, fitted_calls):
             if any(fit(message, None) is not message for message in messages):
-                shown = _tried(self._first, chat._replace(messages=messages))
+                shown = tried(self._first, chat._replace(messages=messages))
                 if isinstance(shown, DataError):
                     raise shown
                 text = None if isinstance(shown, Exception) else shown[0]
@@ -198,14 +197,6 @@ class TokenizerTemplate:
                     "with it. Mend this, mark the replies with {% generation %}, or use data.loss_on=all"
                 )
         return max(before, min(prompt, end)), end
-
-
-def _tried(make: Callable[..., _Made], *given: Any) -> _Made | Exception:
-    """Return what is made, or the error of a conversation that can't be used."""
-    try:
-        return make(*given)
-    except (ValueError, DataError) as error:
-        return error
 
 
 def _silenced(rendered: Rendered, chat: Chat, counts: list[int]) -> Rendered:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
@@ -16,6 +16,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
 TEMPLATES = {"plain": "{Role}: {content}\n", "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n"}
 _FIELDS = ("role", "Role", "content")
+_Made = TypeVar("_Made")
 _Part = tuple[str, str]  # a text, and the name of the field after it, empty where there is none
 
 
@@ -24,6 +25,14 @@ class Rendered(NamedTuple):
 
     text: str
     replies: tuple[Span, ...] = ()
+
+
+def tried(make: Callable[..., _Made], *given: Any) -> _Made | Exception:
+    """Return what is made, or the error of a conversation that can't be used."""
+    try:
+        return make(*given)
+    except (ValueError, DataError) as error:
+        return error
 
 
 class Template:
@@ -59,13 +68,7 @@ class Template:
 
     def render_all(self, chats: Sequence[Chat]) -> list[Rendered | Exception]:
         """Return conversations as texts, with a ValueError in the place of each that can't be used."""
-        found: list[Rendered | Exception] = []
-        for chat in chats:
-            try:
-                found.append(self._render(chat))
-            except ValueError as error:
-                found.append(error)
-        return found
+        return [tried(self._render, chat) for chat in chats]
 
     def prompt(self, messages: Iterable[Any], tools: Any = None) -> str:
         """Return the text that the next reply follows."""
