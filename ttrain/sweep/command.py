@@ -14,7 +14,6 @@ from ttrain.core.errors import ConfigError
 from ttrain.sweep import outcome
 from ttrain.sweep.folder import DONE, FINISHED, SweepFolder
 from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
-from ttrain.sweep.numbers import as_number, objective_key
 from ttrain.sweep.run import Runner
 from ttrain.sweep.sources import Grid, Search
 
@@ -102,10 +101,10 @@ def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) 
     for status, job in ((folder.status(job), job) for job in jobs):
         if status.get("state") == FINISHED:
             task, numbers = outcome.job_numbers(folder, job, status)
-            key = objective_key(task, numbers, settings.objective)
-            if as_number(numbers.get(key)) is not None:
+            key = outcome.objective_key(task, numbers, settings.objective)
+            if outcome.as_number(numbers.get(key)) is not None:
                 return key
-            known |= {name for name, value in numbers.items() if as_number(value) is not None}
+            known |= {name for name, value in numbers.items() if outcome.as_number(value) is not None}
     if known and settings.objective != SweepConfig().objective:
         _say(f"sweep.objective={settings.objective}: no job has such a number. There are: {', '.join(sorted(known))}.")
     return key

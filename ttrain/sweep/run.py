@@ -17,8 +17,15 @@ from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED,
 from ttrain.core.units import format_duration
 from ttrain.sweep.folder import DONE, FINISHED, LOG, PRUNED, Status, SweepFolder, now
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.numbers import as_number, measured, objective_key, objective_problem, output_override
-from ttrain.sweep.outcome import failure_text, job_numbers
+from ttrain.sweep.outcome import (
+    as_number,
+    failure_text,
+    job_numbers,
+    measured,
+    objective_key,
+    objective_problem,
+    output_override,
+)
 from ttrain.sweep.sources import Grid
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override

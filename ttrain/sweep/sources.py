@@ -16,7 +16,8 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.sweep.folder import DONE, FINISHED, PRUNED, Status, SweepFolder
 from ttrain.sweep.jobs import Job, SweepOverrides
-from ttrain.sweep.numbers import METRICS, measured
+from ttrain.sweep.outcome import measured
+from ttrain.train.logging.metrics import METRICS
 
 JOURNAL = "search.journal"
 _KEY = "job"  # attribute of a trial: the key of its job

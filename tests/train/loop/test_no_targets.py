@@ -20,7 +20,7 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.sweep.numbers import measured, numbers_of
+from ttrain.sweep.outcome import measured, numbers_of
 from ttrain.tasks.training.targets import empty_rows
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.steps.noise import NoiseScale

@@ -14,8 +14,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import CheckpointError
-from ttrain.sweep.numbers import columns
-from ttrain.sweep.outcome import _LAST, print_table
+from ttrain.sweep.outcome import _LAST, columns, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import COLORS, Series, line_chart, smoothed
 from ttrain.train.logging.events import Events, read_events

@@ -18,7 +18,7 @@ from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
-from ttrain.sweep.numbers import numbers_of
+from ttrain.sweep.outcome import numbers_of
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.forecast import peak
