@@ -1,7 +1,8 @@
 """Make components from small configs, by registered name. Nothing else in ttrain looks a name up.
 
 A target takes its own small config first, then what its group hands it; see each function. Only these functions import
-the modules behind the names, when they are called.
+the modules behind the names, when they are called. The last functions are targets of components that do not take their
+small config as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrain.config.registry import component
-from ttrain.config.targets import null_device
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
@@ -31,7 +31,7 @@ from ttrain.parallel.place import place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import World
-from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig
+from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset, Sizes
@@ -257,17 +257,12 @@ def build_session(
         ema=train.ema,
         noise=train.noise_scale,
         resident=resident,
-        low_bits=keeps_low_bits(device, engine.name),
+        low_bits=device.compiles and engine.name == "traced",  # for which compiled steps have kernels
         frees=device.arenas and device.host is None and device.chips == 1,
         uniform_compute=device.uniform_compute,
     )
     state = State(device, [*graph.state_tensors(training), *further])
     return Session(graph, state, build_engine(engine, device, state))
-
-
-def keeps_low_bits(device: Device, engine: str) -> bool:
-    """Return whether fp32 weights are kept as bf16 copies and low bits, for which compiled steps have kernels."""
-    return device.compiles and engine == "traced"
 
 
 def build_rates(
@@ -358,3 +353,45 @@ def build_views(
     attempt, `say` prints a line for the user.
     """
     return component("logger", config.name).load()(config, folder, run_config, run_id, say)
+
+
+def null_device(config: DeviceConfig) -> Device:
+    """Shapes only."""
+    from ttrain.device.null.device import NullDevice
+
+    return NullDevice()
+
+
+def dynamic_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """Launches as recorded."""
+    from ttrain.engine.dynamic import DynamicEngine
+
+    return DynamicEngine(device, state)
+
+
+def static_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """A flat list of kernels over planned buffers."""
+    from ttrain.engine.static import StaticEngine
+
+    return StaticEngine(device, state, config.rematerialize)
+
+
+def traced_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """Replays of what the device captured or compiled."""
+    from ttrain.engine.traced import TracedEngine
+
+    return TracedEngine(device, state, config.rematerialize)
+
+
+def no_views(*_: Any) -> list[Logger]:
+    """The console and metrics.jsonl are enough."""
+    return []
+
+
+def wandb_views(
+    config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
+) -> list[Logger]:
+    """Weights & Biases."""
+    from ttrain.train.logging.wandb_logger import WandbLogger
+
+    return [WandbLogger(config, folder, run_config, run_id, say)]

@@ -70,9 +70,9 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("model", GPTConfig, "ttrain.models.gpt:GPT", ("gpt",)),
     ("model", LlamaConfig, "ttrain.models.llama:Llama", ("llama",)),
     ("model", AGILLMConfig, "ttrain.models.agillm:AGILLM", ("agillm",)),
-    ("engine", EngineConfig, "ttrain.config.targets:{}_engine", ("dynamic", "static", "traced")),
+    ("engine", EngineConfig, "ttrain.config.build:{}_engine", ("dynamic", "static", "traced")),
     ("device", DeviceConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
-    ("device", DeviceConfig, "ttrain.config.targets:null_device", ("null",)),
+    ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
     *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),
     ("optimizer", SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
     ("optimizer", AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
@@ -88,8 +88,8 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", RegressionConfig, "ttrain.data.regression:open_regression", ("regression",)),
     ("precision", PrecisionConfig, PrecisionConfig, PRECISIONS),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
-    ("logger", LoggerConfig, "ttrain.config.targets:no_views", ("console", "jsonl")),
-    ("logger", WandbConfig, "ttrain.config.targets:wandb_views", ("wandb",)),
+    ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),
+    ("logger", WandbConfig, "ttrain.config.build:wandb_views", ("wandb",)),
 )
 for _group, _config, _target, _names in ROWS:
     for _name in _names:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 from typing import Any
 
 import ttrain
 from ttrain.config.compose import Composer
 from ttrain.config.schema import Config
+from ttrain.core.tables import fitted
 
 MAIN_KEYS = (
     "run.dir", "run.seed", "resume",
@@ -83,15 +83,6 @@ def shown(value: Any) -> str:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    """Two columns that fit the window; in a narrow one the meaning goes below the name."""
-    window = max(shutil.get_terminal_size((WIDTH, 24)).columns, 20)
-    width = max(len(left) for left, _ in rows)
-    beside = window - width - 4 >= 48  # room for a path
-    indent = " " * (width + 4 if beside else 6)
-    wrapper = textwrap.TextWrapper(window, initial_indent=indent, subsequent_indent=indent)
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    lines = []
-    for left, right in rows:
-        wrapped = wrapper.fill(right)
-        lines.append(f"  {left:<{width}}  {wrapped.strip()}" if beside else f"  {left}\n{wrapped}")
-    return "\n".join(lines)
+    """Two columns that fit the window."""
+    columns = max(shutil.get_terminal_size((WIDTH, 24)).columns - 2, 20)
+    return "\n".join(f"  {line}" for _, line in fitted(rows, columns, (0, 1)))

@@ -46,7 +46,9 @@ def fitted(rows: Sequence[Sequence[str]], width: int, left: Collection[int]) -> 
         lines += [(-1, "")] if lines else []
         for number, row in enumerate(rows):
             folded = [
-                textwrap.wrap(row[each], widths[each]) if len(row[each]) > widths[each] else [row[each]]
+                textwrap.wrap(row[each], widths[each], break_on_hyphens=False)
+                if len(row[each]) > widths[each]
+                else [row[each]]
                 for each in block
             ]
             for parts in zip_longest(*folded, fillvalue=""):
