@@ -18,7 +18,7 @@ from ttrain.bench.report import notes, print_result, table
 from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio, read_earlier
 from ttrain.cli import main
 from ttrain.config.compose import load
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import UserError
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph
 from ttrain.train.forecast.peak import Rates
@@ -188,14 +188,6 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {key}") and shown.err.count("\n") == 1
     assert not shown.out and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("key", "instead"), [("work", "bench.size"), ("startup", "bench.measure"), ("dim", "x<width>")]
-)
-def test_a_key_that_is_gone_names_what_to_give_instead(key: str, instead: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^bench\.{key}: unknown key\. .*{instead}"):
-        load(["task=bench", f"bench.{key}=1"])
 
 
 def test_one_value_stands_for_a_list_of_it() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ttrain.core.options import differences
+from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count
 
-_UNBOUNDED = 1000  # columns of a file or a pipe, whose lines may be long
 BUSY = 0.1  # share of all cores used by others from which on a note says so
 LEFT = ("size", "precision", "contender", "basis", "bound by", "same work")  # columns of words
 Values = Mapping[str, Any]
@@ -164,22 +164,7 @@ def _machine(result: Values) -> dict[str, Any]:
 
 def print_result(result: Values, earlier: Values | None) -> None:
     """Print the table and the notes on the standard output."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console, (titles, *lines) = Console(highlight=False), table(result, earlier)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_UNBOUNDED)
-    shown = Table(box=box.SIMPLE_HEAD, title=f"bench={result['bench']}", title_justify="left")
-    for title in titles:
-        shown.add_column(title, justify="left" if title in LEFT else "right")
-    ours = {row["contender"] for case in result["cases"] for row in case["rows"] if row["side"] == "ttrain"}
-    groups = [tuple(line[: titles.index("contender")]) for line in lines]
-    for number, line in enumerate(lines):
-        last = number + 1 == len(lines) or groups[number + 1] != groups[number]
-        bold = "bold" if line[titles.index("contender")] in ours else ""
-        shown.add_row(*line, style=bold, end_section=last)
-    console.print(shown)
-    for note in notes(result, earlier):
-        console.print(note, markup=False, soft_wrap=True)
+    lines = [[" ".join(line[:3]), *line[3:]] for line in table(result, earlier)]  # size, precision and contender
+    left = {place for place, title in enumerate(lines[0]) if title in LEFT or not place}
+    print(f"bench={result['bench']}", *(line for _, line in fitted(lines, window(), left)), sep="\n")
+    print("", *notes(result, earlier), sep="\n")
