@@ -50,7 +50,7 @@ def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) ->
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync_file(path.parent)
 
 
 @contextmanager
@@ -61,9 +61,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         _remove_left(folder)
         beside.mkdir(parents=True)
         yield beside
-        sync_directory(beside)
+        sync_file(beside)
         os.replace(beside, folder)
-        sync_directory(folder.parent)
+        sync_file(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -145,17 +145,12 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until what was written to a file, by whatever handle, is on the disk."""
+    """Wait until what was written to a file, by whatever handle, or the names in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    sync_file(path)
 
 
 def lock_file(file: IO[str], wait: bool = False) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from time import monotonic
 from typing import TypeVar
@@ -45,12 +45,6 @@ class Waiting:
         """Take in how much of it is done."""
         self._parts = done, total
 
-    def each(self, items: Sequence[Item]) -> Iterator[Item]:
-        """Yield the items, counted as they are done."""
-        for number, item in enumerate(items):
-            self.at(number, len(items))
-            yield item
-
     def text(self) -> str:
         """Return what is said now."""
         seconds = monotonic() - self._started
@@ -70,7 +64,9 @@ class Waiting:
 def waited_for(items: Iterable[Item], what: str) -> Iterator[Item]:
     """Yield the items, with a word about how far it is where they take long."""
     with Waiting(what) as waiting:
-        yield from waiting.each(list(items))
+        for number, item in enumerate(known := list(items)):
+            waiting.at(number, len(known))
+            yield item
 
 
 def _to_stderr(message: str) -> None:

@@ -178,8 +178,8 @@ class DeviceInfo:
         """Read a report that a profiler wrote. Only where `profiles`."""
         raise UserError(f"profile.csv={report}: {self.title} devices have no profiler whose report can be read.")
 
-    def findings(self, opening: bool) -> Iterator[Finding]:
-        """Yield findings on what is installed; with `opening` devices are opened too, each in its own process."""
+    def findings(self) -> Iterator[Finding]:
+        """Yield findings on what is installed. Devices are opened too, each in its own process."""
         return iter(())
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import psutil
@@ -20,19 +19,22 @@ from ttrain.device.info import Finding
 
 
 def run(config: Config) -> None:
-    """Prints one line a finding: + usable, - not there, ! broken."""
-    report(print)
+    """Prints one line a finding as it comes: + usable, - not there, ! broken."""
+    for finding in examine():
+        mark = {"ok": "+", "missing": "-", "broken": "!"}[finding.state]
+        fix = f"  -> {finding.fix}" if finding.fix and finding.state != "ok" else ""
+        print(f"{mark} {finding.subject:16} {finding.text}{fix}", flush=True)
 
 
-def examine(opening: bool = True) -> Iterator[Finding]:
-    """All findings in order. With `opening` devices are opened too, each in a process of its own, and C++ compiled."""
+def examine() -> Iterator[Finding]:
+    """All findings in order. Devices are opened too, each in a process of its own, and C++ is compiled."""
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
     yield from _machine()
     yield _package("torch", "pip install torch")
     yield _gpu()
-    yield _cpp_compiler(opening)
+    yield _cpp_compiler()
     for info in infos():
-        yield from info.findings(opening)
+        yield from info.findings()
 
 
 def _machine() -> Iterator[Finding]:
@@ -75,7 +77,7 @@ def _gpu() -> Finding:
     return Finding("CUDA", "missing", reason, "only device=cuda needs one")
 
 
-def _cpp_compiler(compiling: bool) -> Finding:
+def _cpp_compiler() -> Finding:
     """Find the compiler that engine=traced on the CPU takes, and check that it makes a library that loads."""
     from ttrain.core.errors import TtrainError
     from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
@@ -87,20 +89,7 @@ def _cpp_compiler(compiling: bool) -> Finding:
         given = os.environ.get("CXX", "").strip()
         return Finding("C++ compiler", "missing", f"CXX={given} can't be run" if given else "none is found", fix)
     try:
-        if compiling:
-            Toolchain().load(['extern "C" int ttrain_doctor() { return 0; }\n'])
+        Toolchain().load(['extern "C" int ttrain_doctor() { return 0; }\n'])
     except (TtrainError, OSError) as error:
         return Finding("C++ compiler", "broken", f"{command}: {str(error).splitlines()[0][:200]}", fix)
     return Finding("C++ compiler", "ok", command)
-
-
-Say = Callable[[str], None]
-
-
-def report(say: Say, opening: bool = True) -> None:
-    """Print every finding as it comes."""
-    for finding in examine(opening):
-        mark = {"ok": "+", "missing": "-", "broken": "!"}[finding.state]
-        fix = f"  -> {finding.fix}" if finding.fix and finding.state != "ok" else ""
-        say(f"{mark} {finding.subject:16} {finding.text}{fix}")
-        sys.stdout.flush()

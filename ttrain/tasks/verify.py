@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import CaptureError, ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import Table, plain_table
-from ttrain.core.waiting import Waiting
+from ttrain.core.waiting import Waiting, waited_for
 from ttrain.engine.state import State
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def run(config: Config) -> None:
             device, engines, dtype, settings.tolerance, lambda name: not (device.compiles and name == "traced")
         )
         found: list[Comparison] = []
-        with Waiting("Comparing ops with PyTorch") as waiting:
-            found += verifier.ops(chosen, waiting.each) if chosen else ()
+        found += verifier.ops(chosen, partial(waited_for, what="Comparing ops with PyTorch")) if chosen else ()
         if settings.model:
             with Waiting("Comparing the model with PyTorch"):
                 model = build.build_model(*config.model_parts, VOCABULARY)
@@ -68,11 +68,7 @@ def _engines(config: Config, device: Device) -> tuple[dict[str, MakeEngine], lis
     found: dict[str, MakeEngine] = {}
     notes = []
     for name in names("engine") if config.verify.engines == "all" else [config.engine.name]:
-        settings = dataclasses.replace(config.engine, name=name)
-
-        def make(device: Device, state: State, settings=settings):  # type: ignore[no-untyped-def]
-            return build.build_engine(settings, device, state)
-
+        make = partial(build.build_engine, dataclasses.replace(config.engine, name=name))
         try:
             make(device, State(device, [])).close()
             found[name] = make

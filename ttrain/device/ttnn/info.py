@@ -123,10 +123,10 @@ class Tenstorrent(DeviceInfo):
 
         return DispatchProfile.of(read_report(report), steps)
 
-    def findings(self, opening: bool) -> Iterator[Finding]:
+    def findings(self) -> Iterator[Finding]:
         from ttrain.device.ttnn.runtime.examine import examine
 
-        return examine(opening)
+        return examine()
 
     @staticmethod
     def _blackhole(config: DeviceConfig) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_directory, to_json, write_synced
+from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_file, to_json, write_synced
 from ttrain.core.spec import DType
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.checkpoint import (
@@ -65,10 +65,10 @@ def save_checkpoint(
         if others is None:
             start_save(folder, content.step)
         known = _write_files(beside, state, content, earlier, others)
-        sync_directory(beside)
+        sync_file(beside)
         read_manifest(beside).verify(known)
         _take_place(beside, target)
-        sync_directory(folder)
+        sync_file(folder)
     except NonFiniteError:
         shutil.rmtree(beside, ignore_errors=True)
         raise
@@ -114,7 +114,7 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
         beside.mkdir()
         write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
         os.replace(beside / MANIFEST, path / MANIFEST)
-        sync_directory(path)
+        sync_file(path)
     except (OSError, CheckpointError) as error:
         raise TtrainError(f"{path}: progress could not be written: {error}. Make room, then resume.") from error
     finally:

@@ -25,8 +25,8 @@ OPEN_SECONDS = 60.0
 _CARD_FACTS = ("card_type", "fw_bundle_ver", "serial")
 
 
-def examine(opening: bool = True) -> Iterator[Finding]:
-    """Yield all findings in order. With `opening` devices are opened too, each in a process of its own."""
+def examine() -> Iterator[Finding]:
+    """Yield all findings in order. Devices are opened too, each in a process of its own."""
     ttnn = _ttnn()
     yield ttnn
     if ttnn.state == "ok":
@@ -42,7 +42,7 @@ def examine(opening: bool = True) -> Iterator[Finding]:
     else:
         fix = "use device=cpu, or device.mode=mock for a dry run"
         yield Finding("cards", "missing", f"nothing in {DEVICE_NODES}", fix)
-    if opening and ttnn.state == "ok":
+    if ttnn.state == "ok":
         if cards:
             yield from _open_cards()
         mocked = probe("mock", "n150", OPEN_SECONDS)
