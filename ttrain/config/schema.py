@@ -48,8 +48,7 @@ class SweepConfig:
     )
     parallel: int = option(1, "CPU jobs that run at once and share its threads; a card takes one job", minimum=1)
     srun: str | None = option(
-        None,
-        "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which then starts each job",
+        None, "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which then starts each job"
     )
     fail_fast: bool = option(False, "end the sweep at the first job that fails")
     objective: str = option("best_val_loss", "key of summary.json that compares jobs")

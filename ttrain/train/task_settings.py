@@ -35,9 +35,7 @@ class SampleConfig(CheckpointConfig):
         verbatim=True,
     )
     prompts: str | None = option(
-        None,
-        "file with a prompt per line, or .jsonl with prompt or messages per row",
-        path=True,
+        None, "file with a prompt per line, or .jsonl with prompt or messages per row", path=True
     )
     results: str | None = option(
         None, "JSON-lines file for the samples of sample.prompts; null writes to stdout", path=True
@@ -65,10 +63,7 @@ class SampleConfig(CheckpointConfig):
         "and checks them with ar",
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
-    cache: bool | None = option(
-        None,
-        "keep keys and values instead of recomputing them; null does if the model can",
-    )
+    cache: bool | None = option(None, "keep keys and values instead of recomputing them; null does if the model can")
     slide: int | None = option(
         None,
         "oldest tokens that a text loses at once when it outgrows the context; null is an eighth of the context",
@@ -81,9 +76,7 @@ class SampleConfig(CheckpointConfig):
         maximum=1,
     )
     repetition: float = option(
-        1.0,
-        "divide positive logits of seen tokens by this, multiply negative ones; 1 is off",
-        above=0,
+        1.0, "divide positive logits of seen tokens by this, multiply negative ones; 1 is off", above=0
     )
     presence: float = option(0.0, "subtract this from the logits of seen tokens")
     frequency: float = option(0.0, "subtract this from the logits of seen tokens, once per occurrence")
@@ -130,20 +123,12 @@ class EvalConfig(CheckpointConfig):
     """Options of task=eval, which measures a trained model."""
 
     text: list[str] = option(
-        [],
-        "files or folders to predict, as in data.sources: loss, perplexity and bits per byte",
-        path=True,
+        [], "files or folders to predict, as in data.sources: loss, perplexity and bits per byte", path=True
     )
     text_key: str = option("text", "key of the text in rows of eval.text")
-    choices: str | None = option(
-        None,
-        ".jsonl file of questions in HellaSwag's form: ctx, endings, label",
-        path=True,
-    )
+    choices: str | None = option(None, ".jsonl file of questions in HellaSwag's form: ctx, endings, label", path=True)
     stride: int | None = option(
-        None,
-        "tokens of a long document that are predicted at a time; null is the context",
-        minimum=1,
+        None, "tokens of a long document that are predicted at a time; null is the context", minimum=1
     )
     limit: int | None = option(None, "most documents and questions to read; null reads all", minimum=1)
     batch_size: int = option(8, "sequences computed at once", minimum=1)
@@ -170,11 +155,7 @@ class ExportConfig(CheckpointConfig):
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")
-    dir: str | None = option(
-        None,
-        "new folder: a run, or with form=huggingface a model of Transformers",
-        path=True,
-    )
+    dir: str | None = option(None, "new folder: a run, or with form=huggingface a model of Transformers", path=True)
     shard_mb: int = option(5000, "huggingface: largest file of weights in MB", minimum=1)
     compact: bool = option(False, "AGILLM: drop columns of each rank matrix that add nothing to the scores")
     tokenizer: str | None = option(None, "tokenizer.json for export.source, if the file has none", path=True)

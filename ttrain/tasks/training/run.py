@@ -117,13 +117,7 @@ class Run:
         ahead = reads_ahead(*inputs, last)
         return Stepper(session.train_step(steps, self.config.run.seed, self.world, ahead), *inputs)
 
-    def record(
-        self,
-        run: RunDirectory,
-        session: Session,
-        steps: Mapping[str, Step],
-        attempt: dict[str, Any],
-    ) -> None:
+    def record(self, run: RunDirectory, session: Session, steps: Mapping[str, Step], attempt: dict[str, Any]) -> None:
         """Write config, environment and plan of this attempt, and what `attempt` says of it."""
         from ttrain.train.forecast.plan_report import plan_report
         from ttrain.train.forecast.show import product_ways

@@ -30,13 +30,7 @@ from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.resume import ResumePoint
-from ttrain.train.runs.run_directory import (
-    RunDirectory,
-    chosen_model,
-    newest_attempt,
-    part_of,
-    read_config,
-)
+from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, part_of, read_config
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.heartbeat import Heartbeat
 
