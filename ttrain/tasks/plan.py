@@ -6,20 +6,26 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from ttrain import ops
 from ttrain.config import build
 from ttrain.config.schema import Config
+from ttrain.core.files import to_json, write_chosen
 from ttrain.core.spec import TensorSpec
 from ttrain.core.tables import Table, plain_table
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import Waiting
+from ttrain.data.batches import Dataset
 from ttrain.device.info import info_of
+from ttrain.device.timing import Work
+from ttrain.engine.base import Step
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind, Stage
 from ttrain.nn.module import ADAPTER
+from ttrain.optim.groups import frozen_count
 from ttrain.tasks.training.expected import (
     changed,
     expected_time,
@@ -28,19 +34,18 @@ from ttrain.tasks.training.expected import (
     planned_steps,
     schedule_of,
 )
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
-    from ttrain.engine.base import Step
-    from ttrain.train.forecast.plan_report import PlanReport
-    from ttrain.train.steps.session import Session
+from ttrain.train.forecast.communication import collectives, communication_table
+from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit_text
+from ttrain.train.forecast.memory_picture import save_picture
+from ttrain.train.forecast.out_of_memory import shrinking_keys
+from ttrain.train.forecast.plan_report import PlanReport, op_table, padding_table, padding_values, plan_report
+from ttrain.train.forecast.show import product_ways, show, show_plan, show_ways
+from ttrain.train.steps.resident import resident_by_default
+from ttrain.train.steps.session import Session
 
 
 def run(config: Config) -> None:
     """Print the plan, and with plan.show the nodes or the buffers behind it; write plan.json=<file> if asked."""
-    from ttrain.train.forecast.plan_report import plan_report
-    from ttrain.train.forecast.show import product_ways, show_ways
-
     chosen = config.plan
     if chosen.calibrate:
         with Waiting("Measuring the device"):
@@ -70,8 +75,6 @@ def run(config: Config) -> None:
 
 def _recorded(op: str, *specs: TensorSpec) -> Node:
     """Return a node of an op on inputs of these specs."""
-    from ttrain import ops
-
     graph = Graph()
     value: Value = getattr(ops, op)(*(graph.input(f"x{number}", spec) for number, spec in enumerate(specs)))
     assert value.producer is not None
@@ -86,8 +89,6 @@ def _dataset(config: Config) -> Dataset | None:
 
 
 def _title(config: Config, session: Session, unread: bool) -> str:
-    from ttrain.train.steps.resident import resident_by_default
-
     device, model, ranks = session.engine.device, session.graph.model, session.graph.ranks
     name = config.source.choices.get("model", config.model.name)
     parts = [f"Plan of {name} on {device.name}, engine {config.engine.name}, {config.precision.name}"]
@@ -117,9 +118,6 @@ def _print(tables: Sequence[Table]) -> None:
 
 def _show(what: str, session: Session, steps: Mapping[str, Any]) -> None:
     """Print the nodes of every training step: as traced, with gradients and update, as planned, or summed up by op."""
-    from ttrain.train.forecast.plan_report import op_table
-    from ttrain.train.forecast.show import show, show_plan
-
     for name, trace in session.graph.train_steps().items():
         if what == "ops":
             print(plain_table(op_table(name, steps[name].plan.launched)))
@@ -167,8 +165,6 @@ class _Extra:
 
     def _available(self) -> tuple[int, str] | None:
         """Return the bytes to fit into, and where the number is from; None if it can't be told."""
-        from ttrain.train.forecast.limits import device_memory
-
         given, device = self.config.plan.memory_gb, self.config.device
         if given is not None:
             return int(given * 2**30), "plan.memory_gb"
@@ -176,9 +172,6 @@ class _Extra:
 
     def _fits(self) -> str:
         """Return a line that tells whether the plan fits; empty where that can't be told."""
-        from ttrain.train.forecast.limits import fit_text
-        from ttrain.train.forecast.out_of_memory import shrinking_keys
-
         known = self._available()
         if known is None:
             return ""
@@ -205,16 +198,12 @@ class _Extra:
         return Table("What takes less", ("", "planned memory", "fits"), rows, (note,) * (not self.config.lora.rank))
 
     def _padding(self) -> None:
-        from ttrain.train.forecast.plan_report import padding_table, padding_values
-
         if not self.device.arenas:
             self.values["tile_padding"] = padding_values(self.session.state, self.steps, self.device)
             self.tables.append(padding_table(self.values["tile_padding"]))
 
     def _adapters(self) -> None:
         """Add a table of what training takes with the model frozen, and without."""
-        from ttrain.optim.groups import frozen_count
-
         model = self.session.graph.model
         memory, whole = self._memory(), self._memory("lora.rank=0")
         trained = model.parameter_count - frozen_count(model.parameters(), self.config.optimizer)
@@ -227,9 +216,6 @@ class _Extra:
         self.tables.append(Table("Adapters", ("", "with", "without"), rows))
 
     def _communication(self) -> None:
-        from ttrain.device.timing import Work
-        from ttrain.train.forecast.communication import collectives, communication_table
-
         ranks = self.session.graph.ranks
         found = collectives(Work.of(self.steps, self.report.per_step), ranks)
         self.values["communication"] = {each.name: vars(each) for each in found}
@@ -248,8 +234,6 @@ class _Extra:
         return [dataclasses.replace(step, rows=[*step.rows[:1], row, *step.rows[1:]]), ways]
 
     def _limits(self) -> Table:
-        from ttrain.train.forecast.limits import largest, limit_text
-
         known = self._available()
         if known is None:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
@@ -282,16 +266,12 @@ class _Extra:
 
 
 def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
-    from ttrain.train.forecast.memory_picture import save_picture
-
     plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan is not None}
     save_picture(plans, report.placed, Path(file))
     print(f"Memory over time: {file}")
 
 
 def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
-    from ttrain.core.files import to_json, write_chosen
-
     names = {"model": config.model.name, "device": device, "engine": config.engine.name}
     sizes = {"batch_size": config.train.batch_size, "gradient_accumulation": config.train.gradient_accumulation}
     head = {**names, "precision": config.precision.name, **sizes}

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.units import format_count
+from ttrain.data.corpus import Corpus
+from ttrain.data.document_files import fill_documents
 from ttrain.data.settings import DocumentsConfig, TextConfig
-
-if TYPE_CHECKING:
-    from ttrain.data.corpus import Corpus
+from ttrain.data.sources import find_sources
+from ttrain.data.text import encode_corpus
+from ttrain.data.tokens import split_writers, write_folder, write_header
 
 _ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 
@@ -42,11 +44,6 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
     text, except for the word counts while BPE is learnt and for some bytes per document. The folder appears once it is
     complete. Raises DataError where the corpus can't be used, and where the destination exists or can't be written.
     """
-    from ttrain.data.corpus import Corpus
-    from ttrain.data.document_files import fill_documents
-    from ttrain.data.sources import find_sources
-    from ttrain.data.tokens import write_folder
-
     final, delay = at_home(destination), 0.0 if progress else None
     if final.exists():
         raise DataError(f"{final} exists already. Give another folder, or remove it first.")
@@ -59,9 +56,6 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
 
 
 def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None) -> dict[str, Any]:
-    from ttrain.data.text import encode_corpus
-    from ttrain.data.tokens import split_writers, write_header
-
     with split_writers(folder) as writers:
         tokenizer, described = encode_corpus(config, corpus, delay, lambda split, ids: writers[split].add(ids))
         for split, writer in writers.items():

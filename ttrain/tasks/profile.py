@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.registry import info_that
@@ -17,13 +16,13 @@ from ttrain.config.schema import Config
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
+from ttrain.device.base import Device
 from ttrain.device.info import Profile, Profiler, info_of
+from ttrain.tasks.training.start import start_run
+from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
+from ttrain.train.forecast.show import product_ways
 from ttrain.train.settings import without_phases
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.train.forecast.node_profile import NodeProfile
-    from ttrain.train.steps.step import Stepper
+from ttrain.train.steps.step import Stepper
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
@@ -69,7 +68,6 @@ def _by_device(config: Config) -> Profile:
 
 def _by_node(config: Config) -> NodeProfile:
     """Every other step runs node by node, each of them timed; the steps between tell what that costs."""
-    from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
     from ttrain.train.forecast.peak import measured_rates
 
     # A guarded step's update is a step of its own, which would not be seen.
@@ -101,9 +99,6 @@ def _seconds(device: Device, call: Callable[[], object]) -> float:
 @contextmanager
 def _warmed(config: Config, steps: int) -> Iterator[tuple[Device, Stepper, dict[str, str]]]:
     """The open device, what drives so many steps more than warm it up on the largest batches, and who multiplies."""
-    from ttrain.tasks.training.start import start_run
-    from ttrain.train.forecast.show import product_ways
-
     config = dataclasses.replace(config, train=without_phases(config.train))
     with ExitStack() as stack:
         run = start_run(config, stack)

@@ -7,7 +7,6 @@ import math
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ttrain.config import build
 from ttrain.config.registry import names
@@ -16,12 +15,11 @@ from ttrain.core.errors import CaptureError, ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import Table, plain_table
 from ttrain.core.waiting import Waiting, waited_for
+from ttrain.device.base import Device
 from ttrain.engine.state import State
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.testing.compare import Comparison
-    from ttrain.testing.run import MakeEngine
+from ttrain.testing.compare import Comparison, verdict, worst_of_each
+from ttrain.testing.run import MakeEngine
+from ttrain.testing.verifier import Verifier, chosen_ops
 
 VOCABULARY = 65  # of a language model whose config leaves it to a tokenizer
 COLUMNS = ("subject", "quantity", "engine", "cases", "max diff", "mean diff", "ULP", "99 %", "allowed", "cosine", "")
@@ -29,9 +27,6 @@ COLUMNS = ("subject", "quantity", "engine", "cases", "max diff", "mean diff", "U
 
 def run(config: Config) -> None:
     """Print the report, write verify.json=<file> if asked, and raise VerifyError where something is off."""
-    from ttrain.testing.compare import verdict
-    from ttrain.testing.verifier import Verifier, chosen_ops
-
     settings, dtype = config.verify, config.precision.compute
     chosen = [] if settings.ops == ["none"] else chosen_ops(settings.ops, "verify.ops=")
     with closing(build.build_device(config.device, config.precision)) as device:
@@ -82,8 +77,6 @@ def _engines(config: Config, device: Device) -> tuple[dict[str, MakeEngine], lis
 
 
 def _table(found: list[Comparison], notes: list[str]) -> Table:
-    from ttrain.testing.compare import worst_of_each
-
     rows = []
     for one, count in worst_of_each(found):
         numbers = [f"{number:.3g}" for number in (one.largest, one.mean, one.ulp, one.most, one.allowed.peak)]

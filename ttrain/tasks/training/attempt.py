@@ -6,36 +6,42 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import build
 from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
+from ttrain.data.text import byte_counter
+from ttrain.device.base import Device
+from ttrain.engine.base import Step
+from ttrain.models.base import preparation
 from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.rates import train_on
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.progress import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, list_checkpoints
+from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 from ttrain.train.logging.events import Events
+from ttrain.train.logging.loggers import Console, Loggers
+from ttrain.train.logging.meter import Meter
+from ttrain.train.logging.metrics import MetricsFile
+from ttrain.train.loop.checkpoints import Checkpoints
+from ttrain.train.loop.context import RunContext
+from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.loop.loop import Loop
+from ttrain.train.loop.nonfinite import NonFiniteGuard
+from ttrain.train.loop.saver import Saver
+from ttrain.train.loop.step_log import StepLog
+from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import print_summary
+from ttrain.train.runs.summary import Summary, print_summary
 from ttrain.train.steps.phases import Phases
+from ttrain.train.steps.session import Session, averaged, flops_per_step
+from ttrain.train.steps.step import Rates, reads_ahead
 from ttrain.train.supervise.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.engine.base import Step
-    from ttrain.train.logging.loggers import Console, Loggers
-    from ttrain.train.logging.meter import Meter
-    from ttrain.train.loop.evaluate import Evaluation
-    from ttrain.train.loop.loop import Loop
-    from ttrain.train.loop.saver import Saver
-    from ttrain.train.runs.summary import Summary
-    from ttrain.train.steps.session import Session
-    from ttrain.train.steps.step import Rates
-
 
 FIRST = "The first step is under way"
 
@@ -117,14 +123,6 @@ class Attempt:
         self, session: Session, phases: Phases | None, loggers: Loggers, progress: Progress, stop: StopRequests
     ) -> Loop:
         """Put the loop together, and announce the run."""
-        from ttrain.train.loop.checkpoints import Checkpoints
-        from ttrain.train.loop.context import RunContext
-        from ttrain.train.loop.guards import LearningGuard, SpikeGuard
-        from ttrain.train.loop.loop import Loop
-        from ttrain.train.loop.nonfinite import NonFiniteGuard
-        from ttrain.train.loop.step_log import StepLog
-        from ttrain.train.steps.step import reads_ahead
-
         run, config, guard = self.run, self.run.config, self.run.config.guard
         for line in run.announcement(session.engine, self.folder.path, progress.step):
             self.console.say(line)
@@ -167,8 +165,6 @@ class Attempt:
     @contextmanager
     def _told(self) -> Iterator[None]:
         """Note how an attempt that fails ends. Raises OutOfMemory for whatever tells that memory ran out."""
-        from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
-
         events, folder = self.events, self.folder
         try:
             yield
@@ -201,9 +197,6 @@ class Attempt:
         self.console.say(f"{kept} Continue with: {continue_command(self._command, self.folder.path)}")
 
     def _loggers(self, progress: Progress) -> Loggers:
-        from ttrain.train.logging.loggers import Loggers
-        from ttrain.train.logging.metrics import MetricsFile
-
         folder, console, logger, views = self.folder, self.console, self.run.config.logger, []
         if folder.leads:
             views = build.build_views(logger, folder.path, self.run.stored, progress.wandb_id, console.say)
@@ -212,11 +205,6 @@ class Attempt:
 
     def _evaluation(self) -> Evaluation:
         """Return the evaluation on held-out data, by the step that was built last."""
-        from ttrain.data.text import byte_counter
-        from ttrain.models.base import preparation
-        from ttrain.train.loop.evaluate import Evaluation
-        from ttrain.train.steps.session import averaged
-
         dataset, world, train, steps = self.run.dataset, self.run.world, self.run.config.train, self.steps
         rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
         end = dataset.description.get("end_token") or {}
@@ -229,8 +217,6 @@ class Attempt:
     def _meter(self, session: Session, step: int) -> Meter:
         """Return what times the steps after step `step`, and says how long the run takes."""
         from ttrain.train.forecast.peak import measured_rates
-        from ttrain.train.logging.meter import Meter
-        from ttrain.train.steps.session import flops_per_step
 
         run, config, device, say = self.run, self.run.config, self.device, self.console.say
         first = Waiting(FIRST, say)
@@ -250,8 +236,6 @@ class Attempt:
 
     def _summarize(self, progress: Progress, counters: Mapping[str, int]) -> Summary:
         """Write summary and loss curve of a run that is done."""
-        from ttrain.train.runs import summary as summaries
-
         run, metrics = self.run, self.folder.metrics
         baseline = run.dataset.baseline(run.config.train.eval_sequences)  # of the very targets that evaluations count
         summary = summaries.Summary(

@@ -7,17 +7,17 @@ import gc
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from ttrain.core.errors import TtrainError
+from ttrain.device.base import Device
 from ttrain.device.info import Failed, OutOfResources, info_of
+from ttrain.engine.base import Step
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.retention import is_dry_run
+from ttrain.train.forecast.out_of_memory import plan_needs
+from ttrain.train.forecast.step_cost import state_bytes
 from ttrain.train.settings import without_phases
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.engine.base import Step
+from ttrain.train.steps.dry_run import dispatch_ms, measure
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
 
@@ -43,8 +43,6 @@ def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
 
 def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
     """Run some steps, and record what they cost or why the board does not take them."""
-    from ttrain.train.steps.dry_run import measure
-
     held = run.origin.held
     with ExitStack() as stack:
         mine = held if held is not None and is_dry_run(held.path) else None
@@ -78,8 +76,6 @@ def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
 
 def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, float]:
     """Milliseconds of host dispatch per step by the engines that were not measured yet, where they fit."""
-    from ttrain.train.steps.dry_run import dispatch_ms
-
     found: dict[str, float] = {}
     for name in COMPARED:
         if name == run.config.engine.name:
@@ -96,9 +92,6 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
 
 def _failure(run: Run, device: Device, steps: Mapping[str, Step], error: Exception) -> Exception:
     """Return an error that says which resource is short, with the plan's needs; else the error itself."""
-    from ttrain.train.forecast.out_of_memory import plan_needs
-    from ttrain.train.forecast.step_cost import state_bytes
-
     if isinstance(error, TtrainError):
         return error
     config = run.config

@@ -11,27 +11,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.config.validate import rule_problems
 from ttrain.core.units import format_duration
+from ttrain.data.batches import Dataset
+from ttrain.device.base import Device
 from ttrain.device.info import SILICON, info_of
-from ttrain.device.timing import StepTime, Work
+from ttrain.device.timing import Estimate, StepTime, Work
+from ttrain.engine.base import Step
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import check_groups, flat_parameters
+from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
+from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.plan_report import PlanReport, plan_report
+from ttrain.train.forecast.step_time import LONG, KernelTimes, host_estimate, host_time, machine_name, timing
 from ttrain.train.steps.phases import PhaseSchedule
+from ttrain.train.steps.resident import choose_resident
+from ttrain.train.steps.session import Session
 from ttrain.train.steps.shard import FlatShard, heaviest
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
-    from ttrain.device.base import Device
-    from ttrain.device.timing import Estimate
-    from ttrain.engine.base import Step
-    from ttrain.train.forecast.peak import Rates
-    from ttrain.train.forecast.plan_report import PlanReport
-    from ttrain.train.steps.session import Session
 
 MEASURED = 3  # steps after the first, which compiles, captures and fills caches
 LESS = 0.8  # of the run's time: what takes more is not worth telling
@@ -48,8 +48,6 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
 
     engine=dynamic is planned as static. Without a `dataset` none of it lies on the device.
     """
-    from ttrain.train.steps.resident import choose_resident
-
     model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
@@ -131,7 +129,6 @@ def _on_this_machine(
 ) -> Estimate:
     """Open the device only where a kernel has not been timed yet, and there is time for it."""
     from ttrain.train.forecast.peak import measured_rates
-    from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, machine_name, timing
 
     rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
@@ -166,8 +163,6 @@ def _on_fewer_rows(
     config: Config, engine: str, work: Work, rates: Rates, planned: Callable[[Mapping[str, Any]], Work] | None
 ) -> Work | None:
     """Return the work on rows that make the longest kernel short, or one; None where it is short already."""
-    from ttrain.train.forecast.step_time import LONG
-
     longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
     parts = micro_batches(config)
     rows = config.train.batch_size // parts
@@ -178,8 +173,6 @@ def _on_fewer_rows(
 
 def _communicating(config: Config, work: Work, time: StepTime, rates: Rates) -> StepTime:
     """Return the time of a step with its communication, of which a part goes on beside computing."""
-    from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
-
     ranks, gbps = build.planned_ranks(config.parallel), config.parallel.link_gbps
     sent = sum(each.nbytes for each in collectives(work, ranks))
     if not sent:
@@ -300,8 +293,6 @@ class _Runs:
 
     def forecast(self, config: Config, session: Session, steps: Steps) -> Forecast:
         """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were measured."""
-        from ttrain.train.forecast.plan_report import plan_report
-
         report = plan_report(session.graph, session.state, steps)
         train = expected_time(config, session, steps, report)
         batch = expected_time(config, session, steps, replace(report, per_step={"evaluate": 1}))

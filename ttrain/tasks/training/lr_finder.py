@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,16 @@ from ttrain.config.schema import Config, LrFinderConfig
 from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.waiting import Waiting
+from ttrain.device.base import Device
+from ttrain.tasks.training.run import Run
+from ttrain.tasks.training.start import start_run
+from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 from ttrain.train.logging.chart import new_figure, smoothed, window
+from ttrain.train.logging.loggers import Console
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.results_folder import RESULTS, claim
 from ttrain.train.settings import without_phases
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.tasks.training.run import Run
-    from ttrain.train.logging.loggers import Console
-    from ttrain.train.steps.step import Rates
+from ttrain.train.steps.step import Rates
 
 ROOT = Path("outputs/lr_finder")
 RISE = 0.5  # share of what the loss has fallen by which it rises again where it diverges
@@ -49,8 +49,6 @@ def run(config: Config) -> dict[str, Any]:
 
     Nothing is trained that stays: no checkpoint is written. Raises UserError for a device that computes nothing.
     """
-    from ttrain.tasks.training.start import start_run
-
     settings = config.lr_finder
     constant = replace(config.schedule, name="constant", warmup=0, steps=None)
     train = without_phases(config.train, steps=settings.steps)
@@ -79,8 +77,6 @@ def _losses(
     run: Run, device: Device, settings: LrFinderConfig, console: Console, stop: StopRequests
 ) -> tuple[list[float], list[float], bool]:
     """Rates and losses of the steps until the loss diverged or the test ended; whether it diverged."""
-    from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
-
     built: dict[str, Any] = {}
     rates: list[float] = []
     losses: list[float] = []

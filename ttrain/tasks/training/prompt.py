@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config.schema import Config
+from ttrain.data.batches import Dataset
 from ttrain.data.end_token import named_end
 from ttrain.train.sampling.draw import encode_prompt
 from ttrain.train.sampling.stream import end_id, special_tokens
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
 
 _CHARACTERS = 60  # at least, where there are as many
 _TOKENS = 1024  # at most that are looked at

@@ -7,13 +7,12 @@ import dataclasses
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
+from ttrain.train.forecast.out_of_memory import shrunk
 from ttrain.train.logging.events import Events
 
 
 def shrunk_config(config: Config, error: OutOfMemory) -> Config | None:
     """The config that continues the run with less memory; None where the run has to stop."""
-    from ttrain.train.forecast.out_of_memory import shrunk
-
     if config.recover.oom != "shrink" or error.train is None or error.run is None:
         return None
     train = shrunk(error.train)

@@ -6,28 +6,38 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.units import format_count
+from ttrain.data.batches import Dataset, Indexed
+from ttrain.data.end_token import named_end
+from ttrain.device.base import Device
+from ttrain.engine.base import Engine, Step
+from ttrain.models.base import Model
+from ttrain.optim.groups import frozen_count
 from ttrain.parallel.world import World
 from ttrain.tasks.training.notices import notices
+from ttrain.tasks.training.prompt import shown_prompt
 from ttrain.tasks.training.rates import Rate
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
+from ttrain.train.forecast.out_of_memory import shrinking_keys
+from ttrain.train.forecast.plan_report import plan_report
+from ttrain.train.forecast.show import product_ways, show_ways
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.origin import Origin
+from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.run_directory import RunDirectory, part_of
+from ttrain.train.runs.summary import extent_line
+from ttrain.train.sampling.draw import print_samples
+from ttrain.train.sampling.lengths import length_class
+from ttrain.train.sampling.stream import Stop, print_text
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
+from ttrain.train.steps.resident import choose_resident
+from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset, Indexed
-    from ttrain.device.base import Device
-    from ttrain.engine.base import Engine, Step
-    from ttrain.models.base import Model
-    from ttrain.train.steps.session import Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +87,6 @@ class Run:
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""
-        from ttrain.train.steps.resident import choose_resident
-
         config, ranks = self.config, self.world.ranks
         chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
         rows = config.train.batch_size // config.train.gradient_accumulation
@@ -92,8 +100,6 @@ class Run:
 
     def _writer(self) -> Model | None:
         """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""
-        from ttrain.train.sampling.lengths import length_class
-
         context, config = getattr(self.dataset, "context", 0), self.config
         length = length_class(len(self.prompt or ()) + config.sample.tokens, context)
         if length == context or self.prompt is None:
@@ -119,10 +125,6 @@ class Run:
 
     def record(self, run: RunDirectory, session: Session, steps: Mapping[str, Step], attempt: dict[str, Any]) -> None:
         """Write config, environment and plan of this attempt, and what `attempt` says of it."""
-        from ttrain.train.forecast.plan_report import plan_report
-        from ttrain.train.forecast.show import product_ways
-        from ttrain.train.runs.record import environment_record
-
         dataset, command = self.dataset, self.config.source.command()
         tokenizer_hash = None if dataset.tokenizer is None else dataset.tokenizer.hash
         facts = {**session.engine.device.describe(), "products": product_ways(session.engine)}
@@ -132,10 +134,6 @@ class Run:
 
     def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
         """Yield what is trained, where and on what, and warnings about it, after `step` steps are done."""
-        from ttrain.optim.groups import frozen_count
-        from ttrain.train.forecast.show import product_ways, show_ways
-        from ttrain.train.runs.summary import extent_line
-
         config, model, train = self.config, self.model, self.config.train
         device, ways = engine.device, product_ways(engine)
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
@@ -182,11 +180,6 @@ class Run:
 
     def print_sample(self, logits: Step | None) -> bool:
         """Print a prompt and what the model writes after it. Return False where it writes no text."""
-        from ttrain.data.end_token import named_end
-        from ttrain.tasks.training.prompt import shown_prompt
-        from ttrain.train.sampling.draw import print_samples
-        from ttrain.train.sampling.stream import Stop, print_text
-
         tokenizer = self.dataset.tokenizer
         if self.prompt is None or logits is None or tokenizer is None:
             return False
@@ -202,8 +195,6 @@ class Run:
 
     def shrinking_keys(self) -> list[str]:
         """Overrides that make a step smaller, the one that changes least first."""
-        from ttrain.train.forecast.out_of_memory import shrinking_keys
-
         config = self.config
         names = (config.precision.name, config.engine.name)
         return shrinking_keys(config.train, self.model.config, *names, config.optimizer)

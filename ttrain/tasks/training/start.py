@@ -9,14 +9,17 @@ import dataclasses
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import ttrain
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError
+from ttrain.data.batches import Dataset
+from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import DataConfig, TextConfig
+from ttrain.models.base import Model
 from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
@@ -33,10 +36,6 @@ from ttrain.train.runs.resume import ResumePoint
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, part_of, read_config
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.heartbeat import Heartbeat
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset
-    from ttrain.models.base import Model
 
 _PLACES = ("source", "notices")  # what a machine may have of its own in the description of the data
 
@@ -261,8 +260,6 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     """Check the tokenizer before the vocabulary, whose advice would not help where the text has changed."""
     if point is None:
         return
-    from ttrain.data.library_tokenizer import parse_tokenizer
-
     # As it is read now: older checkpoints keep settings of a file that are off by now.
     stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)

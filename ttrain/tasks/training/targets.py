@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
-from ttrain.data.batches import TokenDataset
+from ttrain.data.batches import Dataset, TokenDataset
 from ttrain.data.settings import DataConfig, DocumentsConfig
 from ttrain.models.base import valid_targets
 from ttrain.train.steps.phases import PhaseSchedule
-
-if TYPE_CHECKING:
-    from ttrain.config.schema import Config
-    from ttrain.data.batches import Dataset
 
 _ROWS, _TOKENS = 4096, 1 << 20  # at most that are looked at,
 _MORE = 16  # and times as many where none of these has a target
