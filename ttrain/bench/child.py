@@ -22,8 +22,10 @@ from typing import Any
 import psutil
 import torch
 
+from ttrain.bench.baselines import DistributedContender, PyTorchContender
 from ttrain.bench.contender import STEPS, Contender
 from ttrain.bench.engines import EngineContender
+from ttrain.bench.products import EngineProduct, TorchProduct
 from ttrain.bench.settings import BASELINES
 from ttrain.bench.workload import Case, ProductWork, TrainingWork
 from ttrain.config import components, registry  # noqa: F401 - components fills the registry
@@ -40,12 +42,8 @@ def make_contender(name: str, case: Case, device: DeviceConfig, engine: EngineCo
     """Return a contender by its name in the config; `mode` is how it shares its batch with other ranks."""
     engine = replace(engine, name=name)
     if isinstance(case.work, ProductWork):
-        from ttrain.bench.products import EngineProduct, TorchProduct
-
         return TorchProduct(name, case, device) if name in BASELINES else EngineProduct(case, device, engine)
     if name in BASELINES:
-        from ttrain.bench.baselines import DistributedContender, PyTorchContender
-
         return PyTorchContender(name, case, device) if mode == "none" else DistributedContender(name, case, device)
     return EngineContender(case, device, engine, mode)
 

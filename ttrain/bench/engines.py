@@ -8,29 +8,29 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.workload import Case
 from ttrain.config import build
+from ttrain.device.base import Device
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.timing import Work
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 from ttrain.train.settings import GuardConfig, TrainConfig
-
-if TYPE_CHECKING:
-    from ttrain.device.base import Device
-    from ttrain.train.steps.session import Session
+from ttrain.train.steps.resident import Resident
+from ttrain.train.steps.session import Session
+from ttrain.train.steps.step import Stepper, reads_ahead
 
 
 def session_of(case: Case, device: Device, engine: EngineConfig, ranks: Ranks | None = None) -> Session:
     """Return the session of a case as `task=train` builds it; the values of its state are still unset."""
-    from ttrain.train.steps.resident import Resident
-
     work, ranks = case.training, ranks or Ranks()
     specs = case.model.batch_specs(work.rows // ranks.slices)
     resident = Resident(specs, indexed=False) if case.resident else None
@@ -52,8 +52,6 @@ class EngineContender(Contender):
         self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
-        from ttrain.train.steps.step import Stepper, reads_ahead
-
         case, work = self.case, self.case.training
         self._world = build.build_world(ParallelConfig(name=self._mode), self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
@@ -119,9 +117,7 @@ class EngineContender(Contender):
 
         Kernels are timed now, whatever was measured before: what disturbs the machine then disturbs both.
         """
-        from ttrain.device.timing import Work
         from ttrain.train.forecast.peak import measured_rates
-        from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 
         rates = measured_rates(self.device.name, str(self.case.dtypes.compute), self._device_config.index)
         if self._engine_config.name == "dynamic" or rates is None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ttrain.bench.workload import TrainingWork
 from ttrain.core.errors import UserError
+from ttrain.models.llama_weights import config_to_transformers
 from ttrain.models.settings import GPTConfig, MLPConfig
 
 
@@ -22,8 +23,6 @@ def reference_of(work: TrainingWork) -> nn.Module:
     if isinstance(model, GPTConfig):
         layers, heads, width, context, vocabulary = model.required_sizes()
         return PlainGPT(layers, heads, width, context, vocabulary, model.bias)
-    from ttrain.models.llama_weights import config_to_transformers
-
     return TransformersLlama(config_to_transformers(model), work.lora.rank or 0, work.lora.alpha)
 
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ttrain.bench.settings import PERCEPTRON, PRODUCT
+from ttrain.config.build import build_model, build_optimizer
+from ttrain.data.settings import TextConfig
+from ttrain.device.settings import DeviceConfig
+from ttrain.models.base import Model
+from ttrain.models.gpt_weights import NAMING as GPT_NAMING
+from ttrain.models.llama_weights import NAMING
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import ADAPTER
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
-
-if TYPE_CHECKING:
-    from ttrain.models.base import Model
+from ttrain.train.steps.session import flops_per_step
+from ttrain.train.steps.step_graph import StepGraph
 
 Batch = dict[str, np.ndarray]
 BATCHES = 8  # distinct ones; steps take them in turn
@@ -61,11 +65,7 @@ class TrainingWork:
         if isinstance(self.model, MLPConfig):
             return path
         if isinstance(self.model, GPTConfig):
-            from ttrain.models.gpt_weights import NAMING as GPT_NAMING
-
             return GPT_NAMING.name(path)
-        from ttrain.models.llama_weights import NAMING
-
         original_name = NAMING.name
         if not self.lora.rank:
             return f"causal.{original_name(path)}"
@@ -187,10 +187,6 @@ class Case:
     @cached_property
     def model(self) -> Model:
         """Our model on symbolic tensors: the list of parameters, whoever computes."""
-        from ttrain.config.build import build_model
-        from ttrain.data.settings import TextConfig
-        from ttrain.device.settings import DeviceConfig
-
         work = self.training
         return build_model(work.model, self.dtypes, DeviceConfig(), TextConfig(), work.lora)
 
@@ -213,8 +209,4 @@ class Case:
         """Return the floating-point operations of one step, as the ops of our graph declare them."""
         if isinstance(self.work, ProductWork):
             return self.work.flops
-        from ttrain.config.build import build_optimizer
-        from ttrain.train.steps.session import flops_per_step
-        from ttrain.train.steps.step_graph import StepGraph
-
         return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))

@@ -31,6 +31,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.composite import Declared
 from ttrain.graph.graph import Graph, Node, Value
+from ttrain.ops import add, cast, multiply, reduce_sum
 from ttrain.ops.common import PLAIN_SHAPES
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
@@ -238,8 +239,6 @@ def loss_weights(outputs: Sequence[Value], name: str) -> list[np.ndarray]:
 
 def weighted_loss(outputs: Sequence[Value], feeds: dict[str, Any], name: str, prefix: str = "") -> Value:
     """Record sum(output * weight) over all outputs, a scalar; the weights become inputs, and join `feeds`."""
-    from ttrain.ops import add, cast, multiply, reduce_sum
-
     terms = []
     for number, (output, weight) in enumerate(zip(outputs, loss_weights(outputs, name), strict=True)):
         key = f"{prefix}weight of output {number}"

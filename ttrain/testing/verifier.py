@@ -12,6 +12,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
+from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Op
 from ttrain.models.base import Model
@@ -125,6 +126,4 @@ def check_model(model: Model, rows: int = 2, device: Device | None = None, engin
 
 
 def _cpu() -> Device:
-    from ttrain.device.torch.device import TorchDevice
-
     return TorchDevice("cpu")
