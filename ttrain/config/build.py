@@ -13,38 +13,39 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config.registry import component
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
+from ttrain.data.batches import Dataset, Sizes
 from ttrain.data.settings import DataConfig
+from ttrain.device.base import Device
 from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
+from ttrain.engine.base import Engine
 from ttrain.engine.settings import EngineConfig
+from ttrain.engine.state import State, StateTensor
+from ttrain.models.base import Model
 from ttrain.models.settings import AGILLMConfig
+from ttrain.nn.lora import attach
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
+from ttrain.optim.base import Optimizer
+from ttrain.optim.groups import learning_rates, trained
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.parallel.place import place
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import World
+from ttrain.train.checkpoint.adapters import PeftAdapter
+from ttrain.train.logging.loggers import Console, Logger
+from ttrain.train.runs.warm_start import WarmStart, open_warm_start
 from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
-
-if TYPE_CHECKING:
-    from ttrain.data.batches import Dataset, Sizes
-    from ttrain.device.base import Device
-    from ttrain.engine.base import Engine
-    from ttrain.engine.state import State, StateTensor
-    from ttrain.models.base import Model
-    from ttrain.optim.base import Optimizer
-    from ttrain.train.checkpoint.adapters import PeftAdapter
-    from ttrain.train.logging.loggers import Console, Logger
-    from ttrain.train.runs.warm_start import WarmStart
-    from ttrain.train.steps.resident import Resident
-    from ttrain.train.steps.session import Session
+from ttrain.train.steps.resident import Resident
+from ttrain.train.steps.session import Session
+from ttrain.train.steps.step_graph import StepGraph
 
 
 def build_dataset(
@@ -90,8 +91,6 @@ def data_problems(data: Any, name: str, model: Any, lengths: list[int]) -> list[
 
 def data_sizes(model: Any) -> Sizes:
     """Return what a model asks of its data by its config: the context, or the numbers of inputs and outputs."""
-    from ttrain.data.batches import Sizes
-
     width = getattr(model, "width", None)
     if hasattr(model, "inputs"):
         return Sizes(inputs=model.inputs or width, outputs=model.outputs or width)
@@ -102,8 +101,6 @@ def with_adapters(lora: LoraConfig, explicit: Collection[str]) -> LoraConfig:
     """The config of a new run's adapters with what the folder of lora.from says of them."""
     if lora.from_ is None:
         return lora
-    from ttrain.train.checkpoint.adapters import PeftAdapter
-
     return PeftAdapter.open(lora.from_).adopted(lora, explicit)
 
 
@@ -140,8 +137,6 @@ def build_model(
 def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
     made: Any = component("model", config.name).load()(config, precision.compute)
     if lora.rank:
-        from ttrain.nn.lora import attach
-
         attach(made, lora)
     built: Model = made
     precision.set_masters(built.parameters().values())
@@ -193,9 +188,6 @@ def build_warm_start(
     `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
     would not be trained.
     """
-    from ttrain.optim.groups import trained
-    from ttrain.train.runs.warm_start import open_warm_start
-
     folder = getattr(config, "from_", None)
     source = folder or train.init_from
     if source is None:
@@ -207,8 +199,6 @@ def build_warm_start(
 
 def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
     """Open a new run's first adapters; None without lora.from. Raises CheckpointError for what does not fit."""
-    from ttrain.train.checkpoint.adapters import PeftAdapter
-
     if lora.from_ is None:
         return None
     opened = PeftAdapter.open(lora.from_)
@@ -237,10 +227,6 @@ def build_session(
 
     Without `training` there are neither gradients nor the optimizer's tensors.
     """
-    from ttrain.engine.state import State
-    from ttrain.train.steps.session import Session
-    from ttrain.train.steps.step_graph import StepGraph
-
     ranks = ranks or Ranks()
     if train.noise_scale and device.chips > 1:
         raise UserError("train.noise_scale=true: the chips of a mesh share every micro-batch. Leave it out.")
@@ -269,8 +255,6 @@ def build_rates(
     model: Model, train: TrainConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
 ) -> Callable[[int], dict[str, float]]:
     """Step, counted from 1, to its learning rates by the names of their step inputs."""
-    from ttrain.optim.groups import learning_rates
-
     return learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
 
 
@@ -339,8 +323,6 @@ def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
     """Return the console of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
-    from ttrain.train.logging.loggers import Console
-
     return Console(bar=bar and config.name != "jsonl", name=name)
 
 
