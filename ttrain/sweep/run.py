@@ -15,17 +15,9 @@ from ttrain.config.schema import SweepConfig
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
 from ttrain.core.units import format_duration
+from ttrain.sweep import outcome
 from ttrain.sweep.folder import DONE, FINISHED, LOG, PRUNED, Status, SweepFolder, now
 from ttrain.sweep.jobs import Job
-from ttrain.sweep.outcome import (
-    as_number,
-    failure_text,
-    job_numbers,
-    measured,
-    objective_key,
-    objective_problem,
-    output_override,
-)
 from ttrain.sweep.sources import Grid
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override
@@ -128,7 +120,7 @@ class Runner:
         assert job.config is not None
         if job.config.task.name != "train":
             attempt = self.folder.status(job).get("attempts", 0) + 1
-            key, output = output_override(job.config, self.folder.job_folder(job), attempt)
+            key, output = outcome.output_override(job.config, self.folder.job_folder(job), attempt)
             return overrides if key is None else [*overrides, override(key, Path(str(output)))], output
         run = self._run_directory(job)
         overrides = [*(each for each in overrides if not each.startswith("run.dir=")), override("run.dir", run)]
@@ -179,18 +171,18 @@ class Runner:
         job, wanted = running.job, self.settings.objective
         seconds = time.monotonic() - running.started
         status = {**running.status, "exit_code": code, "ended": now(), "seconds": round(seconds, 3)}
-        task, numbers = job_numbers(self.folder, job, status)
-        key = objective_key(task, numbers, wanted)
-        objective = as_number(numbers.get(key))
+        task, numbers = outcome.job_numbers(self.folder, job, status)
+        key = outcome.objective_key(task, numbers, wanted)
+        objective = outcome.as_number(numbers.get(key))
         reason: str | None = None
         trace: str | None = None
-        problem = objective_problem(task, numbers, wanted) if code == 0 else None
+        problem = outcome.objective_problem(task, numbers, wanted) if code == 0 else None
         if code == 0 and problem is None:
             state, told = FINISHED, f"finished in {format_duration(seconds)}"
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
             reason = dry_run or numbers.get("caution")
         elif running.pruned and code in (EXIT_INTERRUPTED, -signal.SIGTERM):
-            found = measured(self._run_directory(job), wanted)
+            found = outcome.measured(self._run_directory(job), wanted)
             best = min if self.settings.direction == "minimize" else max
             objective = best(filter(math.isfinite, found), default=None)
             reason = f"pruned after {len(found)} evaluation(s)"
@@ -200,7 +192,7 @@ class Runner:
             state, told, reason = "interrupted", "was interrupted; its state is saved", "interrupted"
         else:
             if problem is None:
-                problem, trace = failure_text(self.folder.job_folder(job) / LOG, running.log_start)
+                problem, trace = outcome.failure_text(self.folder.job_folder(job) / LOG, running.log_start)
                 problem = ": ".join(filter(None, [describe_exit(code) if code < 0 or not problem else "", problem]))
             else:
                 self._unknown_objective, code = True, EXIT_USER
