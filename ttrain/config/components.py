@@ -14,16 +14,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.precision import PRECISIONS, PrecisionConfig
-from ttrain.optim.settings import (
-    AdafactorConfig,
-    AdamWConfig,
-    LionConfig,
-    MuonConfig,
-    NorMuonConfig,
-    ScheduleConfig,
-    ScheduleFreeConfig,
-    SGDConfig,
-)
+from ttrain.optim import settings as optim
 from ttrain.parallel.place import rank_here
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -74,14 +65,14 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("device", DeviceConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
     ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
     *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),
-    ("optimizer", SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
-    ("optimizer", AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
-    ("optimizer", LionConfig, "ttrain.optim.lion:Lion", ("lion",)),
-    ("optimizer", AdafactorConfig, "ttrain.optim.adafactor:Adafactor", ("adafactor",)),
-    ("optimizer", ScheduleFreeConfig, "ttrain.optim.schedule_free:ScheduleFree", ("schedule_free",)),
-    ("optimizer", MuonConfig, "ttrain.optim.muon:Muon", ("muon",)),
-    ("optimizer", NorMuonConfig, "ttrain.optim.muon:NorMuon", ("normuon",)),
-    ("schedule", ScheduleConfig, "ttrain.optim.schedules:{}", ("constant", "linear", "cosine", "wsd")),
+    ("optimizer", optim.SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
+    ("optimizer", optim.AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
+    ("optimizer", optim.LionConfig, "ttrain.optim.lion:Lion", ("lion",)),
+    ("optimizer", optim.AdafactorConfig, "ttrain.optim.adafactor:Adafactor", ("adafactor",)),
+    ("optimizer", optim.ScheduleFreeConfig, "ttrain.optim.schedule_free:ScheduleFree", ("schedule_free",)),
+    ("optimizer", optim.MuonConfig, "ttrain.optim.muon:Muon", ("muon",)),
+    ("optimizer", optim.NorMuonConfig, "ttrain.optim.muon:NorMuon", ("normuon",)),
+    ("schedule", optim.ScheduleConfig, "ttrain.optim.schedules:{}", ("constant", "linear", "cosine", "wsd")),
     ("data", TextConfig, "ttrain.data.text:open_text", ("text",)),
     ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
