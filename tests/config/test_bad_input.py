@@ -117,6 +117,7 @@ def test_a_wrong_type_names_key_value_and_expected_type(override: str, problem: 
         (["task=prepare"], "prepare.dir: no value."),
         (["task=prepare", "prepare.dir=x", "data=documents", "data.sources=[x]", "data.loss_on=replies"],
          "data.loss_on=replies: data=tokens counts every token"),
+        (["data=documents", "data.sources=[x,'']"], "data.sources='': must be the path of a file or folder."),
         (["data=documents", "data.sources=[x]", "data.attention=document", "model.context=1"],
          "data=documents: sequences of 1 token have no target"),
         (["data=documents", "data.sources=[x]", "data.attention=document", "model.context=4",

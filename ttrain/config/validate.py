@@ -180,10 +180,12 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
         found.add(problem, section)
         return _REFUSED
     if rules.get("path"):  # no shell replaces a `~` behind `key=`
-        if isinstance(converted, list):
-            return [str(at_home(each)) for each in converted]
-        return str(at_home(converted)) if isinstance(converted, str) and converted.startswith("~") else converted
+        return [_path(each) for each in converted] if isinstance(converted, list) else _path(converted)
     return converted
+
+
+def _path(given: Any) -> Any:
+    return str(at_home(given)) if isinstance(given, str) and given.startswith("~") else given
 
 
 def _has_type(value: Any, hint: Any) -> bool:
