@@ -243,10 +243,11 @@ def test_regression_has_no_sample(
     assert "no tokenizer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("phases", [[], ["train.length_schedule=[8,16]", "train.phase_steps=2"]])
 def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
-    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    phases: list[str], train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("device=null", "run.dir=run") == 0
+    assert train("device=null", "run.dir=run", *phases) == 0
     assert "Dry run: device null computes no values" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

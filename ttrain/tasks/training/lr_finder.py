@@ -35,7 +35,7 @@ _NOISE = 4.0  # times the median distance of a loss from the mean around it: les
 
 @dataclass(frozen=True)
 class FoundRates:
-    """Learning rates that a ramp finds. Rates are None where the loss has not fallen by more than its noise."""
+    """Learning rates that the range test finds. Rates are None where the loss has not fallen by more than its noise."""
 
     smoothed: list[float]  # losses, each averaged with its neighbours on both sides
     suggested: float | None = None  # half-way from steepest to lowest, by factors

@@ -52,7 +52,6 @@ class Run:
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
-    phases: PhaseSchedule  # sizes of every step's batch
     rate: Rate
     warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
@@ -109,6 +108,11 @@ class Run:
     def reader(self, session: Session, step: int = 0, start: Position = Position()) -> BatchReader:  # noqa: B008
         """The training batches after so many steps; the first of them begins with the sample at `start`."""
         return BatchReader(session.training_data(self.dataset), self.config.run.seed, self.phases, step, start)
+
+    @property
+    def phases(self) -> PhaseSchedule:
+        """Return the sizes of every step's batch."""
+        return PhaseSchedule.of(self.config.train, getattr(self.dataset, "context", None))
 
     @property
     def rates(self) -> Callable[[int], Rates]:

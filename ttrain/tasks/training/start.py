@@ -161,7 +161,6 @@ def check_all(
         shorter=shorter,
         prompt=prompt,
         origin=Origin(resumed.held, point, warm, adapter, notes),
-        phases=phases,
         rate=rate,
         warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty],
         world=world,
