@@ -274,6 +274,9 @@ with Composer() as composer: command.run(composer, {overrides!r})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert statuses(Path("mine"))["002"]["state"] == "running" and len(started()) == 3
     before = {number: status["state"] for number, status in statuses(Path("mine")).items()}
+    with open("mine/search.journal", "a") as journal:  # as if the kill had come amid a write
+        journal.write('{"op_code":')
+    Path("mine/search.journal.lock").symlink_to("search.journal")
     Path("fixed").touch()
     assert sweep(*overrides) == 0
     again = [next(word for word in entry["overrides"] if word.startswith("run.dir=")) for entry in started()][3:]
@@ -283,11 +286,25 @@ with Composer() as composer: command.run(composer, {overrides!r})
     assert len(after) == 5 and {status["state"] for status in after.values()} <= {"finished", "pruned"}
     assert all(after[number]["state"] == state for number, state in before.items() if number != "002")
     assert after["000"]["attempts"] == 1 and after["002"]["attempts"] == 2
-    journal = optuna.storages.journal.JournalFileBackend("mine/search.journal")
-    study = optuna.load_study(study_name="ttrain", storage=optuna.storages.JournalStorage(journal))
+    backend = optuna.storages.journal.JournalFileBackend("mine/search.journal")
+    study = optuna.load_study(study_name="ttrain", storage=optuna.storages.JournalStorage(backend))
     told = [trial.state.name for trial in study.trials]
     assert len(told) == 6 and told.count("FAIL") == 1 and told[2] == "FAIL", "that of the job that was killed"
     assert set(told) <= {"COMPLETE", "PRUNED", "FAIL"}
+
+
+def test_a_search_without_its_journal_is_refused(sweep: Sweep) -> None:
+    pytest.importorskip("optuna", reason="sweep.search needs the package optuna")
+    overrides = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=2", "sweep.dir=mine")
+    assert sweep(*overrides) == 0
+    journal = Path("mine/search.journal")
+    journal.write_text(f"no JSON\n{journal.read_text()}")
+    with pytest.raises(UserError, match=r"search\.journal is damaged"):
+        sweep(*overrides)
+    journal.unlink()
+    next(Path("mine").glob("000*/status.json")).unlink()
+    with pytest.raises(UserError, match=r"search\.journal has nothing of job 000"):
+        sweep(*overrides)
 
 
 def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:

@@ -6,6 +6,7 @@ overrides for ranges of numbers and for choices.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,17 @@ class Search(Grid):
         settings, train = first.sweep, first.train
         self._overrides, self._settings, self._folder, self._compose = overrides, settings, folder, compose
         self._space = {override.key_or_group: self._distribution(override) for override in overrides.swept}
-        journal = optuna.storages.journal.JournalFileBackend(str(folder.path / JOURNAL))
-        self._study = optuna.create_study(
-            study_name="ttrain",  # by which hyperband sorts trials into brackets
-            storage=optuna.storages.JournalStorage(journal), load_if_exists=True, direction=settings.direction,
-            pruner=self._pruner(train.steps // (train.eval_every or train.steps)),
-        )  # fmt: skip
+        path = folder.path / JOURNAL
+        _mend(path)
+        try:
+            journal = optuna.storages.journal.JournalFileBackend(str(path))
+            self._study = optuna.create_study(
+                study_name="ttrain",  # by which hyperband sorts trials into brackets
+                storage=optuna.storages.JournalStorage(journal), load_if_exists=True, direction=settings.direction,
+                pruner=self._pruner(train.steps // (train.eval_every or train.steps)),
+            )  # fmt: skip
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path} is damaged: {error}. Give another sweep.dir.") from None
         known = self._study.trials
         self._study.sampler = self._sampler(first.run.seed + len(known))  # a seed would begin with the same draws again
         self.jobs = folder.jobs()
@@ -73,8 +79,10 @@ class Search(Grid):
                 waits = trial.state == optuna.trial.TrialState.WAITING
                 number = self._study.ask().number if waits else trial.number
                 self._end(number, statuses.get(trial.user_attrs.get(_KEY), {}))
-        self._values = {trial.user_attrs.get(_KEY): trial.params for trial in known}
+        self._values = {trial.user_attrs.get(_KEY): trial.params for trial in known if trial.params}
         self._again = [job for job in self.jobs if statuses[job.key].get("state") not in DONE]
+        if lost := [job.name for job in self._again if job.key not in self._values]:
+            raise UserError(f"{path} has nothing of job {lost[0]}. Give another sweep.dir.")
         self._trials: dict[str, Any] = {}
         self._read: dict[str, tuple[int, int]] = {}  # by job: evaluations that were reported, bytes that were read
         self.title = f"search by {settings.search}, {len(self.jobs)} of {settings.trials} jobs known"
@@ -162,6 +170,14 @@ class Search(Grid):
             "gp": samplers.GPSampler, "qmc": samplers.QMCSampler,
         }  # fmt: skip
         return named[str(self._settings.search)](seed=seed)
+
+
+def _mend(journal: Path) -> None:
+    """Remove what a kill leaves of a journal: its lock, and a line without an end. The lock of the sweep is held."""
+    journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+    content = journal.read_bytes() if journal.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(journal, content.rfind(b"\n") + 1)
 
 
 def _import_optuna() -> Any:
