@@ -11,7 +11,7 @@ from ttrain.core.options import option
 class DeviceConfig:
     """Device that runs a step.
 
-    `info` names the class that answers for the device by this config, see family.py.
+    `info` names the class that answers for the device by this config, see info.py.
     """
 
     info = "ttrain.device.info:DeviceInfo"

@@ -139,7 +139,7 @@ class Update(Op):
     int64 []. All but gradients and scalars is overwritten.
 
     Parameters of int16 are low bits, what fp32 weights have beyond their bf16 copies: a weight's bits are its copy's
-    times 2^16 plus the remainder, which is the weight's lower half, read with a sign. So copies take no memory of their
+    times 2^16 plus the low bits, which are the weight's lower half, read with a sign. So copies take no memory of their
     own. The copy is the nearest bf16 number, of two as near the one of greater magnitude. (The even one it can't be:
     then 65,537 weights would have the same copy, half a unit below it to half a unit above, and 16 bits tell fewer
     apart.)

@@ -20,7 +20,7 @@ def build_plan(
 ) -> Plan:
     """Place every value of a final graph, and prove the result (see check.py).
 
-    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout. With a `loan`
+    Without arenas on the device, an offset stands for one tensor, and values take turns in it by layout. With `reuse`
     values also lie in the memory of state that the step has yet to overwrite.
     """
     whole = None if device is None or device.arenas else device  # takes memory in whole tensors

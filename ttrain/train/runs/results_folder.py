@@ -1,4 +1,4 @@
-"""New folders below outputs/ for the results of a benchmark, an evaluation or a ramp of learning rates."""
+"""New folders below outputs/ for the results of a benchmark, an evaluation or a search of a learning rate."""
 
 from __future__ import annotations
 
