@@ -116,6 +116,15 @@ def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.M
     assert mask[0] != mask[1] and rounding[0] == rounding[1]
 
 
+def test_chips_of_a_mesh_take_one_number_each() -> None:
+    """Such as ids of a batch of 2 with a context of 1: an input whose share of a chip is one number is no scalar."""
+    device: Any = golden()
+    device.store.chips = 2
+    ids = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((1, 1), DType.INT64))
+    ids.upload(np.asarray([[3], [4]]))
+    assert ids.array.ravel().tolist() == [3, 4] and ids.value is None
+
+
 def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:
     device = golden(weights="bf8")
     state = State(device, StepGraph(gpt(DType.BF16), adamw(), 2).state_tensors())

@@ -150,7 +150,7 @@ class IntegerInput(DeviceTensor):
         self.array = array.copy()
         for layout, tensor in self.layouts.items():
             self.store.write(tensor, layout, _in_dtype(self.array, layout))
-        if self.spec.size == 1:
+        if array.size == 1:
             self.value = int(array.reshape(()))
         self.store.stale.update(self.watchers)
 
