@@ -19,6 +19,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.graph import Graph, Kind
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_windows import Windows, window_starts
+from ttrain.models.decoder import BlockInputs
 from ttrain.models.presets import AGILLM_PRESETS
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
@@ -105,7 +106,7 @@ def test_a_token_is_seen_from_the_start_of_its_pair_on(changed: int, first: int)
     for mask, start in (("pairs", first), ("causal", changed)):
 
         def trace(graph: Graph, mask: str = mask) -> None:
-            graph.output("hidden", ours.graph.model.hidden(graph, 1, mask, None, training=False))  # type: ignore[attr-defined]
+            graph.output("hidden", ours.graph.model.states(graph, 1, False, BlockInputs(mask=mask)))  # type: ignore[attr-defined]
 
         step = ours.engine.build(mask, trace)
         before, after = (step({"tokens": given})["hidden"][0].copy() for given in (tokens, other))

@@ -14,6 +14,7 @@ from tests.models.session import ENGINES, Session, relative_error, tensor_by_ten
 from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_windows import window_starts
+from ttrain.models.decoder import BlockInputs
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
@@ -90,7 +91,7 @@ def test_logits_equal_those_of_pytorch(fold: str) -> None:
         assert relative_error(one[0], expected[0, place].numpy()) < 1e-5
 
     def trace(graph: Graph) -> None:
-        graph.output("hidden", built.hidden(graph, ROWS, "pairs", None, training=False))  # type: ignore[attr-defined]
+        graph.output("hidden", built.states(graph, ROWS, False, BlockInputs(mask="pairs")))  # type: ignore[attr-defined]
 
     hidden = ours.run(trace, {"tokens": batch["tokens"]})["hidden"]
     assert relative_error(hidden, plain.hidden(tokens, pairs=True).detach().numpy()) < 1e-5

@@ -7,6 +7,8 @@ token or two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ttrain import ops
@@ -15,8 +17,9 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.agillm_weights import AGILLMWeights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Prepare, prepare_plain, valid_targets
 from ttrain.models.cache import Caches
+from ttrain.models.decoder import Block, BlockInputs, TokenModel
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm, Linear
@@ -41,14 +44,15 @@ class RankAttention(Module):
         self._position_bias = "distance" if config.alibi == "standard" else "future"
         self._dropouts = [Dropout(config.dropout, streams + number) for number in range(len(MASKS))]
 
-    def __call__(self, y: Value, mask: str, seed: Value | None, caches: Caches | None = None) -> Value:
-        q, k = self.meeting(self.query(y), self.key(y))
-        if caches is not None:
-            return self.projection(self._cached(caches, q, k, self.value(y), mask))
-        mixed = ops.attention(
-            q, k, self.value(y), heads=self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
-        )
-        return self._dropouts[MASKS.index(mask)](self.projection(mixed), seed)
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
+        (q, k), v, mask = self._meeting(self.query(y), self.key(y)), self.value(y), inputs.mask
+        if inputs.caches is not None:
+            mixed = self._cached(inputs.caches, q, k, v, mask)
+        else:
+            mixed = ops.attention(
+                q, k, v, heads=self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
+            )
+        return self._dropouts[MASKS.index(mask)](self.projection(mixed), inputs.seed)
 
     def _cached(self, caches: Caches, q: Value, k: Value, v: Value, mask: str) -> Value:
         path = self.rank_matrix.path.rpartition(".")[0]
@@ -56,7 +60,7 @@ class RankAttention(Module):
         q, k, v = (ops.split_heads(x, 1, self._heads)[0] for x in (q, k, v))
         return ops.merge_heads([caches.attend(path, q, k, v, self._scale, AttentionMask(FULL, bias))])
 
-    def meeting(self, q: Value, k: Value) -> tuple[Value, Value]:
+    def _meeting(self, q: Value, k: Value) -> tuple[Value, Value]:
         """Queries and keys [B, T, heads * head width] where they meet: as wide, or rank wide."""
         matrix = use(q.graph, self.rank_matrix, q.spec.dtype)
         if self._folded:
@@ -70,23 +74,8 @@ class FeedForward(Module):
     def __init__(self, width: int) -> None:
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
-    def __call__(self, y: Value) -> Value:
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
         return self.down(ops.relu(self.up(y)))
-
-
-class Block(Module):
-    """Two branches around the residual stream, each reading a layer norm of it."""
-
-    def __init__(self, width: int, heads: int, rank: int, folded: bool, config: AGILLMConfig, streams: int) -> None:
-        self.attention_norm = LayerNorm(width)
-        self.attention = RankAttention(width, heads, rank, folded, config, streams)
-        self.feed_forward_norm = LayerNorm(width)
-        self.feed_forward = FeedForward(width)
-
-    def __call__(self, x: Value, mask: str, seed: Value | None, caches: Caches | None = None) -> Value:
-        """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), mask, seed, caches)
-        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class SATHead(Linear):
@@ -97,7 +86,7 @@ class SATHead(Linear):
         self.gate = Linear(width, GATE_CLASSES, role=Role.OUTPUT)
 
 
-class AGILLM(AGILLMWeights):
+class AGILLM(AGILLMWeights, TokenModel):
     """tokens int64 [B, T] -> loss or logits. No positions are added: order comes from the masks alone.
 
     Starts as torch does: embedding N(0, 1), linear layers uniform in +-1/sqrt(inputs), U orthogonal, norms 1. Raises
@@ -107,14 +96,16 @@ class AGILLM(AGILLMWeights):
     def __init__(self, config: AGILLMConfig, compute: DType = DType.FP32) -> None:
         self.config, self.compute = config, compute
         self.layers, self.heads, self.width, self.rank, self.context, self.vocabulary = config.required_sizes()
+        self.length = self.context
         self.folded = config.fold == "on" or (config.fold == "auto" and self.rank > self.width // self.heads)
         self.windows = Windows.of(config, self.context) if config.objective == "joint" else None
         self.embedding = Embedding(self.vocabulary, self.width)
+        norm, sizes = partial(LayerNorm, self.width), (self.width, self.heads, self.rank, self.folded)
         self.blocks = [
-            Block(self.width, self.heads, self.rank, self.folded, config, streams=len(MASKS) * index)
+            Block(norm, RankAttention(*sizes, config, streams=len(MASKS) * index), FeedForward(self.width))
             for index in range(self.layers)
         ]
-        self.norm = LayerNorm(self.width)
+        self.norm = norm()
         self.ar_head = None if config.tied else Linear(self.width, self.vocabulary, role=Role.OUTPUT)
         self.sat_head = SATHead(self.width, self.vocabulary) if self.windows is not None else None
         self._pad(-self.vocabulary % (config.pad_vocabulary or 1))
@@ -129,10 +120,8 @@ class AGILLM(AGILLMWeights):
             parameter.padding = rows
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """`tokens` and `targets`, int64 [rows, context]; a target below zero counts for nothing. See `prepare` too."""
-        spec = TensorSpec((rows, self.context), DType.INT64)
-        own = {"tokens": spec, "targets": spec}
-        return own if self.windows is None else own | self.windows.specs(rows)
+        """Joint training adds what the SAT pass predicts."""
+        return super().batch_specs(rows) | ({} if self.windows is None else self.windows.specs(rows))
 
     @property
     def prepare(self) -> Prepare:
@@ -151,23 +140,22 @@ class AGILLM(AGILLMWeights):
 
     def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """The loss, and the plain cross-entropies in nats: ar/ce, and in joint training sat/ce and gate/ce."""
-        seed = graph.input("seed", SEED) if training and self.config.dropout else None
-        hidden = self._flat(self.hidden(graph, rows, CAUSAL, seed, training))
+        hidden = self.hidden(graph, rows, training)
         targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
             loss, entropy = self._head_loss(hidden, self._ar_parameters(graph), targets, weight)
         metrics = {"ar/ce": entropy}
         if self.windows is not None:
-            further, found = self._sat_loss(graph, rows, seed, training)
+            further, found = self._sat_loss(graph, rows, training)
             loss, metrics = ops.add(loss, further), metrics | found
         return loss, metrics
 
-    def _sat_loss(self, graph: Graph, rows: int, seed: Value | None, training: bool) -> tuple[Value, dict[str, Value]]:
+    def _sat_loss(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """SAT loss plus the gate's, from a pass of its own."""
         windows, head = self.windows, self.sat_head
         assert windows is not None and head is not None
         given = {name: graph.input(name, spec) for name, spec in windows.specs(rows).items()}
-        hidden = self.hidden(graph, rows, PAIRS, seed, training)
+        hidden = self.states(graph, rows, training, BlockInputs(mask=PAIRS))
         with graph.scope("sat_loss"):
             times = ops.reshape(given["sat_times"], (rows * len(windows.rows),))
             weights = ops.multiply(times, graph.input(SAT_WEIGHT, SCALAR))
@@ -189,13 +177,6 @@ class AGILLM(AGILLMWeights):
             hidden, *head, targets, weight, smoothing=self.config.label_smoothing, live=self.vocabulary
         )
 
-    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
-        """The AR head's scores of the next token, fp32 [1, vocabulary with padding], at step input `position`."""
-        hidden = self._flat(self.hidden(graph, rows, CAUSAL, None, training=False))
-        position = scored_positions(graph, count)
-        with graph.scope("head"):
-            return self.scores(ops.embedding(position, hidden))  # a lookup of rows of the hidden states
-
     def scores(self, rows: Value) -> Value:
         """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""
         return ops.cast(ops.linear(rows, *self._ar_parameters(rows.graph)), DType.FP32)
@@ -210,41 +191,13 @@ class AGILLM(AGILLMWeights):
         gate = ops.cast(self.sat_head.gate(first), DType.FP32)
         return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.sat_head)), DType.FP32), gate
 
-    def hidden(self, graph: Graph, rows: int, mask: str, seed: Value | None, training: bool) -> Value:
-        """Return the last norm's output [rows, context, width] of a pass under a mask, which the heads read."""
-        tokens = graph.input("tokens", TensorSpec((rows, self.context), DType.INT64))
-        with graph.scope("embedding"):
-            x = self.embedding(tokens, self.compute)
-        return self._blocks(x, mask, seed, training)
-
-    def extend(self, graph: Graph, count: int, mask: str) -> Value:
-        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
-
-        Step inputs and caches are those of models/cache.py. Cached keys are what scores are made of: rank wide, or with
-        the fold as wide as a head.
-        """
-        caches = Caches(graph, count, self.context, mask)
-        with graph.scope("embedding"):
-            x = self.embedding(caches.tokens, self.compute)
-        return self._flat(self._blocks(x, mask, None, False, caches))
+    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, None]:
+        return self.embedding(tokens, self.compute), None
 
     @property
     def predicts_pairs(self) -> bool:
         """True if there is a SAT head."""
         return self.sat_head is not None
-
-    def _blocks(self, x: Value, mask: str, seed: Value | None, training: bool, caches: Caches | None = None) -> Value:
-        """All blocks and the last norm: [B, T, C] -> [B, T, C]."""
-        graph = x.graph
-        for index, block in enumerate(self.blocks):
-            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, mask, seed, caches)
-        with graph.scope("norm"):
-            return self.norm(x)
-
-    def _flat(self, hidden: Value) -> Value:
-        """[B, T, C] as [B*T, C]."""
-        return ops.reshape(hidden, (hidden.spec.size // self.width, self.width))
 
     def _parameters(self, graph: Graph, head: Linear) -> tuple[Value, Value | None]:
         """Weight and bias of a head as layers read them."""

@@ -44,35 +44,128 @@ def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
 class BlockInputs(NamedTuple):
     """Inputs of blocks beside the residual stream [B, T, C]; None for one that there is not."""
 
-    seed: Value | None  # of dropout
-    positions: Value | None  # of the tokens of packed documents, int64 [B, T]
-    caches: Caches | None  # of the text before
-    values: Value | None  # what attention adds to its values [B, T, all heads]
-    angles: Angles | None  # of rotary positions
+    seed: Value | None = None  # of dropout
+    positions: Value | None = None  # of the tokens of packed documents, int64 [B, T]
+    caches: Caches | None = None  # of the text before
+    values: Value | None = None  # what attention adds to its values [B, T, all heads]
+    angles: Angles | None = None  # of rotary positions
+    mask: str = CAUSAL
 
 
-class Decoder(Module, ABC):
-    """tokens int64 [B, T] -> loss or logits.
+class Block(Module):
+    """Two branches around the residual stream, each reading a norm of it."""
 
-    A model has blocks, which take the residual stream and BlockInputs to the residual stream, a norm behind them, and
-    an `embed` before them; the head may be the embedding's weight.
-    """
+    def __init__(self, norm: Callable[[], Any], attention: Any, feed_forward: Any) -> None:
+        self.attention_norm, self.attention = norm(), attention
+        self.feed_forward_norm, self.feed_forward = norm(), feed_forward
+
+    def __call__(self, x: Value, inputs: BlockInputs) -> Value:
+        """Residual stream x [B, T, C] -> [B, T, C]."""
+        x = x + self.attention(self.attention_norm(x), inputs)
+        return x + self.feed_forward(self.feed_forward_norm(x), inputs)
+
+
+class TokenModel(Module, ABC):
+    """tokens int64 [B, T] -> hidden states, which heads read: an `embed`, blocks, and a norm behind them."""
 
     config: Any
     compute: DType
     embedding: Embedding
-    blocks: list[Any]
+    blocks: list[Block]
     norm: Any
-    head: Linear | None
     width: int
     context: int  # longest text
     length: int  # of the sequences of a batch
-    packed: bool = False  # whether sequences hold several documents, which do not see each other
-    future: Linear | None = None  # what hidden states have added to them to predict the token after the next
     value_embedding: Embedding | None = None  # what values of attention have added to them, token by token
 
-    def finish(self) -> None:
-        """Called at the end of construction: names the parameters, and starts them as the config's switches say."""
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        """`tokens` and `targets`, int64 [rows, length]; a target below zero counts for nothing."""
+        return dict.fromkeys(("tokens", "targets"), TensorSpec((rows, self.length), DType.INT64))
+
+    @abstractmethod
+    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles | None]:
+        """The residual stream [B, T, C] of tokens [B, T], and the angles of a model with rotary positions.
+
+        `placed` picks the rows of a table [context, n] for the places of the tokens.
+        """
+
+    @abstractmethod
+    def scores(self, rows: Value) -> Value:
+        """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
+
+    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
+        """Return `states` as the head reads them, [rows * length, width].
+
+        `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
+        """
+        return self._flat(self.states(graph, rows, training, BlockInputs(positions=positions)))
+
+    def states(self, graph: Graph, rows: int, training: bool, inputs: BlockInputs) -> Value:
+        """Return the last norm's output, [rows, length, width] in the compute dtype."""
+        if training and self.config.dropout:
+            inputs = inputs._replace(seed=graph.input("seed", SEED))
+        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
+        return self._read(tokens, lambda table: self._placed(table, inputs.positions), inputs, training)
+
+    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
+        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+
+        Step inputs and caches are those of models/cache.py. A text has at most `length` tokens.
+        """
+        caches = Caches(graph, count, self.length, mask)
+        given = caches.tokens, lambda table: ops.embedding(caches.positions, table)
+        return self._flat(self._read(*given, BlockInputs(caches=caches, mask=mask), training=False))
+
+    def _read(self, tokens: Value, placed: Callable[[Value], Value], inputs: BlockInputs, training: bool) -> Value:
+        """Embedding, blocks and the last norm: [B, T] -> [B, T, C]."""
+        graph = tokens.graph
+        with graph.scope("embedding"):
+            x, angles = self.embed(tokens, placed, inputs.seed)
+            values = None if self.value_embedding is None else self.value_embedding(tokens, self.compute)
+        inputs = inputs._replace(values=values, angles=angles)
+        for index, block in enumerate(self.blocks):
+            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
+                x = block(x, inputs)
+        with graph.scope("norm"):
+            return self.norm(x)
+
+    def _flat(self, hidden: Value) -> Value:
+        """[B, T, C] as [B * T, C]."""
+        return ops.reshape(hidden, (hidden.spec.size // self.width, self.width))
+
+    def _placed(self, table: Value, positions: Value | None) -> Value:
+        """Rows of a table [context, n] for the places of a batch's tokens: [length, n], or by positions [B, T, n]."""
+        if positions is not None:
+            return ops.embedding(positions, table)
+        if self.length == self.context:
+            return table
+        rows = ops.index_select(ops.reshape(table, (1, *table.shape)), range(self.length))
+        return ops.reshape(rows, (self.length, *table.shape[1:]))
+
+    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
+        """Scores of the next token, fp32 [1, vocabulary], at step input `position`; see LanguageModel.logits."""
+        hidden = self.hidden(graph, rows, training=False)
+        position = scored_positions(graph, count)
+        with graph.scope("head"):
+            return self.scores(ops.embedding(position, hidden))  # a lookup of rows of the hidden states
+
+
+class Decoder(TokenModel):
+    """A model that predicts the next token. Its head may be the embedding's weight."""
+
+    head: Linear | None
+    vocabulary: int
+    packed: bool = False  # whether sequences hold several documents, which do not see each other
+    future: Linear | None = None  # what hidden states have added to them to predict the token after the next
+
+    def finish(self, values: int) -> None:
+        """Add the heads at the end of construction, name the parameters, and start them as the config's switches say.
+
+        `values` is the width of what is added to all heads of values.
+        """
+        self.head = None if self.config.tied else linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
+        if self.config.value_embeddings:
+            self.value_embedding = Embedding(self.vocabulary, values, Normal(STD))
         if self.config.future_weight:
             self.future = Linear(self.width, self.width, bias=False, weight_initializer=Normal(STD))
         self.name_parameters()
@@ -84,58 +177,10 @@ class Decoder(Module, ABC):
             if self.config.zero_init and path.endswith((".projection.weight", ".down.weight")):
                 parameter.initializer = Constant(0.0)
 
-    @abstractmethod
-    def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles | None]:
-        """The residual stream [B, T, C] of tokens [B, T], and the angles of a model with rotary positions.
-
-        `placed` picks the rows of a table [context, n] for the places of the tokens.
-        """
-
-    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
-        """Return the last norm's output, which the head reads: [rows * length, width] in the compute dtype.
-
-        `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
-        """
-        seed = graph.input("seed", SEED) if training and self.config.dropout else None
-        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
-        return self._read(tokens, lambda table: self._placed(table, positions), training, seed, positions)
-
-    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
-        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
-
-        Step inputs and caches are those of models/cache.py; `mask` is causal, the only one that such a model has. A
-        text has at most `length` tokens.
-        """
-        caches = Caches(graph, count, self.length, mask)
-        return self._read(caches.tokens, lambda table: ops.embedding(caches.positions, table), caches=caches)
-
-    def _read(
-        self,
-        tokens: Value,
-        placed: Callable[[Value], Value],
-        training: bool = False,
-        seed: Value | None = None,
-        positions: Value | None = None,
-        caches: Caches | None = None,
-    ) -> Value:
-        """Embedding, blocks and the last norm: [B, T] -> [B * T, C]."""
-        graph = tokens.graph
-        with graph.scope("embedding"):
-            x, angles = self.embed(tokens, placed, seed)
-            values = None if self.value_embedding is None else self.value_embedding(tokens, self.compute)
-        for index, block in enumerate(self.blocks):
-            with graph.scope(f"blocks.{index}"), graph.segment(training and self.config.recompute == "block"):
-                x = block(x, BlockInputs(seed, positions, caches, values, angles))
-        with graph.scope("norm"):
-            return ops.reshape(self.norm(x), (x.spec.size // self.width, self.width))
-
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
-        """Inputs of a step: `tokens` and `targets`, int64 [rows, length].
-
-        Packed documents add `positions`, a future layer `future_targets`. A target below zero counts for nothing.
-        """
-        names = ["tokens", "targets", *([POSITIONS] if self.packed else []), *([FUTURE] if self.future else [])]
-        return dict.fromkeys(names, TensorSpec((rows, self.length), DType.INT64))
+        """Packed documents add `positions`, a future layer `future_targets`."""
+        further = [*([POSITIONS] if self.packed else []), *([FUTURE] if self.future else [])]
+        return super().batch_specs(rows) | dict.fromkeys(further, TensorSpec((rows, self.length), DType.INT64))
 
     @property
     def prepare(self) -> Prepare:
@@ -172,15 +217,7 @@ class Decoder(Module, ABC):
             return ops.head_cross_entropy(self._narrowed(hidden), self._head(hidden.graph), None, targets, weight)[0]
         return ops.cross_entropy(self._capped(self._scores(hidden)), targets, weight)
 
-    def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
-        """Scores of the next token, fp32 [1, vocabulary], at step input `position`; see LanguageModel.logits."""
-        hidden = self.hidden(graph, rows, training=False)
-        position = scored_positions(graph, count)
-        with graph.scope("head"):
-            return self.scores(ops.embedding(position, hidden))  # a lookup of rows of the hidden states
-
     def scores(self, rows: Value) -> Value:
-        """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
         return self._capped(ops.cast(self._scores(rows), DType.FP32))
 
     def _scores(self, rows: Value) -> Value:
@@ -194,15 +231,6 @@ class Decoder(Module, ABC):
     def _capped(self, logits: Value) -> Value:
         cap = self.config.logit_cap
         return logits if cap is None else cap * ops.tanh(logits * (1 / cap))
-
-    def _placed(self, table: Value, positions: Value | None) -> Value:
-        """Rows of a table [context, n] for the places of a batch's tokens: [length, n], or by positions [B, T, n]."""
-        if positions is not None:
-            return ops.embedding(positions, table)
-        if self.length == self.context:
-            return table
-        rows = ops.index_select(ops.reshape(table, (1, *table.shape)), range(self.length))
-        return ops.reshape(rows, (self.length, *table.shape[1:]))
 
     def _head(self, graph: Graph) -> Value:
         """Weight [vocabulary, width] of the output head."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
-from ttrain.models.decoder import STD, BlockInputs, Decoder, Heads, linear
+from ttrain.models.decoder import STD, Block, BlockInputs, Decoder, Heads, linear
 from ttrain.models.gpt_weights import GPTWeights
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Dropout, Embedding, LayerNorm
-from ttrain.nn.module import Module, Role, use
+from ttrain.nn.module import Module, use
 
 _STREAMS_PER_BLOCK = 3  # dropout masks: attention weights, attention branch, feed-forward branch
 
@@ -66,23 +67,8 @@ class FeedForward(Module):
         self._activation = config.activation
         self._dropout = Dropout(config.dropout, stream)
 
-    def __call__(self, y: Value, seed: Value | None) -> Value:
-        return self._dropout(self.down(ops.activation(self.up(y), self._activation)), seed)
-
-
-class Block(Module):
-    """Two branches around the residual stream, each reading a layer norm of it."""
-
-    def __init__(self, width: int, heads: int, config: GPTConfig, residual_std: float, stream: int) -> None:
-        self.attention_norm = LayerNorm(width, config.bias)
-        self.attention = Attention(width, heads, config, residual_std, stream)
-        self.feed_forward_norm = LayerNorm(width, config.bias)
-        self.feed_forward = FeedForward(width, config, residual_std, stream + 2)
-
-    def __call__(self, x: Value, inputs: BlockInputs) -> Value:
-        """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), inputs)
-        return x + self.feed_forward(self.feed_forward_norm(x), inputs.seed)
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
+        return self._dropout(self.down(ops.activation(self.up(y), self._activation)), inputs.seed)
 
 
 class GPT(GPTWeights, Decoder):
@@ -96,18 +82,20 @@ class GPT(GPTWeights, Decoder):
         self.config, self.compute = config, compute
         self.layers, self.heads, self.width, self.context, self.vocabulary = config.required_sizes()
         self.length = self.context
-        residual_std = STD / math.sqrt(2 * self.layers)
+        std, norm = STD / math.sqrt(2 * self.layers), partial(LayerNorm, self.width, config.bias)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.positions = Embedding(self.context, self.width, Normal(STD))
         self._dropout = Dropout(config.dropout, stream=0)
         self.blocks = [
-            Block(self.width, self.heads, config, residual_std, stream=1 + _STREAMS_PER_BLOCK * index)
-            for index in range(self.layers)
+            Block(
+                norm,
+                Attention(self.width, self.heads, config, std, stream),
+                FeedForward(self.width, config, std, stream + 2),
+            )
+            for stream in range(1, 1 + _STREAMS_PER_BLOCK * self.layers, _STREAMS_PER_BLOCK)
         ]
-        self.norm = LayerNorm(self.width, config.bias)
-        self.head = None if config.tied else linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
-        self.value_embedding = Embedding(self.vocabulary, self.width, Normal(STD)) if config.value_embeddings else None
-        self.finish()
+        self.norm = norm()
+        self.finish(self.width)
 
     def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, None]:
         places = placed(use(tokens.graph, self.positions.weight, self.compute))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
 from ttrain.models.cache import Caches
-from ttrain.models.decoder import STD, Angles, BlockInputs, Decoder, Heads, linear
+from ttrain.models.decoder import STD, Angles, Block, BlockInputs, Decoder, Heads, linear
 from ttrain.models.llama_weights import LlamaWeights
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Embedding, RMSNorm
-from ttrain.nn.module import Buffer, Module, Role, use_buffer
+from ttrain.nn.module import Buffer, Module, use_buffer
 
 
 def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
@@ -105,27 +106,11 @@ class FeedForward(Module):
         self.down = linear(hidden, width, config.feed_forward_bias, residual_std)
         self._activation = config.activation
 
-    def __call__(self, y: Value) -> Value:
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
         gate, up = self.gate(y), self.up(y)
         if self._activation == "relu_squared":  # of which no device has a gated kernel
             return self.down(ops.activation(gate, self._activation) * up)
         return self.down(ops.gated_activation(gate, up, self._activation))
-
-
-class Block(Module):
-    """Two branches around the residual stream, each reading an RMS norm of it."""
-
-    def __init__(self, config: LlamaConfig, width: int, heads: int, hidden: int, std: float, stream: int) -> None:
-        assert config.norm_eps is not None
-        self.attention_norm = RMSNorm(width, config.norm_eps)
-        self.attention = Attention(config, width, heads, std, stream)
-        self.feed_forward_norm = RMSNorm(width, config.norm_eps)
-        self.feed_forward = FeedForward(config, width, hidden, std)
-
-    def __call__(self, x: Value, inputs: BlockInputs) -> Value:
-        """Residual stream x [B, T, C] -> [B, T, C]."""
-        x = x + self.attention(self.attention_norm(x), inputs)
-        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Llama(LlamaWeights, Decoder):
@@ -138,20 +123,20 @@ class Llama(LlamaWeights, Decoder):
     def __init__(self, config: LlamaConfig, compute: DType = DType.FP32) -> None:
         self.layers, self.heads, self.width, self.hidden_width, self.context, self.vocabulary = config.required_sizes()
         self.config, self.compute, self.length = config, compute, self.context
-        residual_std = STD / math.sqrt(2 * self.layers)
         assert config.head_width is not None and config.norm_eps is not None
+        std, norm = STD / math.sqrt(2 * self.layers), partial(RMSNorm, self.width, config.norm_eps)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.rotary = Rotary(config, _pairs(config, config.head_width), self.context)
         self.blocks = [
-            Block(config, self.width, self.heads, self.hidden_width, residual_std, stream=index)
+            Block(
+                norm,
+                Attention(config, self.width, self.heads, std, stream=index),
+                FeedForward(config, self.width, self.hidden_width, std),
+            )
             for index in range(self.layers)
         ]
-        self.norm = RMSNorm(self.width, config.norm_eps)
-        self.head = None if config.tied else linear(self.width, self.vocabulary, bias=False, role=Role.OUTPUT)
-        if config.value_embeddings:
-            values = (config.kv_heads or self.heads) * config.head_width
-            self.value_embedding = Embedding(self.vocabulary, values, Normal(STD))
-        self.finish()
+        self.norm = norm()
+        self.finish((config.kv_heads or self.heads) * config.head_width)
 
     def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, Angles]:
         return self.embedding(tokens, self.compute), self.rotary(tokens.graph, placed)

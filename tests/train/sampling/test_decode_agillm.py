@@ -18,6 +18,7 @@ from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
+from ttrain.models.decoder import BlockInputs
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
@@ -99,7 +100,7 @@ def test_the_standard_position_bias_counts_from_the_tokens_place(mask: str) -> N
     model = opened.source.steps.model
 
     def whole(graph: Graph) -> None:
-        hidden = ops.reshape(model.hidden(graph, 1, mask, None, False), (70, 16))
+        hidden = ops.reshape(model.states(graph, 1, False, BlockInputs(mask=mask)), (70, 16))
         rows = ops.embedding(graph.input("rows", TensorSpec((2,), DType.INT64)), hidden)
         graph.output("logits", model.scores(rows) if mask == CAUSAL else model.pair_scores(rows)[0])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,16 +21,14 @@ from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.train.sampling.draw import (
     Acceptance,
     ContextWindow,
+    Continuation,
     Sampler,
-    draw_pairs,
-    draw_speculative,
-    draw_tokens,
     encode_prompt,
     penalized,
-    print_samples,
     token_probabilities,
     whole_text_scores,
 )
+from ttrain.train.sampling.source import TokenSource, print_source
 from ttrain.train.sampling.stream import Stop, stream_text
 from ttrain.train.task_settings import SampleConfig
 
@@ -139,7 +138,7 @@ class Successor:
 def test_a_text_may_lose_several_tokens_at_once(slide: int, lengths: list[int]) -> None:
     model = Successor()
     scores, window = whole_text_scores(model, 8), ContextWindow(4, slide)
-    drawn = draw_tokens(scores, [5, 6, 7], window, Sampler(SampleConfig()), tokens=5)
+    drawn = Continuation([5, 6, 7], window, Sampler(SampleConfig()), tokens=5).one_by_one(scores)
     assert list(drawn) == [0, 1, 2, 3, 4]
     assert [position + 1 for _, position in model.fed] == lengths
     assert all(fed[position] == (7 + number) % 8 for number, (fed, position) in enumerate(model.fed))
@@ -154,15 +153,15 @@ def test_the_window_is_never_empty() -> None:
 
 def test_a_long_prompt_keeps_its_end() -> None:
     model = Successor()
-    drawn = draw_tokens(whole_text_scores(model, 8), [*range(6)], ContextWindow(4), Sampler(SampleConfig()), 1)
-    assert list(drawn) == [6]
+    text = Continuation([*range(6)], ContextWindow(4), Sampler(SampleConfig()), 1)
+    assert list(text.one_by_one(whole_text_scores(model, 8))) == [6]
     assert model.fed == [([2, 3, 4, 5], 3)]
 
 
 def test_nan_logits_are_an_error() -> None:
     scores = whole_text_scores(Successor(float("nan")), 8)
     with pytest.raises(NonFiniteError, match="logits hold NaN"):
-        list(draw_tokens(scores, [0], ContextWindow(4), Sampler(SampleConfig()), tokens=1))
+        list(Continuation([0], ContextWindow(4), Sampler(SampleConfig()), tokens=1).one_by_one(scores))
 
 
 def test_prompts() -> None:
@@ -193,7 +192,10 @@ def test_a_tokenizer_without_line_breaks_starts_from_no_text_that_is_shown(
     tokenizer = LibraryTokenizer(library.to_str())
     prompt = encode_prompt(tokenizer, None)
     assert prompt == [expected]
-    assert stream_text(tokenizer, prompt, iter([3, 4]), lambda text: None, Stop.of(tokenizer, [])).split() == ["a", "b"]
+    assert stream_text(tokenizer, prompt, iter([3, 4]), lambda text: None, Stop.of(tokenizer, []), True).split() == [
+        "a",
+        "b",
+    ]
 
 
 def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() -> None:
@@ -209,7 +211,7 @@ def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() 
 def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
     for tokenizer in (ByteTokenizer(), CharTokenizer(text), train_bpe(["ab ab äö"], 260)):
         ids, written = tokenizer.encode(text), []
-        whole = stream_text(tokenizer, ids[:2], iter(ids[2:]), written.append)
+        whole = stream_text(tokenizer, ids[:2], iter(ids[2:]), written.append, Stop(), True)
         # A prompt that ends within a character can only be shown as far as it goes.
         if "\ufffd" not in tokenizer.decode(ids[:2]):
             assert whole == "".join(written) == text
@@ -219,7 +221,7 @@ def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
 
 def test_bytes_that_end_within_a_character() -> None:
     written: list[str] = []
-    assert stream_text(ByteTokenizer(), [97], iter([0xE2, 0x82]), written.append) == "a\ufffd"
+    assert stream_text(ByteTokenizer(), [97], iter([0xE2, 0x82]), written.append, Stop(), True) == "a\ufffd"
     assert written == ["a", "\ufffd"]
 
 
@@ -243,8 +245,8 @@ class Pairs:
 )
 def test_pairs_are_drawn_two_or_as_the_gate_says(gate: int, gated: bool, lengths: list[int]) -> None:
     model = Pairs(gate)
-    drawn = draw_pairs(model, [0], ContextWindow(4), Sampler(SampleConfig()), 7, gated=gated)
-    assert list(drawn) == [1, 2, 3, 4, 5, 6, 7]
+    text = Continuation([0], ContextWindow(4), Sampler(SampleConfig()), 7)
+    assert list(text.in_pairs(model, gated)) == [1, 2, 3, 4, 5, 6, 7]
     assert [len(text) for text in model.texts] == lengths
 
 
@@ -253,7 +255,7 @@ def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
         return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), np.zeros(2, np.float32)
 
     sampler = Sampler(SampleConfig(temperature=0, presence=5.0, penalty_window=1))
-    assert list(draw_pairs(draft, [2], ContextWindow(8), sampler, 4)) == [0, 1, 0, 1]
+    assert list(Continuation([2], ContextWindow(8), sampler, 4).in_pairs(draft, gated=False)) == [0, 1, 0, 1]
 
 
 TABLE = np.random.default_rng(8).normal(0, 1.5, (4, 4)).astype(np.float32)  # logits by the last token
@@ -289,14 +291,16 @@ def test_speculative_text_has_the_distribution_of_the_verifier(settings: dict[st
             expected[text] = runs * probability
     acceptance, counts = Acceptance(), dict.fromkeys(expected, 0)
     for stream in range(runs):
-        drawn = draw_speculative(draft_rows, table_rows, start, ContextWindow(99), sampler, 3, stream, acceptance)
-        counts[tuple(drawn)] += 1  # a text that the verifier never writes is a KeyError
+        text = Continuation(start, ContextWindow(99), sampler, 3, stream)
+        counts[tuple(text.speculative(draft_rows, table_rows, acceptance))] += (
+            1  # a text that the verifier never writes is a KeyError
+        )
     frequent = [text for text, count in expected.items() if count > 4]
     rare = [text for text in expected if text not in frequent]
     found = [counts[text] for text in frequent] + [sum(counts[text] for text in rare)] * bool(rare)
     wanted = [expected[text] for text in frequent] + [sum(expected[text] for text in rare)] * bool(rare)
     assert abs(chi_square(np.array(found), np.array(wanted))) < 4
-    assert 0.2 < acceptance.rate < 0.8
+    assert 0.2 < acceptance.accepted / acceptance.drafted < 0.8
 
 
 def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
@@ -309,17 +313,17 @@ def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
     def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
         return np.stack([LOGITS] * 2), np.zeros(2)
 
-    drawn = list(draw_speculative(draft, verify, [0], ContextWindow(8), Sampler(SampleConfig()), 13, 0, acceptance))
-    assert len(drawn) == 13
+    text = Continuation([0], ContextWindow(8), Sampler(SampleConfig()), 13)
+    assert len(list(text.speculative(draft, verify, acceptance))) == 13
     # Three tokens a call while two drafts fit into the context, then one a call from the moved window.
     assert calls == [2, 2, 1, *[0] * 5]
-    assert acceptance.rate == 1.0 and acceptance.drafted == 5
+    assert acceptance.accepted == acceptance.drafted == 5
 
 
 def test_a_speculative_text_never_gets_too_long() -> None:
     for tokens in range(1, 6):
-        drawn = draw_speculative(draft_rows, table_rows, [0], ContextWindow(99), Sampler(SampleConfig()), tokens)
-        assert len(list(drawn)) == tokens
+        text = Continuation([0], ContextWindow(99), Sampler(SampleConfig()), tokens)
+        assert len(list(text.speculative(draft_rows, table_rows, Acceptance()))) == tokens
 
 
 def cut_at(text: str, stops: list[str]) -> str:
@@ -345,7 +349,7 @@ def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) ->
 
     for _ in range(50):
         ids, written = [int(i) for i in generator.integers(0, len(overrides), 12)], []
-        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)))
+        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)), True)
         assert whole == "".join(written) == overrides[0] + cut_at("".join(overrides[i] for i in ids), stops)
 
 
@@ -355,21 +359,28 @@ def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
     plain, named = Stop.of(tokenizer, []), Stop.of(tokenizer, ["<|user|>", "b"])
     assert (plain, named) == (Stop(frozenset([end])), Stop(frozenset([end, user]), ("b",)))
     drawn = [*tokenizer.encode("ab"), end, *tokenizer.encode("ab")]
-    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain) == "aab"
-    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named) == "a"
-    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain) == "ab"  # an empty prompt
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain, True) == "aab"
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named, True) == "a"
+    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain, True) == "ab"  # an empty prompt
     assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
     assert Stop.of(CharTokenizer("ab"), [r"a\n"]) == Stop(texts=("a\n",))  # as a command line passes a line break on
 
 
 def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = Successor(), CharTokenizer("abcdefgh")
-    texts = print_samples(model, tokenizer, [0], SampleConfig(tokens=7, count=2), Stop(frozenset([6]), ("de",)))
+    config, tokenizer, acceptance = SampleConfig(count=2), CharTokenizer("abcdefgh"), Acceptance()
+    text = Continuation([0], ContextWindow(4), Sampler(config), 7)
+    tokens = lambda prompt, number: text.one_by_one(whole_text_scores(Successor(), 8))  # noqa: E731
+    source = cast(TokenSource, SimpleNamespace(config=config, acceptance=acceptance, tokens=tokens))
+    texts = print_source(source, tokenizer, [0], Stop(frozenset([6]), ("de",)))
     assert texts == ["abc", "abc"]
     assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"
     asked: list[int] = []
     drawn = (asked.append(token) or token for token in range(1, 8))
-    assert stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3]))) == "abc" and asked == [1, 2, 3]
+    assert stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3])), True) == "abc" and asked == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_sample_of_a_run_and_those_of_the_task_stop(

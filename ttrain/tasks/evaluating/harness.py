@@ -108,7 +108,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         stop = Stop.of(scorer.tokenizer, [until] if isinstance(until, str) else until)
         prompt = scorer.tokenizer.with_start(scorer.tokenizer.encode(context)) or [scorer.start or 0]
         written: list[str] = []
-        stream_text(scorer.tokenizer, prompt, source.tokens(prompt, 0), written.append, stop)
+        stream_text(scorer.tokenizer, prompt, source.tokens(prompt, 0), written.append, stop, echo=True)
         return "".join(written[1:])  # the first is the prompt
 
     def _kept(self, kind: str, request: Any, found: Any) -> Any:

@@ -31,9 +31,9 @@ from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.runs.summary import extent_line
-from ttrain.train.sampling.draw import print_samples
+from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, whole_text_scores
 from ttrain.train.sampling.lengths import length_class
-from ttrain.train.sampling.stream import Stop, print_text
+from ttrain.train.sampling.stream import Stop, print_text, stream_text
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
@@ -187,14 +187,18 @@ class Run:
         tokenizer = self.dataset.tokenizer
         if self.prompt is None or logits is None or tokenizer is None:
             return False
-        sample = dataclasses.replace(self.config.sample, count=1)
+        sample = self.config.sample
         how = "" if sample.mode == "ar" else f", a token at a time (task=sample draws with sample.mode={sample.mode})"
         prompt = shown_prompt(tokenizer, self.prompt)
         of = "this prompt" if sample.prompt is not None else "this held-out text"
         after = f" after {of}{how}:\n\n{prompt}" if prompt else f"{how}:"
         print_text(f"\nA sample of what the model writes{after}\n\n")
         stop = Stop.of(tokenizer, sample.stop, named_end(self.config.data, tokenizer.config))
-        print_samples(logits, tokenizer, self.prompt, sample, stop, echo=False)
+        window = ContextWindow.of(logits.inputs["tokens"].shape[1], sample.slide)
+        text = Continuation(self.prompt, window, Sampler(sample), sample.tokens)
+        drawn = text.one_by_one(whole_text_scores(logits, tokenizer.vocabulary))
+        stream_text(tokenizer, self.prompt, drawn, print_text, stop, echo=False)
+        print(flush=True)
         return True
 
     def shrinking_keys(self) -> list[str]:

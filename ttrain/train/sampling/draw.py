@@ -14,7 +14,7 @@ from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.base import Step
 from ttrain.train.protocols import Array
-from ttrain.train.sampling.stream import NO_STOP, Stop, end_id, print_text, stream_text
+from ttrain.train.sampling.stream import end_id
 from ttrain.train.task_settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
@@ -165,43 +165,6 @@ class ContextWindow:
         return text[lost:]
 
 
-def draw_tokens(
-    scores: Scores, prompt: list[int], window: ContextWindow, sampler: Sampler, tokens: int, stream: int = 0
-) -> Iterator[int]:
-    """Yields `tokens` token ids that continue the prompt, one from each call of `scores`.
-
-    `scores` takes what the window shows of the text and returns the logits fp32[V] of the token after it.
-    """
-    history = list(prompt)
-    for number in range(tokens):
-        token = sampler.choose(scores(window(history)), stream, number, history)
-        history.append(token)
-        yield token
-
-
-def draw_pairs(
-    draft: Draft,
-    prompt: list[int],
-    window: ContextWindow,
-    sampler: Sampler,
-    tokens: int,
-    stream: int = 0,
-    gated: bool = False,
-) -> Iterator[int]:
-    """Yield tokens as `draw_tokens` does, two from each call of `draft`; where `gated`, one or two as the gate says.
-
-    `draft` returns the logits [2, V] of the two tokens after a text, and the gate's scores [2].
-    """
-    history = list(prompt)
-    while (number := len(history) - len(prompt)) < tokens:
-        logits, gate = draft(window(history))
-        emitted = sampler.gate(gate, stream, number) + 1 if gated else len(logits)
-        for row in logits[: min(emitted, tokens - number)]:
-            token = sampler.choose(row, stream, len(history) - len(prompt), history)
-            history.append(token)
-            yield token
-
-
 @dataclass
 class Acceptance:
     """Counts of tokens that were drafted and that a verifier accepted."""
@@ -209,55 +172,74 @@ class Acceptance:
     drafted: int = 0
     accepted: int = 0
 
-    @property
-    def rate(self) -> float:
-        return self.accepted / self.drafted if self.drafted else 0.0
 
+@dataclass(frozen=True)
+class Continuation:
+    """`tokens` token ids that continue a prompt. Models are asked about what the window shows of the text."""
 
-def draw_speculative(
-    draft: Draft,
-    verify: Verify,
-    prompt: list[int],
-    window: ContextWindow,
-    sampler: Sampler,
-    tokens: int,
-    stream: int = 0,
-    acceptance: Acceptance | None = None,
-) -> Iterator[int]:
-    """Yield tokens from the distribution of `draw_tokens`, up to three from each pair of calls.
+    prompt: list[int]
+    window: ContextWindow
+    sampler: Sampler
+    tokens: int
+    stream: int = 0  # number of the sample
 
-    `draft` proposes two tokens. `verify(text, drafted)` returns the logits [1 + drafted, V] of the token after the text
-    and after each drafted one. A token drafted from q is accepted with probability min(1, p / q) of the verifier's p;
-    the first that is not is drawn anew from max(p - q, 0), and where all are, one more is drawn from p (Leviathan et
-    al., 2023).
-    """
-    history, acceptance = list(prompt), acceptance or Acceptance()
-    while (number := len(history) - len(prompt)) < tokens:
-        text = window(history)
-        most = min(2, window.context - len(text), tokens - number)
-        drafted: list[int] = []
-        proposals: list[Probabilities] = []
-        for row in draft(text)[0][:most] if most else ():
-            proposals.append(sampler.probabilities(row, history + drafted))
-            drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), Draw.DRAFT))
-        acceptance.drafted += len(drafted)
-        rows = verify(text, drafted)
-        for place, token in enumerate(drafted):
-            target, proposal, at = sampler.probabilities(rows[place], history), proposals[place], number + place
-            accepted = sampler.uniform(stream, at, Draw.ACCEPT) * proposal[token] < target[token]
-            if not accepted:
-                rest: Probabilities = np.maximum(target - proposal, 0)
-                token = sampler.draw(rest if rest.any() else target, stream, at)
-            acceptance.accepted += accepted
+    def one_by_one(self, scores: Scores) -> Iterator[int]:
+        """Yield a token from each call of `scores`, which returns the logits fp32[V] of the token after a text."""
+        history = list(self.prompt)
+        for number in range(self.tokens):
+            token = self.sampler.choose(scores(self.window(history)), self.stream, number, history)
             history.append(token)
             yield token
-            if not accepted:
-                break
-        else:
-            if number + len(drafted) < tokens:
-                target = sampler.probabilities(rows[len(drafted)], history)
-                history.append(sampler.draw(target, stream, number + len(drafted)))
-                yield history[-1]
+
+    def in_pairs(self, draft: Draft, gated: bool) -> Iterator[int]:
+        """Yield two tokens from each call of `draft`; where `gated`, one or two as the gate says.
+
+        `draft` returns the logits [2, V] of the two tokens after a text, and the gate's scores [2].
+        """
+        history, sampler, stream = list(self.prompt), self.sampler, self.stream
+        while (number := len(history) - len(self.prompt)) < self.tokens:
+            logits, gate = draft(self.window(history))
+            emitted = sampler.gate(gate, stream, number) + 1 if gated else len(logits)
+            for row in logits[: min(emitted, self.tokens - number)]:
+                token = sampler.choose(row, stream, len(history) - len(self.prompt), history)
+                history.append(token)
+                yield token
+
+    def speculative(self, draft: Draft, verify: Verify, acceptance: Acceptance) -> Iterator[int]:
+        """Yield tokens from the distribution of `one_by_one`, up to three from each pair of calls.
+
+        `draft` proposes two tokens. `verify(text, drafted)` returns the logits [1 + drafted, V] of the token after the
+        text and after each drafted one. A token drafted from q is accepted with probability min(1, p / q) of the
+        verifier's p; the first that is not is drawn anew from max(p - q, 0), and where all are, one more is drawn from
+        p (Leviathan et al., 2023).
+        """
+        history, sampler, stream = list(self.prompt), self.sampler, self.stream
+        while (number := len(history) - len(self.prompt)) < self.tokens:
+            text = self.window(history)
+            most = min(2, self.window.context - len(text), self.tokens - number)
+            drafted: list[int] = []
+            proposals: list[Probabilities] = []
+            for row in draft(text)[0][:most] if most else ():
+                proposals.append(sampler.probabilities(row, history + drafted))
+                drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), Draw.DRAFT))
+            acceptance.drafted += len(drafted)
+            rows = verify(text, drafted)
+            for place, token in enumerate(drafted):
+                target, proposal, at = sampler.probabilities(rows[place], history), proposals[place], number + place
+                accepted = sampler.uniform(stream, at, Draw.ACCEPT) * proposal[token] < target[token]
+                if not accepted:
+                    rest: Probabilities = np.maximum(target - proposal, 0)
+                    token = sampler.draw(rest if rest.any() else target, stream, at)
+                acceptance.accepted += accepted
+                history.append(token)
+                yield token
+                if not accepted:
+                    break
+            else:
+                if number + len(drafted) < self.tokens:
+                    target = sampler.probabilities(rows[len(drafted)], history)
+                    history.append(sampler.draw(target, stream, number + len(drafted)))
+                    yield history[-1]
 
 
 def whole_text_scores(step: Step, vocabulary: int) -> Scores:
@@ -287,38 +269,3 @@ def checked(logits: Any, vocabulary: int) -> Array:
             "The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint."
         )
     return array
-
-
-def print_samples(
-    step: Step, tokenizer: Tokenizer, prompt: list[int], config: SampleConfig, stop: Stop = NO_STOP, echo: bool = True
-) -> list[str]:
-    """Write `config.count` samples to stdout as their tokens are drawn, one after the other, and return them.
-
-    Samples begin with the prompt where `echo` says so.
-    `step` is the model's `logits` step: tokens int64[1, context] and a position -> logits fp32[V] there.
-    """
-    window, sampler = ContextWindow.of(step.inputs["tokens"].shape[1], config.slide), Sampler(config)
-    scores = whole_text_scores(step, tokenizer.vocabulary)
-
-    def draw(number: int) -> Iterator[int]:
-        return draw_tokens(scores, prompt, window, sampler, config.tokens, number)
-
-    return write_samples(draw, tokenizer, prompt, config.count, stop, echo)
-
-
-def write_samples(
-    draw: Callable[[int], Iterator[int]],
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    count: int,
-    stop: Stop = NO_STOP,
-    echo: bool = True,
-) -> list[str]:
-    """Writes `count` samples to stdout as their tokens come from draw(number of the sample), and returns them."""
-    texts = []
-    for number in range(count):
-        if count > 1:
-            print(f"--- sample {number + 1} of {count} ---")
-        texts.append(stream_text(tokenizer, prompt, draw(number), print_text, stop, echo))
-        print(flush=True)
-    return texts

@@ -18,17 +18,14 @@ from ttrain.train.sampling.decode import Reader, reading_traces, scores_of
 from ttrain.train.sampling.draw import (
     Acceptance,
     ContextWindow,
+    Continuation,
     Sampler,
     Scores,
     checked,
-    draw_pairs,
-    draw_speculative,
-    draw_tokens,
     whole_text_scores,
-    write_samples,
 )
 from ttrain.train.sampling.lengths import StepsByLength
-from ttrain.train.sampling.stream import Stop
+from ttrain.train.sampling.stream import Stop, print_text, stream_text
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.train.task_settings import SampleConfig
 
@@ -105,14 +102,15 @@ class TokenSource:
 
     def tokens(self, prompt: list[int], number: int) -> Iterator[int]:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
-        config, sampler = self.config, Sampler(self.config)
+        config = self.config
         self.make_room(len(prompt) + config.tokens)
-        shared = (prompt, ContextWindow.of(self._length, config.slide), sampler, config.tokens, number)
+        window = ContextWindow.of(self._length, config.slide)
+        text = Continuation(prompt, window, Sampler(config), config.tokens, number)
         if config.mode == "ar":
-            return draw_tokens(self._whole or self._next, *shared)
+            return text.one_by_one(self._whole or self._next)
         if config.mode == "speculative":
-            return draw_speculative(self._draft, self._verify, *shared, acceptance=self.acceptance)
-        return draw_pairs(self._draft, *shared, gated=config.mode == "sat_variable")
+            return text.speculative(self._draft, self._verify, self.acceptance)
+        return text.in_pairs(self._draft, gated=config.mode == "sat_variable")
 
     def _next(self, text: list[int]) -> Array:
         return checked(self._readers[CAUSAL].read(text, 1)["logits"], self.vocabulary)[0]
@@ -148,12 +146,15 @@ class Clock:
 
 def print_source(source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
     """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
-    clock, found = Clock(), source.acceptance
-
-    def draw(number: int) -> Iterator[int]:
-        return clock.timed(source.tokens(prompt, number))
-
-    texts = write_samples(draw, tokenizer, prompt, source.config.count, stop)
-    accepted = f" {found.accepted} of {found.drafted} drafted tokens were accepted ({100 * found.rate:.0f} %)."
-    print(clock.text() + (accepted if found.drafted else ""), file=sys.stderr, flush=True)
+    clock, count, texts = Clock(), source.config.count, []
+    for number in range(count):
+        if count > 1:
+            print(f"--- sample {number + 1} of {count} ---")
+        drawn = clock.timed(source.tokens(prompt, number))
+        texts.append(stream_text(tokenizer, prompt, drawn, print_text, stop, echo=True))
+        print(flush=True)
+    told, accepted, drafted = clock.text(), source.acceptance.accepted, source.acceptance.drafted
+    if drafted:
+        told += f" {accepted} of {drafted} drafted tokens were accepted ({100 * accepted / drafted:.0f} %)."
+    print(told, file=sys.stderr, flush=True)
     return texts

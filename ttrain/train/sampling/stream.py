@@ -45,9 +45,6 @@ class Stop:
         return Stop(self.ids | {tokenizer.token_id(found)}, self.texts)
 
 
-NO_STOP = Stop()
-
-
 class _Writer:
     """Writes a text that grows up to the first stop in it; what may be the beginning of one is held back."""
 
@@ -86,12 +83,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def stream_text(
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    drawn: Iterator[int],
-    write: Callable[[str], None],
-    stop: Stop = NO_STOP,
-    echo: bool = True,
+    tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], write: Callable[[str], None], stop: Stop, echo: bool
 ) -> str:
     """Writes the text as tokens arrive, up to a stop, and returns it whole, where `echo` says so with the prompt.
 
