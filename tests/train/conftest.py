@@ -221,7 +221,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             checkpoint, _ = newest_complete(run_directory.checkpoints)
             assert checkpoint is not None
             checkpoint.load(model.state)
-            progress = Progress.of(checkpoint)
+            progress = Progress.from_dict(checkpoint.progress)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
         context = RunContext(config, model.state, run_directory, loggers, progress, held_out=held_out)

@@ -55,9 +55,7 @@ class LlamaWeights(NamedWeights):
     naming = NAMING
     config: LlamaConfig
 
-    def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the weights as `to_original` does: that is Transformers' form."""
-        return self.to_original(values)
+    to_transformers = NamedWeights.to_original  # whose form that is
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Weights under Transformers' names, and the config that Transformers builds the model with."""

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
-    from ttrain.train.runs.export import export_problems, require_new
-    from ttrain.train.runs.export_folder import folder_problem
-    from ttrain.train.runs.export_gguf import gguf_problem
+    from ttrain.train.runs.export import require_new
+    from ttrain.train.runs.export_gguf import export_problem
 
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config)
@@ -36,11 +35,8 @@ def run(config: Config) -> None:
     wanted, file = config.export, None if config.export.file is None else Path(config.export.file)
     if file is not None and given.config.lora.rank:
         raise ConfigError("export.merge=false: a file of weights has no adapters. Give export.dir.")
-    problem_of = {"huggingface": folder_problem, "gguf": gguf_problem}.get(wanted.form)
-    if problem_of is not None and (problem := problem_of(given.model.config)):
+    if problem := export_problem(given.model, file, wanted.form):
         raise ConfigError(problem)
-    if file is not None and wanted.form != "gguf" and (problems := export_problems(given.model, file, wanted.form)):
-        raise ConfigError(problems)
     if wanted.dir is not None:
         require_new(Path(wanted.dir))
     report = None

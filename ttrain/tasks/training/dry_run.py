@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from typing import Any
 
 from ttrain.core.errors import TtrainError
+from ttrain.core.units import format_bytes
 from ttrain.device.base import Device
 from ttrain.device.info import Failed, OutOfResources, info_of
 from ttrain.engine.base import Step
@@ -17,9 +20,9 @@ from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.forecast.out_of_memory import plan_needs
 from ttrain.train.forecast.step_cost import state_bytes
 from ttrain.train.settings import without_phases
-from ttrain.train.steps.dry_run import dispatch_ms, measure
 
 COMPARED = ("static", "dynamic")  # engines whose dispatch is measured beside that of the configured one
+_STEPS = 6  # the first one builds programs; the fastest of the others is what a step costs the host
 
 
 def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
@@ -55,7 +58,7 @@ def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
                 steps.update(session.build_training())
                 run.record(folder, session, steps, {"dry_run": warning})
                 trained = {name: steps[name] for name in session.graph.train_steps()}
-                result = measure(device, run.stepper(session, steps), trained)
+                record = _measured(device, run.stepper(session, steps), trained)
                 counters = asdict(session.engine.counters)
         except Exception as error:
             failure = _failure(run, device, steps, error)
@@ -66,12 +69,68 @@ def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
             raise failure from error
         del session, trained  # the board holds one engine at a time
         steps.clear()
-        engines = {run.config.engine.name: result.dispatch_ms, **_others(run, device, say)}
-        result = dataclasses.replace(result, engines=engines)
-        folder.write_summary({"accepted": True, **result.to_dict(), "engine": counters})
-        for line in result.lines():
+        engines = {run.config.engine.name: record["host_dispatch_ms"], **_others(run, device, say)}
+        record["host_dispatch_ms_by_engine"] = engines
+        folder.write_summary({"accepted": True, **record, "engine": counters})
+        for line in _lines(record):
             say(line)
         say(f"{warning} Run: {folder.path}")
+
+
+def _measured(device: Device, run: Callable[[int], Any], steps: Mapping[str, Step]) -> dict[str, Any]:
+    """Return what optimizer steps cost, as JSON values: `run(step)` is one, `steps` are the built steps that it calls.
+
+    What is counted after the second step, programs and allocations, should be 0.
+    """
+    times, facts = [], [_facts(device)]
+    for step in range(1, _STEPS + 1):
+        times.append(_milliseconds(run, step))
+        facts.append(_facts(device))
+    last = facts[-1]
+    memory = {"dram_bytes": last.get("dram_bytes", 0), "dram_total_bytes": device.memory().get("total", 0)}
+    if "host_bytes" in last:
+        memory["host_bytes"] = last["host_bytes"]
+    for name, built in steps.items():
+        launches = built.launches()  # none by an engine that records every step anew: its peaks are not known
+        for key, size in device.step_peaks(launches).items() if launches else ():
+            memory[f"{name}_{key}"] = size
+    return {
+        "computes": False,
+        "note": "values are not computed: nothing was trained, no loss means anything, no checkpoint was written",
+        "first_step_ms": round(times[0], 3),
+        "host_dispatch_ms": round(min(times[1:]), 3),
+        "device_ops": last.get("device_ops", 0) - facts[-2].get("device_ops", 0),
+        "programs": last.get("programs", 0),
+        "after_second_step": {key: last.get(key, 0) - facts[2].get(key, 0) for key in ("programs", "allocations")},
+        **memory,
+    }
+
+
+def _lines(record: Mapping[str, Any]) -> list[str]:
+    """Return a record of costs as lines for people."""
+    lines = [
+        f"device ops per step      {record['device_ops']}",
+        f"programs                 {record['programs']}",
+        f"host dispatch per step   {record['host_dispatch_ms']:.1f} ms (first step {record['first_step_ms']:.0f} ms)",
+    ]
+    engines = record["host_dispatch_ms_by_engine"]
+    if len(engines) > 1:
+        listed = ", ".join(f"engine={name} {value:.1f} ms" for name, value in engines.items())
+        lines.append(f"host dispatch by engine  {listed}")
+    sizes = {key: size for key, size in record.items() if key.endswith("_bytes")}
+    lines += [f"{key.replace('_', ' '):24} {format_bytes(size)}" for key, size in sizes.items()]
+    later = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in record["after_second_step"].items())
+    return [*lines, f"after the second step    {later}"]
+
+
+def _milliseconds(run: Callable[[int], Any], step: int) -> float:
+    start = time.perf_counter()
+    run(step)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _facts(device: Device) -> dict[str, int]:
+    return {**device.step_facts(), "allocations": device.counters.allocations}
 
 
 def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, float]:
@@ -83,7 +142,8 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
         gc.collect()  # the tensors of the engine before
         try:
             with closing(run.open(device, name)) as session:
-                found[name] = dispatch_ms(run.stepper(session, session.build_training(further=False)))
+                stepper = run.stepper(session, session.build_training(further=False))
+                found[name] = round(min([_milliseconds(stepper, step) for step in range(1, _STEPS + 1)][1:]), 3)
         except RuntimeError as error:
             why = _failure(run, device, {}, error)
             say(f"engine={name} does not fit, so its dispatch was not measured: {why}")

@@ -150,7 +150,7 @@ def check_all(
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     rate = Rate(config.optimizer.lr, config.schedule, train.steps)
     if point is not None:
-        jump = rate_jump(point.checkpoint.config, rate, Progress.of(point.checkpoint))
+        jump = rate_jump(point.checkpoint.config, rate, Progress.from_dict(point.checkpoint.progress))
     chosen = chosen_model(resumed.run) if config.source.merged else config.source.choices.get("model")
     return Run(
         config,

@@ -21,9 +21,7 @@ class HostCopy:
     def __init__(self, state: StateValues, frozen: bool = True, ranks: Ranks | None = None) -> None:
         ranks = ranks or Ranks()
         kinds = [kind for kind in SAVED_KINDS if frozen or kind is not Kind.FROZEN]
-        self._kinds: dict[str, Kind] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        self._arrays: dict[str, Array] = {}
+        self._kept: dict[str, tuple[Kind, TensorSpec, Array]] = {}
         of = {name: kind for kind in kinds for name in state.names(kind)}
         divided = cast(State, state)
         parts = {name: divided.own_parts(name) for name in of} if ranks.count > 1 else dict.fromkeys(of)
@@ -32,25 +30,23 @@ class HostCopy:
         for name, kind in of.items():
             spec = state.spec(name)
             if name in mine:
-                self._add(name, kind, spec, state.read(name))
+                self._kept[name] = kind, spec, state.read(name)
             for part in parts[name] or ():
                 values = divided.read_part(name, part)
                 if part == (0, spec.size):
-                    self._add(name, kind, spec, values.reshape(spec.shape))
+                    self._kept[name] = kind, spec, values.reshape(spec.shape)
                 else:
-                    self._add(stored_part_name(name, part, spec.shape), kind, spec.with_shape(len(values)), values)
-
-    def _add(self, name: str, kind: Kind, spec: TensorSpec, values: Array) -> None:
-        self._kinds[name], self._specs[name], self._arrays[name] = kind, spec, values
+                    cut = stored_part_name(name, part, spec.shape)
+                    self._kept[cut] = kind, spec.with_shape(len(values)), values
 
     def names(self, *kinds: Kind) -> list[str]:
-        return [name for name, kind in self._kinds.items() if not kinds or kind in kinds]
+        return [name for name, (kind, _, _) in self._kept.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
-        return self._specs[name]
+        return self._kept[name][1]
 
     def read(self, name: str) -> Array:
-        return self._arrays[name]
+        return self._kept[name][2]
 
 
 def shared_out(sizes: Mapping[str, int], ranks: Ranks) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from ttrain.core.errors import CheckpointError
 from ttrain.train.protocols import Dataset
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.phases import PhaseSchedule, Position
-
-if TYPE_CHECKING:
-    from ttrain.train.checkpoint.checkpoint import Checkpoint
 
 _ROWS = 64  # of held-out data, read at a time
 
@@ -78,11 +75,6 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Progress:
-        """Return the progress that a checkpoint holds."""
-        return cls.from_dict(checkpoint.progress)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Progress:

@@ -18,6 +18,8 @@ from ttrain.core.spec import stored_part
 from ttrain.models.weight_checks import Weights
 from ttrain.train.protocols import Array
 
+_OF_TORCH = ("BF16", "F8_E4M3", "F8_E5M2")  # dtypes that numpy lacks
+
 
 def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Names of tensors in groups of at most so many bytes, one file each; a larger tensor is alone."""
@@ -34,7 +36,7 @@ def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of a file by its header; the values are read whenever an array is made of it, bf16 as fp32."""
+    """A tensor of a file by its header; the values are read whenever an array is made of it."""
 
     path: Path
     name: str
@@ -46,7 +48,7 @@ class LazyTensor:
 
     def is_floating_point(self) -> bool:
         """Return whether the dtype is a float, as a tensor of torch does."""
-        return self.dtype in ("F64", "F32", "F16", "BF16")
+        return self.dtype in ("F64", "F32", "F16", *_OF_TORCH)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if self.parts:
@@ -93,8 +95,8 @@ def tensors_of(path: Path) -> Iterator[LazyTensor]:
 
 
 def _array(shard: Any, path: Path, name: str) -> Array:
-    """A tensor of an open shard; bf16 comes as fp32, since numpy lacks it."""
-    if shard.get_slice(name).get_dtype() != "BF16":
+    """A tensor of an open shard; what numpy lacks comes as fp32."""
+    if shard.get_slice(name).get_dtype() not in _OF_TORCH:
         return shard.get_tensor(name)
     from safetensors import safe_open
 

@@ -18,6 +18,7 @@ from ttrain.core.names import listed
 from ttrain.models.identity import whole
 from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
 from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
+from ttrain.train.checkpoint.tensor_files import tensors_of
 
 SUFFIXES = (".pt", ".safetensors")
 _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
@@ -26,8 +27,8 @@ _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our
 def read_file(path: Path) -> dict[str, Any]:
     """Content of a file or folder of weights.
 
-    A .pt file gives dictionaries, torch tensors and plain values; a .safetensors file torch tensors; a folder of
-    Transformers tensors that are read when they are needed.
+    A .pt file gives dictionaries, torch tensors and plain values; a .safetensors file and a folder of Transformers give
+    tensors that are read when they are needed.
 
     Raises CheckpointError for a path that is none of these, is damaged, or holds anything that would run code.
     """
@@ -36,7 +37,7 @@ def read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file. Give a .pt or .safetensors file.")
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return {tensor.name: tensor for tensor in tensors_of(path)}
     if path.suffix != ".pt":
         raise CheckpointError(f"{path}: the name must end with {' or '.join(SUFFIXES)}.")
     content = _read_pt(path)
@@ -73,16 +74,6 @@ def _mappable(path: Path) -> bool:
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0].rstrip(".") if text.strip() else "it ends early"
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Checkpoints:
         if checkpoint is None or rollbacks > config.max_rollbacks:
             return False
         checkpoint.load(context.state)
-        stored = Progress.of(checkpoint).to_dict()
+        stored = Progress.from_dict(checkpoint.progress).to_dict()
         stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": progress.wandb_id}
         for name, value in stored.items():
             setattr(progress, name, value)

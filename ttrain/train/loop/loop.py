@@ -92,7 +92,7 @@ class Loop:
             step = progress.step + 1
             self.heartbeat()
             self._turn(step)
-            self.log.start()
+            self.log.meter.start()
             yield step
 
     def _after(self, step: int, result: StepResult, rates: Rates) -> None:
@@ -112,7 +112,7 @@ class Loop:
                 seconds, counts = seconds_since_start(), self.counters()
                 note = first_step_note(seconds, counts)
                 context.events.tell("first_step", note, step, seconds=round(seconds, 3), engine=counts)
-        self.log.stop()
+        progress.seconds += self.log.meter.rest()
 
     def _turn(self, step: int) -> None:
         """Build the steps of another phase where this step begins one."""

@@ -16,10 +16,6 @@ class StepLog:
     def __init__(self, context: RunContext, meter: Meter) -> None:
         self._context, self.meter = context, meter
 
-    def start(self) -> None:
-        """Start the clock before a step reads its batch."""
-        self.meter.start()
-
     def __call__(self, step: int, result: StepResult, rates: Rates) -> None:
         """Count a step, and log it every `train.log_every` steps, at the end, or where it is not finite."""
         progress, config = self._context.progress, self._context.config
@@ -29,10 +25,6 @@ class StepLog:
             progress.train_loss = result.loss
         if not result.finite or step % config.log_every == 0 or step == config.steps:
             self._context.loggers.log(self._metrics(step, result, rates))
-
-    def stop(self) -> None:
-        """Stop the clock, before evaluations and saves."""
-        self._context.progress.seconds += self.meter.rest()
 
     def _metrics(self, step: int, result: StepResult, rates: Rates) -> Metrics:
         progress = self._context.progress

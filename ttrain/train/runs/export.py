@@ -39,22 +39,21 @@ class WeightState:
         return np.asarray(self.values[name], np.float32)
 
 
-def export_problems(model: Any, file: Path, form: str) -> list[str]:
-    """Return why a model can't be written so; nothing where it can."""
-    name = model.config.name
+def file_problem(model: Any, file: Path, form: str) -> str | None:
+    """Return why weights can't be written so; None where they can."""
     if file.suffix not in (".pt", ".safetensors"):
-        return [f"export.file={file}: the name must end with .pt or .safetensors."]
+        return f"export.file={file}: the name must end with .pt or .safetensors."
     if form == "ttrain" and file.suffix == ".pt":
-        return [f"export.form=ttrain: is written as .safetensors. Give export.file={file.with_suffix('.safetensors')}."]
+        return f"export.form=ttrain: is written as .safetensors. Give export.file={file.with_suffix('.safetensors')}."
     if form != "ttrain" and not hasattr(model, "to_original"):
-        return [f"export.form={form}: model.name={name} has no other form. Give export.form=ttrain."]
-    return []
+        return f"export.form={form}: model.name={model.config.name} has no other form. Give export.form=ttrain."
+    return None
 
 
 def write_weights(
     model: Any, values: Mapping[str, Array], file: Path, form: str, step: int, metadata: Metadata
 ) -> None:
-    """Writes parameters by path into a file, with what is said of them, in a form that `export_problems` allows."""
+    """Writes parameters by path into a file, with what is said of them, in a form that `file_problem` allows."""
     header = metadata.to_header()
     if file.suffix == ".pt":
         write_pt(file, {**model.original_file(values), "step": step, **header})

@@ -18,7 +18,7 @@ from ttrain.core.files import to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
 from ttrain.data.library_tokenizer import LibraryTokenizer
-from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, is_known, written_config
+from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, written_config
 from ttrain.train.checkpoint.tensor_files import in_shards
 from ttrain.train.checkpoint.weights_file import write_safetensors
 from ttrain.train.protocols import Array
@@ -89,15 +89,6 @@ class Written:
                 name = f"model.layers.{number}.self_attn.o_proj.bias"
                 weights.setdefault(name, np.zeros(config["hidden_size"], np.float32))
         return weights
-
-
-def folder_problem(config: Any) -> str | None:
-    """Return why a model can't be written so, None where it can."""
-    if is_known(config.name):
-        return None
-    return (
-        f"export.form=huggingface: Transformers has no model.name={config.name}. Give export.form=ttrain or original."
-    )
 
 
 def write_folder(folder: Path, written: Written, card: str, shard_bytes: int) -> None:

@@ -16,16 +16,24 @@ from ttrain.data.tokenizer import visible_bytes
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
+from ttrain.train.runs.export import file_problem
 from ttrain.train.runs.export_folder import Written, pre_tokenizer_name
 
 _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself."
 
 
+def export_problem(model: Any, file: Path | None, form: str) -> str | None:
+    """Return why a model can't be written so; None where it can."""
+    if form in ("huggingface", "gguf") and not is_known(model.config.name):
+        return f"export.form={form}: has no model.name={model.config.name}. Give export.form=ttrain."
+    if form == "gguf":
+        return gguf_problem(model.config)
+    return None if file is None else file_problem(model, file, form)
+
+
 def gguf_problem(config: Any) -> str | None:
     """Return why no file of GGUF computes what this model does; None where one does."""
-    if not is_known(config.name):
-        return f"export.form=gguf: GGUF has no model.name={config.name}. Give export.form=ttrain."
     expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
     other = [
         f"model.{key}={getattr(config, key)}"

@@ -43,7 +43,7 @@ class Origin:
         """Sets the state, and makes the run's files go on from it: how far it is, what to record, and what to tell."""
         if not run.leads:
             self.set_values(session, seed)
-            return Progress() if self.point is None else Progress.of(self.point.checkpoint), {}, []
+            return Progress.from_dict({} if self.point is None else self.point.checkpoint.progress), {}, []
         remove_unfinished(run.checkpoints)
         note_earlier_attempts(run.path)
         fitted = self.set_values(session, seed)

@@ -232,7 +232,7 @@ def take_up(
     Metrics and checkpoints of later steps are cut off and set aside. `config` and `data` describe the run as it is now.
     """
     checkpoint = point.checkpoint
-    progress = Progress.of(checkpoint)
+    progress = Progress.from_dict(checkpoint.progress)
     notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
     aside = set_aside_after(run.checkpoints, checkpoint.step)
     notes += [f"Set aside, because of a later step: {', '.join(map(str, aside))}"] if aside else []

@@ -62,17 +62,12 @@ class RunDirectory:
         had anything to lose. Without it the directory is `root/<date>/<time>_<label>`, with a number appended where
         another run took that name first.
         """
-        if wanted is None:
-            try:
-                path = dated_folder(root, label, now or datetime.now())
-            except OSError as error:
-                raise _not_writable(root, error) from None
-            run = cls._hold(path)
-            run._made = True
-            return run._start(fill)
-        path = Path(wanted)
-        made = not path.exists()
-        run = cls._hold(path, make=True)
+        made = wanted is None or not Path(wanted).exists()
+        try:
+            path = dated_folder(root, label, now or datetime.now()) if wanted is None else Path(wanted)
+        except OSError as error:
+            raise _not_writable(root, error) from None
+        run = cls._hold(path)
         run._made = made
         try:
             run._require_unused()
@@ -122,10 +117,9 @@ class RunDirectory:
         return run
 
     @classmethod
-    def _hold(cls, path: Path, *, make: bool = False) -> RunDirectory:
+    def _hold(cls, path: Path) -> RunDirectory:
         try:
-            if make:
-                path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
             lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
         except OSError as error:
             raise _not_writable(path, error) from None
