@@ -113,6 +113,9 @@ class TransformerConfig:
 
     @rule
     def _has_sizes(self, others: Any) -> Iterator[str]:
+        yield from self._size_problems()
+
+    def _size_problems(self) -> Iterator[str]:
         if self.preset is not None and self.preset not in self.presets:
             yield f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}"
             return
@@ -134,13 +137,10 @@ class TransformerConfig:
 
     def required_sizes(self) -> tuple[int, ...]:
         """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or impossible size."""
-        if self.preset is not None and self.preset not in self.presets:
-            raise ConfigError(f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}")
-        names = (*self.size_names(), "vocabulary")
-        problems = [f"model.{name}: no value. Give a number." for name in names if getattr(self, name) is None]
-        if problems := problems or list(self.head_problems()):
+        problems = [*self._size_problems(), *(["model.vocabulary: no value."] if self.vocabulary is None else [])]
+        if problems:
             raise ConfigError(problems)
-        return tuple(int(getattr(self, name)) for name in names)
+        return tuple(int(getattr(self, name)) for name in (*self.size_names(), "vocabulary"))
 
 
 @dataclass

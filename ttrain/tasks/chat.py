@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
-from ttrain.tasks.sample import Opened, ending_of, opened_model
+from ttrain.tasks.opening import OpenedModel
+from ttrain.tasks.sample import ending_of, opened_model
+
+if TYPE_CHECKING:
+    from ttrain.train.sampling.source import TokenSource
 
 
 def run(config: Config) -> None:
@@ -17,8 +21,8 @@ def run(config: Config) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         # What is no text is refused as a message, and the talk goes on. Only a line feed ends a message.
         sys.stdin.reconfigure(errors="surrogateescape", newline="\n")
-    with opened_model(config) as opened:
-        talk = _Conversation(opened)
+    with opened_model(config) as (given, source):
+        talk = _Conversation(given, source)
         if sys.stdin.isatty():
             print("A line is a message. /reset begins anew; Ctrl-D or Ctrl-C ends.", file=sys.stderr)
         try:
@@ -45,10 +49,10 @@ def _lines() -> Iterator[str]:
 class _Conversation:
     """The messages so far, and the replies that the model gives."""
 
-    def __init__(self, opened: Opened) -> None:
-        self._opened, self._template = opened, opened.template()
-        self._stop = opened.stop.also(opened.tokenizer, ending_of(self._template))
-        system = opened.config.sample.system
+    def __init__(self, given: OpenedModel, source: TokenSource) -> None:
+        self._tokenizer, self._source, self._template = given.tokenizer, source, given.conversations()
+        self._stop = given.stop.also(given.tokenizer, ending_of(self._template))
+        system = source.config.system
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._replies = 0  # so that every reply has random numbers of its own
         self.reset()
@@ -67,18 +71,18 @@ class _Conversation:
             self._messages.pop()
             print(f"ttrain: {error}", file=sys.stderr)
             return
-        drawn = self._opened.source.tokens(prompt, self._replies)
-        reply = stream_text(self._opened.tokenizer, prompt, drawn, print_text, self._stop, echo=False)
+        drawn = self._source.tokens(prompt, self._replies)
+        reply = stream_text(self._tokenizer, prompt, drawn, print_text, self._stop, echo=False)
         print(flush=True)
         self._replies += 1
         self._messages.append({"role": "assistant", "content": reply.strip()})
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation. The oldest exchanges are forgotten where no room would be left for a reply."""
-        most = self._opened.source.context
-        room = min(self._opened.config.sample.tokens, most // 2)
+        most = self._source.context
+        room = min(self._source.config.tokens, most // 2)
         while True:
-            ids = self._opened.tokenizer.encode(self._template.prompt(self._messages))
+            ids = self._tokenizer.encode(self._template.prompt(self._messages))
             start = len(self._first)
             if len(ids) + room <= most or len(self._messages) <= start + 1:
                 return ids

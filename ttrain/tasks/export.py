@@ -80,8 +80,7 @@ def _written(given: OpenedModel) -> Written:
     known, named = given.tokenizer_config, given.template
     if named not in (None, "tokenizer") and (named != DocumentsConfig().template or "chat_template" not in known):
         known = {**known, "chat_template": Template(str(named)).to_jinja()}
-    from_folder = getattr(given.config.model, "from_", None) or given.config.train.init_from or given.step is None
-    form = known.get("model_type") if from_folder else None
+    form = known.get("model_type") if given.base or given.step is None else None
     return Written(given.model, given.values, given.tokenizer_json, given.end_token, known, form)
 
 
@@ -91,9 +90,8 @@ def _write_adapters(given: OpenedModel, folder: Path) -> None:
 
     if not given.config.lora.rank:
         raise ConfigError(f"export.form=peft: {given.origin} has no adapters. Give a run with lora.rank.")
-    base = getattr(given.config.model, "from_", None) or given.config.train.init_from
     with whole_folder(folder) as beside:
-        write_peft(beside, given.model, given.values, given.config.lora, base)
+        write_peft(beside, given.model, given.values, given.config.lora, given.base)
     print(f"{folder}: {counted(len(peft_names(given.model)) // 2, 'adapter')} of {given.origin}, as PEFT reads them.")
 
 
@@ -112,9 +110,8 @@ def _from_run(config: Config) -> OpenedModel:
     given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
     given.origin = f"step {given.step} of {given.origin}"
     if config.export.form != "peft":
-        folder = getattr(given.config.model, "from_", None)
-        source = folder or given.config.train.init_from
-        given.values, told = unrounded(given.values, given.model, source, folder is not None)
+        whole = getattr(given.config.model, "from_", None) is not None
+        given.values, told = unrounded(given.values, given.model, given.base, whole)
         if told is not None:
             print(f"WARNING: {told}", file=sys.stderr)
     if given.config.lora.rank and config.export.merge and config.export.form != "peft":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ttrain.train.checkpoint.checkpoint import Checkpoint
     from ttrain.train.protocols import Array
     from ttrain.train.sampling.lengths import StepsByLength
+    from ttrain.train.sampling.stream import Stop
 
 
 @dataclass
@@ -73,6 +74,18 @@ class OpenedModel:
         from ttrain.data.end_token import named_end
 
         return named_end(self.config.data, self.tokenizer_config)
+
+    @property
+    def stop(self) -> Stop:
+        """Ends of what the model writes, as sample.stop says."""
+        from ttrain.train.sampling.stream import Stop
+
+        return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
+
+    @property
+    def base(self) -> str | None:
+        """Source of the first values that the model was trained from."""
+        return getattr(self.config.model, "from_", None) or self.config.train.init_from
 
     @property
     def template(self) -> str | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,34 +14,16 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
-from ttrain.tasks.opening import of_folder, of_run
+from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 
 if TYPE_CHECKING:
-    from ttrain.data.tokenizer import Tokenizer
     from ttrain.train.sampling.source import TokenSource
     from ttrain.train.sampling.stream import Stop
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model that is ready to write."""
-
-    config: Config  # of a run with the keys of sample that the user gave
-    source: TokenSource
-    tokenizer: Tokenizer
-    end_token: str | None
-    template: Callable[[], Any]  # see OpenedModel.conversations
-
-    @property
-    def stop(self) -> Stop:
-        from ttrain.train.sampling.stream import Stop
-
-        return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
-
-
 @contextmanager
-def opened_model(config: Config) -> Iterator[Opened]:
-    """The model of run.dir, else of model.from, on the device."""
+def opened_model(config: Config) -> Iterator[tuple[OpenedModel, TokenSource]]:
+    """Open the model of run.dir, else of model.from, on the device, ready to write."""
     from ttrain.tasks.training.notices import idle
     from ttrain.train.sampling.source import TokenSource, check_sampling
 
@@ -51,13 +32,11 @@ def opened_model(config: Config) -> Iterator[Opened]:
     else:
         needs = "makes no text. Give a language model's run."
         given = of_run(config, config.sample, ("device", "sample", "engine", "logger"), needs)
-    config, tokenizer = given.config, given.tokenizer
-    check_sampling(given.model, config.sample)
-    for warning in idle(config, ["sample"]):
+    check_sampling(given.model, given.config.sample)
+    for warning in idle(given.config, ["sample"]):
         print(f"WARNING: {warning}", file=sys.stderr)
     with given.on_device() as steps:
-        source = TokenSource(steps, config.sample, tokenizer.vocabulary)
-        yield Opened(config, source, tokenizer, given.end_token, given.conversations)
+        yield given, TokenSource(steps, given.config.sample, given.tokenizer.vocabulary)
 
 
 def run(config: Config) -> None:
@@ -68,12 +47,12 @@ def run(config: Config) -> None:
     rows = [] if config.sample.prompts is None else list(_rows(at_home(config.sample.prompts)))
     if config.sample.prompts is not None and not rows:
         raise UserError(f"sample.prompts={config.sample.prompts}: has no prompt. Give a file with a prompt a line.")
-    with opened_model(config) as opened:
+    with opened_model(config) as (given, source):
         if config.sample.prompts is not None:
-            _write_results(opened, rows)
+            _write_results(given, source, rows)
             return
-        prompt = encode_prompt(opened.tokenizer, config.sample.prompt, opened.end_token)
-        print_source(opened.source, opened.tokenizer, prompt, opened.stop)
+        prompt = encode_prompt(given.tokenizer, config.sample.prompt, given.end_token)
+        print_source(source, given.tokenizer, prompt, given.stop)
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
@@ -107,54 +86,55 @@ def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
         yield place, row, tools
 
 
-def _write_results(opened: Opened, rows: list[tuple[str, Any, Any]]) -> None:
+def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str, Any, Any]]) -> None:
     """Write what follows each prompt, a row of JSON for each sample, to sample.results or stdout.
 
     The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
     """
     from ttrain.train.sampling.stream import print_text
 
-    texts = [(row, *_prompt(opened, place, row, tools)) for place, row, tools in rows]
-    target = opened.config.sample.results
+    texts = [(row, *_prompt(given, place, row, tools)) for place, row, tools in rows]
+    target, answers = given.config.sample.results, _answers(given, source, texts)
     if target is None:
-        _answer(opened, texts, print_text)
+        for answer in answers:
+            print_text(answer)
         return
     file = at_home(target)
     beside = file.with_name(f"{file.name}.partial")
     try:
         with open(beside, "w", buffering=1, encoding="utf-8") as stream:  # a line at a time
-            _answer(opened, texts, stream.write)
+            stream.writelines(answers)
             os.fsync(stream.fileno())
         os.replace(beside, file)
     except OSError as error:
         raise UserError(f"sample.results={file}: can't be written: {error.strerror or error}.") from None
-    print(f"{file}: {counted(len(texts) * opened.config.sample.count, 'row')}.", file=sys.stderr)
+    print(f"{file}: {counted(len(texts) * given.config.sample.count, 'row')}.", file=sys.stderr)
 
 
-def _prompt(opened: Opened, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
+def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
     """Return the ids of a prompt and what ends its answers. Raises UserError that names the row."""
     from ttrain.train.sampling.draw import encode_prompt
 
     if isinstance(row, str):
-        return encode_prompt(opened.tokenizer, row, opened.end_token), opened.stop
+        return encode_prompt(given.tokenizer, row, given.end_token), given.stop
     try:
-        template = opened.template()
-        return opened.tokenizer.encode(template.prompt(row, tools)), opened.stop.also(
-            opened.tokenizer, ending_of(template)
-        )
+        template = given.conversations()
+        stop = given.stop.also(given.tokenizer, ending_of(template))
+        return given.tokenizer.encode(template.prompt(row, tools)), stop
     except ValueError as error:
         raise UserError(f"{place}: {error}.") from None
 
 
-def _answer(opened: Opened, prompts: list[tuple[Any, list[int], Stop]], write: Callable[[str], object]) -> None:
+def _answers(given: OpenedModel, source: TokenSource, prompts: list[tuple[Any, list[int], Stop]]) -> Iterator[str]:
+    """Yield a row of JSON for each sample."""
     from ttrain.train.sampling.stream import stream_text
 
     for number, (row, prompt, stop) in enumerate(prompts):
-        key, count = "prompt" if isinstance(row, str) else "messages", opened.config.sample.count
+        key, count = "prompt" if isinstance(row, str) else "messages", given.config.sample.count
         for sample in range(count):
-            drawn = opened.source.tokens(prompt, number * count + sample)
-            text = stream_text(opened.tokenizer, prompt, drawn, lambda _: None, stop, echo=False)
-            write(json.dumps({key: row, "text": text}, ensure_ascii=False) + "\n")
+            drawn = source.tokens(prompt, number * count + sample)
+            text = stream_text(given.tokenizer, prompt, drawn, lambda _: None, stop, echo=False)
+            yield json.dumps({key: row, "text": text}, ensure_ascii=False) + "\n"
 
 
 def ending_of(template: Any) -> str | None:
