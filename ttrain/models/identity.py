@@ -10,7 +10,7 @@ Every key of a model's config declares what it `changes` (see core/options.py):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -35,16 +35,13 @@ def differing(source: Mapping[str, Any], config: Any, effects: Collection[str] =
     `source` is what the weights' source says of the model, by our keys: the whole config or a part. `config` is that of
     the model that is to take the weights, sizes filled in.
     """
+    values = {"name": config.name}
+    for declared in fields(config):
+        if declared.metadata.get("changes", "function") in effects:
+            values[declared.name] = getattr(config, declared.name)
+    values |= {key: value for key, value in _FIXED.items() if not hasattr(config, key)}
     return [
         f"{f'model.{key}' if hasattr(config, key) else key}: {source[key]!r} where the weights come from, {new!r} given"
-        for key, new in _compared(config, effects)
+        for key, new in values.items()
         if key in source and source[key] != new
     ]
-
-
-def _compared(config: Any, effects: Collection[str]) -> Iterator[tuple[str, Any]]:
-    yield "name", config.name
-    for declared in fields(config):
-        if declared.name != "name" and declared.metadata.get("changes", "function") in effects:
-            yield declared.name, getattr(config, declared.name)
-    yield from ((key, value) for key, value in _FIXED.items() if not hasattr(config, key))

@@ -138,19 +138,21 @@ class Buffer:
 class Module:
     """A node of the tree: its attributes that are parameters, buffers, modules or lists of modules are its children."""
 
-    def _children(self) -> Iterator[tuple[str, Module | Parameter | Buffer]]:
+    def _walk(self, prefix: str = "") -> Iterator[tuple[str, Module | Parameter | Buffer]]:
+        """Yield all that is below this module with its path, in the order of declaration, outer modules first."""
         for name, value in vars(self).items():
-            if isinstance(value, Module | Parameter | Buffer):
-                yield name, value
-            elif isinstance(value, list):
-                yield from ((f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Module))
+            named = [(name, value)]
+            if isinstance(value, list):
+                named = [(f"{name}.{index}", item) for index, item in enumerate(value) if isinstance(item, Module)]
+            for place, child in named:
+                if isinstance(child, Module | Parameter | Buffer):
+                    yield prefix + place, child
+                if isinstance(child, Module):
+                    yield from child._walk(f"{prefix}{place}.")
 
-    def modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    def modules(self) -> Iterator[tuple[str, Module]]:
         """Every module below this one with its path, outer ones first."""
-        for name, child in self._children():
-            if isinstance(child, Module):
-                yield prefix + name, child
-                yield from child.modules(f"{prefix}{name}.")
+        return ((path, child) for path, child in self._walk() if isinstance(child, Module))
 
     def parameters(self, adapters: bool = True) -> dict[str, Parameter]:
         """Parameters by path in the order of declaration; one that is reachable by two paths only under the first.
@@ -170,16 +172,10 @@ class Module:
 
     def _tensors(self) -> dict[str, Parameter | Buffer]:
         paths: dict[int, tuple[str, Parameter | Buffer]] = {}
-        for path, tensor in self._walk(""):
-            paths.setdefault(id(tensor), (path, tensor))
+        for path, child in self._walk():
+            if not isinstance(child, Module):
+                paths.setdefault(id(child), (path, child))
         return dict(paths.values())
-
-    def _walk(self, prefix: str) -> Iterator[tuple[str, Parameter | Buffer]]:
-        for name, child in self._children():
-            if isinstance(child, Module):
-                yield from child._walk(f"{prefix}{name}.")
-            else:
-                yield prefix + name, child
 
     def name_parameters(self) -> None:
         """Give every parameter and buffer its path. Called once, by the root at the end of its construction."""

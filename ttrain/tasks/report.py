@@ -160,10 +160,13 @@ def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _details(info: RunInfo, label: str, heading: bool) -> str:
+    import yaml
+
     parts = [f"<h2>{escape(label)}</h2>"] if heading else []
     events = [[e.get("time", ""), e["kind"], str(e.get("step", "")), str(e.get("message", ""))] for e in info.events]
     parts.append("<h2>Events</h2>" + (_table(events, ["time", "kind", "step", "what"]) if events else "<p>None.</p>"))
-    parts.append(_folded("Config", _yaml(info.config)))
+    config = yaml.safe_dump(info.config, sort_keys=False, allow_unicode=True, width=120)
+    parts.append(_folded("Config", config if info.config else "not recorded yet"))
     for number, attempt in enumerate(info.attempts, 1):
         parts.append(_folded(f"Environment of attempt {number}", json.dumps(attempt, indent=2, ensure_ascii=False)))
     plan = info.path / "plan.txt"
@@ -174,12 +177,6 @@ def _details(info: RunInfo, label: str, heading: bool) -> str:
 
 def _folded(title: str, text: str) -> str:
     return f"<details open><summary>{escape(title)}</summary><pre>{escape(text.strip())}</pre></details>"
-
-
-def _yaml(config: dict[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120) if config else "not recorded yet"
 
 
 def _table(rows: Sequence[Sequence[str]], head: Sequence[str] | None = None) -> str:

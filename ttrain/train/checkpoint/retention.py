@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import hold_for_reading, lock_file, read_json
@@ -73,14 +73,9 @@ def best_checkpoint(folder: Path) -> Checkpoint | None:
 
     Those that were measured on other held-out data than the newest one do not compare with it.
     """
-    scored = [(c.val_loss, c.step, c) for c in list_checkpoints(folder)[0] if c.val_loss is not None]
-    same = [entry for entry in scored if _held_out(entry[2]) == _held_out(scored[-1][2])]
-    return min(same, key=lambda entry: entry[:2])[2] if same else None
-
-
-def _held_out(checkpoint: Checkpoint) -> Any:
-    """SHA-256 of the data that the val_loss is of."""
-    return checkpoint.progress.get("held_out")
+    scored = [checkpoint for checkpoint in list_checkpoints(folder)[0] if checkpoint.val_loss is not None]
+    same = [each for each in scored if each.progress.get("held_out") == scored[-1].progress.get("held_out")]
+    return min(same, key=lambda each: (each.val_loss or 0.0, each.step), default=None)
 
 
 def prune_checkpoints(
