@@ -90,14 +90,7 @@ def _is_shown(x: float | str, y: float, log_x: bool) -> bool:
     return math.isfinite(y) and (isinstance(x, str) or (math.isfinite(x) and (x > 0 or not log_x)))
 
 
-def line_chart(
-    series: Sequence[Series],
-    title: str,
-    x_label: str,
-    y_label: str,
-    *,
-    log_x: bool = False,
-) -> str:
+def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_x: bool = False) -> str:
     """Return an `<svg>` element; empty text without points."""
     from matplotlib import rc_context
 

@@ -91,11 +91,7 @@ def penalized(logits: Array, window: Sequence[int], repetition: float, presence:
 
 
 def token_probabilities(
-    logits: Array,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
+    logits: Array, temperature: float, top_k: int | None = None, top_p: float | None = None, min_p: float | None = None
 ) -> Probabilities:
     """Distribution that tokens are drawn from: softmax(logits / temperature), cut to the likeliest, and renormalised.
 

@@ -58,10 +58,7 @@ class Supervisor:
     """Runs and restarts one training run."""
 
     def __init__(
-        self,
-        config: SuperviseConfig,
-        command: Callable[[Path | None], Sequence[str]],
-        say: Callable[[str], None],
+        self, config: SuperviseConfig, command: Callable[[Path | None], Sequence[str]], say: Callable[[str], None]
     ) -> None:
         """`command(run)` is the command line that continues a run, or with None the one that starts it."""
         self._config, self._command, self._say = config, command, say
