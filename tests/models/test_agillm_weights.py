@@ -12,7 +12,7 @@ import torch
 from ttrain.core.errors import CheckpointError
 from ttrain.models import agillm_weights
 from ttrain.models.agillm import AGILLM
-from ttrain.models.agillm_compact import compact, compacted
+from ttrain.models.agillm_weights import compact, compacted
 from ttrain.models.identity import differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import initial_values

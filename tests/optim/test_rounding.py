@@ -23,8 +23,7 @@ from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
-from ttrain.train.steps.seeds import step_seed
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import TrainStep, step_seed
 from ttrain.train.steps.step_graph import StepGraph
 
 SEED = 2**45 + 12345

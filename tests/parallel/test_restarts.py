@@ -26,7 +26,7 @@ from ttrain.core.files import read_object
 from ttrain.core.spec import stored_part, stored_part_name
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import MANIFEST, sealed
-from ttrain.train.checkpoint.host_copy import shared_out
+from ttrain.train.checkpoint.save import shared_out
 from ttrain.train.checkpoint.tensor_files import lazy_tensors
 
 REPO = Path(__file__).parents[2]

@@ -24,9 +24,8 @@ from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.guards import LearningGuard
-from ttrain.train.loop.loop import Loop
+from ttrain.train.loop.loop import Loop, StepLog
 from ttrain.train.loop.nonfinite import NonFiniteGuard
-from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule

@@ -24,7 +24,6 @@ from ttrain.parallel.settings import ParallelConfig
 from ttrain.testing.settings import VerifyConfig
 from ttrain.train.forecast.settings import PlanConfig, ProfileConfig
 from ttrain.train.runs.record import command_line, override
-from ttrain.train.runs.settings import ReportConfig, RunsConfig
 from ttrain.train.settings import (
     GuardConfig,
     LoggerConfig,
@@ -34,7 +33,7 @@ from ttrain.train.settings import (
     SuperviseConfig,
     TrainConfig,
 )
-from ttrain.train.task_settings import EvalConfig, ExportConfig, SampleConfig
+from ttrain.train.task_settings import EvalConfig, ExportConfig, ReportConfig, RunsConfig, SampleConfig
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Folders of results by date, the cache folder of ttrain, and a replacement for a home folder that can't be written."""
+"""Folders of results, the cache folder of ttrain, and a replacement for a home folder that can't be written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import ConfigError, UserError
 
 # Where libraries write by themselves, unless told otherwise; with XDG_CACHE_HOME it is all of them.
 _LIBRARIES = {
@@ -84,3 +84,25 @@ def _own_temporary_folder() -> Path:
     found = folder.lstat()
     own = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077)
     return folder if stat.S_ISDIR(found.st_mode) and own else Path(tempfile.mkdtemp(prefix="ttrain-"))
+
+
+RESULTS = "results.json"
+
+
+def claim_results(key: str, wanted: str | None, root: Path, label: str, now: datetime) -> Path:
+    """Makes the folder that `key` of the config names, or one below `root`.
+
+    Raises UserError where it can't be made or holds results already.
+    """
+    try:
+        if wanted is not None:
+            folder = Path(wanted)
+            folder.mkdir(parents=True, exist_ok=True)
+            if (folder / RESULTS).exists():
+                raise UserError(f"{key}={wanted}: holds results already. Give another folder, or move them away.")
+            (folder / RESULTS).touch()  # shows now whether files can be written
+            (folder / RESULTS).unlink()
+            return folder
+        return dated_folder(root, label, now)
+    except OSError as error:
+        raise UserError(f"{key}={wanted or root}: can't be written ({error.strerror}). Give {key}=<folder>.") from error

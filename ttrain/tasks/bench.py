@@ -20,11 +20,11 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import Interrupted, UserError
 from ttrain.core.files import replace_file, to_json
+from ttrain.core.folders import RESULTS, claim_results
 from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.train.runs.record import environment_record
-from ttrain.train.runs.results_folder import RESULTS, claim
 
 ROOT = Path("outputs/bench")
 
@@ -43,7 +43,7 @@ def run(config: Config) -> None:
     seats = seats_of(settings, variants)
     if not seats:
         raise UserError("bench.engines=[]: nobody takes part. Name at least one.")
-    folder = claim("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
+    folder = claim_results("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
     result = Result(name, asdict(settings), _environment(config), notes=notes)
 
     def save() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
+from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.units import counted, format_bytes, format_count
-from ttrain.train.runs.results_folder import RESULTS, claim
 
 ROOT = Path("outputs/eval")
 
@@ -61,7 +61,7 @@ def _place(wanted: str | None, label: str) -> Iterator[Path]:
     if wanted is not None:
         yield Path(wanted)
         return
-    folder = claim("eval.out", None, ROOT, label, datetime.now())
+    folder = claim_results("eval.out", None, ROOT, label, datetime.now())
     try:
         yield folder / RESULTS
     finally:

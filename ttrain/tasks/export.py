@@ -143,7 +143,7 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 
 def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
     """Return the same function with rank matrices of fewer columns, and the report that is kept with it."""
-    from ttrain.models.agillm_compact import compacted, rank_matrix_path
+    from ttrain.models.agillm_weights import compacted, rank_matrix_path
     from ttrain.models.weight_checks import Weights
 
     if not isinstance(given.config.model, AGILLMConfig):

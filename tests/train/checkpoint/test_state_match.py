@@ -14,9 +14,8 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
-from ttrain.train.checkpoint.checkpoint import read_checkpoint
+from ttrain.train.checkpoint.checkpoint import match, read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
-from ttrain.train.checkpoint.state_match import match
 from ttrain.train.loop.saver import HostCopy
 
 SHAPES = {"up.weight": (7, 3), "up.bias": (7,)}

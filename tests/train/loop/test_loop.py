@@ -23,8 +23,7 @@ from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop import saver
 from ttrain.train.loop.evaluate import EvaluationResult
 from ttrain.train.settings import GuardConfig
-from ttrain.train.steps.seeds import step_seed
-from ttrain.train.steps.step import StepResult, TrainStep
+from ttrain.train.steps.step import StepResult, TrainStep, step_seed
 
 MakeTraining = Any
 

@@ -30,10 +30,9 @@ from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.loop import Loop
+from ttrain.train.loop.loop import Loop, StepLog
 from ttrain.train.loop.nonfinite import NonFiniteGuard
 from ttrain.train.loop.saver import Saver
-from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory

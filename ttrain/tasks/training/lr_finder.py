@@ -16,6 +16,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config, LrFinderConfig
 from ttrain.core.errors import Interrupted, OutOfMemory, UserError
 from ttrain.core.files import replace_file, to_json
+from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device
 from ttrain.tasks.training.run import Run
@@ -24,7 +25,6 @@ from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 from ttrain.train.logging.chart import new_figure, smoothed, window
 from ttrain.train.logging.loggers import Console
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.runs.results_folder import RESULTS, claim
 from ttrain.train.settings import without_phases
 from ttrain.train.steps.step import Rates
 
@@ -57,7 +57,7 @@ def run(config: Config) -> dict[str, Any]:
         device = stack.enter_context(closing(build.build_device(run.config.device, run.config.precision)))
         if not device.computes:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-        folder = claim("lr_finder.out", settings.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
+        folder = claim_results("lr_finder.out", settings.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
         console, stop = build.build_console(run.config.logger), stack.enter_context(StopRequests())
         for warning in run.warnings:
             console.say(f"WARNING: {warning}")

@@ -30,12 +30,13 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import parsed_object, read_object, sha256_file, to_json
+from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
-from ttrain.train.checkpoint.state_match import match
+from ttrain.optim.groups import frozen
 from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 
@@ -114,7 +115,7 @@ class Checkpoint:
     def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
         """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
 
-        Names and shapes must fit (see fit.py), else CheckpointError, and nothing was copied. Numbers are rounded to the
+        Names and shapes must fit (see `match`), else CheckpointError, and nothing was copied. Numbers are rounded to the
         nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
         """
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
@@ -215,3 +216,86 @@ def sealed(manifest: dict[str, Any]) -> str:
     """The text of a manifest, with the SHA-256 of the text that it has without that line."""
     digest = hashlib.sha256(to_json(manifest).encode()).hexdigest()
     return to_json({**manifest, "sha256": digest})
+
+
+Shapes = Mapping[str, tuple[int, ...]]  # by name
+
+
+@dataclass(frozen=True)
+class StateMatch:
+    """`problem` tells what does not fit, or is None.
+
+    Then `zeros` are tensors of the state that the checkpoint has no values for, `averages` those that start as their
+    parameters are, and `notes` what to tell of them.
+    """
+
+    problem: str | None
+    zeros: tuple[str, ...] = ()
+    averages: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]) -> StateMatch:
+    """Names and shapes have to be equal, but for the optimizer's tensors of parameters that are frozen on one side.
+
+    A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with zeros, as it would
+    in a new run; what is stored for one that is frozen now is left out. Averages may begin and end with any attempt.
+    """
+    optimizer = {name for name in state.names(Kind.OPTIMIZER) if name in wanted}
+    before = {key: _strings(config.get("optimizer"), key) for key in ("freeze", "unfreeze")}
+    missing, kept = sorted(optimizer - stored.keys()), {name for name in stored if _averages(name)}
+    averages = [name for name in missing if _averages(name)]
+    zeros = [name for name in missing if name not in averages and frozen(_parameter(name), **before)]
+    trained = {_parameter(name) for name in state.names(Kind.GRADIENT)}
+    idle = set(state.names(Kind.PARAMETER)) - trained if trained else set()
+    unused = [name for name in sorted(stored.keys() - wanted.keys()) if _parameter(name) in idle or name in kept]
+    rest = {name: shape for name, shape in stored.items() if name not in unused}
+    needed = {name: shape for name, shape in wanted.items() if name not in zeros and name not in averages}
+    if rest != needed:
+        return StateMatch(_difference(rest, needed))
+    notes = []
+    if zeros:
+        notes.append(
+            f"Frozen until now, so their optimizer state starts from zero: {listed(_parameters(zeros))}. Optimizers "
+            "that correct moments by the step's number, such as AdamW, make their first updates larger than usual."
+        )
+    if averages:
+        notes.append("No averages of the weights were kept until now, so they start as the weights are.")
+    if kept and not kept & wanted.keys():
+        notes.append("Averages of the weights are kept no more; those of the checkpoint are dropped.")
+    if unused := [name for name in unused if name not in kept]:
+        notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {listed(_parameters(unused))}.")
+    return StateMatch(None, tuple(zeros), tuple(averages), tuple(notes))
+
+
+def _averages(name: str) -> bool:
+    return name.endswith(f"/{AVERAGE}")
+
+
+def _strings(section: Any, key: str) -> list[str]:
+    """A list of texts of a config that may be anything."""
+    given = section.get(key) if isinstance(section, dict) else None
+    return [item for item in given if isinstance(item, str)] if isinstance(given, list) else []
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a tensor of the optimizer or a gradient belongs to."""
+    return name.rpartition("/")[0]
+
+
+def _parameters(names: list[str]) -> list[str]:
+    return list(dict.fromkeys(map(_parameter, names)))
+
+
+def _difference(stored: Shapes, wanted: Shapes) -> str:
+    parts = []
+    if missing := sorted(wanted.keys() - stored.keys()):
+        parts.append(f"it lacks {listed(missing)}")
+    if extra := sorted(stored.keys() - wanted.keys()):
+        parts.append(f"it also holds {listed(extra)}")
+    reshaped = [
+        f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
+    ]
+    if reshaped:
+        parts.append(f"other shapes: {listed(reshaped)}")
+    return "; ".join(parts) + "."

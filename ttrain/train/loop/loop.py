@@ -1,7 +1,8 @@
-"""The training loop: a batch, a step, and the objects that look at its result."""
+"""The training loop: a batch, a step, the line of metrics about it, and the objects that look at its result."""
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,12 +10,13 @@ from typing import Protocol
 
 from ttrain.core.errors import Interrupted, NonFiniteError
 from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.logging.meter import Meter
+from ttrain.train.logging.metrics import Metrics
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.nonfinite import first_bad_state
-from ttrain.train.loop.step_log import StepLog
 from ttrain.train.runs.record import continue_command
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
@@ -194,3 +196,36 @@ class Loop:
         self.checkpoints.save(wait=True)
         command = continue_command(self.context.command, self.context.run.path)
         return Interrupted(f"Stopped by {signal_name} after step {step}; the state is saved. Continue with: {command}")
+
+
+class StepLog:
+    """Times every step and logs those that are due."""
+
+    def __init__(self, context: RunContext, meter: Meter) -> None:
+        self._context, self.meter = context, meter
+
+    def __call__(self, step: int, result: StepResult, rates: Rates) -> None:
+        """Count a step, and log it every `train.log_every` steps, at the end, or where it is not finite."""
+        progress, config = self._context.progress, self._context.config
+        progress.seconds += self.meter.stop(result.tokens)
+        progress.tokens += result.tokens
+        if result.loss is not None and math.isfinite(result.loss):
+            progress.train_loss = result.loss
+        if not result.finite or step % config.log_every == 0 or step == config.steps:
+            self._context.loggers.log(self._metrics(step, result, rates))
+
+    def _metrics(self, step: int, result: StepResult, rates: Rates) -> Metrics:
+        progress = self._context.progress
+        return {
+            "step": step,
+            "train/loss": result.loss,
+            **result.metrics,
+            "lr": next(iter(rates.values())),
+            **rates,
+            "grad_norm": result.grad_norm,
+            **self.meter.read(),
+            "tokens": progress.tokens,
+            "seconds": round(progress.seconds, 3),
+            "nonfinite_steps": 0 if result.finite else 1,
+            **({} if result.activation_norm is None else {"activation_norm": result.activation_norm}),
+        }

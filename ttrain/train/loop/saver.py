@@ -22,11 +22,11 @@ from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, Ttra
 from ttrain.core.files import sync_file
 from ttrain.core.units import format_bytes
 from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
-from ttrain.train.checkpoint.host_copy import HostCopy
 from ttrain.train.checkpoint.retention import checkpoint_bytes, prune_checkpoints, with_frozen
 from ttrain.train.checkpoint.save import (
     CheckpointContent,
     Files,
+    HostCopy,
     note_progress,
     save_checkpoint,
     start_save,

@@ -24,7 +24,13 @@ from ttrain.train.checkpoint.checkpoint import (
     step_name,
 )
 from ttrain.train.checkpoint.progress import Progress
-from ttrain.train.checkpoint.retention import DRY_RUN, hold, is_dry_run, newest_complete, set_aside_after
+from ttrain.train.checkpoint.retention import (
+    DRY_RUN,
+    hold,
+    is_dry_run,
+    newest_complete,
+    set_aside_after,
+)
 from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of

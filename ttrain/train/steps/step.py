@@ -15,7 +15,9 @@ update, or with the norm alone where the step is guarded.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +28,6 @@ from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Outputs
 from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
 from ttrain.train.steps.order import in_order
-from ttrain.train.steps.seeds import ROUNDING, step_seed
 
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
 Rates = Mapping[str, float]  # learning rates by the names of their step inputs
@@ -239,3 +240,15 @@ def micro_batches(batch: Batch, rows: int, slices: int) -> list[dict[str, Array]
             f"The batch has {given} rows, expected a multiple of {rows * slices}: micro-batches of {rows}{shared}."
         )
     return [{name: array[at : at + rows] for name, array in batch.items()} for at in range(0, given, rows)]
+
+
+ROUNDING = -1  # in place of a micro-batch: what an update's rounding draws from
+
+
+def step_seed(seed: int, step: int, micro_batch: int = 0, slice_: int = 0) -> int:
+    """Seed of one micro-batch's random numbers: 63 bits, so that it is a positive int64.
+
+    The slice is that of the whole batch, whichever rank computes it.
+    """
+    packed = struct.pack("<4q", seed, step, micro_batch, slice_)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
