@@ -133,17 +133,3 @@ class CachedModel(LanguageModel, Protocol):
 
     def scores(self, rows: Value) -> Value:
         """Scores of the next token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
-
-
-class PairModel(CachedModel, Protocol):
-    """A model that may have a head that predicts two tokens at once."""
-
-    @property
-    def predicts_pairs(self) -> bool:
-        """True if it has that head."""
-
-    def pair_scores(self, rows: Value) -> tuple[Value, Value]:
-        """Scores of two tokens, from the last two rows of hidden states under the pair mask, [2, width].
-
-        Returns fp32 [2, vocabulary], and the gate's scores for emitting one of them or both, fp32 [1, 2].
-        """

@@ -130,8 +130,9 @@ class TransformerConfig:
             yield "data=regression: a language model trains on tokens. Give data=stdlib, text, tokens or documents."
 
     def head_problems(self) -> Iterator[str]:
-        """Problems of the heads."""
-        if self.width is not None and self.heads is not None and self.width % self.heads:
+        """Problems of the heads; those of a given width need not be as wide as the stream together."""
+        given = getattr(self, "head_width", None) is not None
+        if not given and self.width is not None and self.heads is not None and self.width % self.heads:
             hint = nearest_divisor(self.width, self.heads)
             yield f"model.heads={self.heads}: must divide model.width={self.width}. {hint}"
 
@@ -193,11 +194,8 @@ class DecoderConfig(TransformerConfig):
         return math.sqrt(base) / head_width
 
     def head_problems(self) -> Iterator[str]:
+        """Problems of the heads, and of the width that learning rates were tuned at."""
         yield from super().head_problems()
-        yield from self.base_problems()
-
-    def base_problems(self) -> Iterator[str]:
-        """Problems of the width that learning rates were tuned at."""
         if (self.parametrization == "mup") != (self.base_width is not None):
             yield (
                 f"model.parametrization={self.parametrization}, model.base_width={self.base_width}: mup needs the "
@@ -320,10 +318,7 @@ class LlamaConfig(DecoderConfig):
         self._fill({"kv_heads": self.heads, "head_width": width // heads if width and width % heads == 0 else None})
 
     def head_problems(self) -> Iterator[str]:
-        if self.head_width is None:
-            yield from super().head_problems()
-        else:
-            yield from self.base_problems()
+        yield from super().head_problems()
         if self.heads is not None and self.kv_heads is not None and self.heads % self.kv_heads:
             hint = nearest_divisor(self.heads, self.kv_heads)
             yield f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}. {hint}"

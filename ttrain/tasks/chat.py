@@ -79,7 +79,7 @@ class _Conversation:
 
     def _prompt(self) -> list[int]:
         """Ids of the conversation. The oldest exchanges are forgotten where no room would be left for a reply."""
-        most = self._source.context
+        most = self._source.steps.context
         room = min(self._source.config.tokens, most // 2)
         while True:
             ids = self._tokenizer.encode(self._template.prompt(self._messages))

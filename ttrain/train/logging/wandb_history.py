@@ -29,8 +29,8 @@ class WandbHistory:
         record = read_json(run / RECORD)
         self.run_id: str | None = record.get("id")
         self.project: str | None = record.get("project")
-        self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
-        self._told = dict(self._online)  # the same for the attempt that runs now
+        self.online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
+        self._told = dict(self.online)  # the same for the attempt that runs now
 
     def begin(self, run_id: str, mode: str, project: str | None) -> Iterator[Metrics]:
         """Note that an attempt of the W&B run starts; yield the earlier lines that it has to be told first."""
@@ -41,11 +41,6 @@ class WandbHistory:
         for line in read_metrics(self._run / METRICS):
             if self.is_new(line):
                 yield line
-
-    @property
-    def is_online(self) -> bool:
-        """Return whether W&B's servers have a part of the history."""
-        return bool(self._online)
 
     def set_earlier_aside(self, run_id: str | None) -> None:
         """Move the folders of earlier offline attempts, which the next attempt repeats, to wandb/superseded/."""
@@ -65,13 +60,13 @@ class WandbHistory:
     def end(self, mode: str) -> None:
         """Note what an attempt told, at its end."""
         if mode == "online":
-            self._online = dict(self._told)
+            self.online = dict(self._told)
         self._write(mode, active=False)
 
     def _write(self, mode: str, active: bool) -> None:
         elsewhere = None if self.place.parent == self._run else str(self.place.absolute())  # the run may be moved
         facts = {"id": self.run_id, "project": self.project, "place": elsewhere}
-        content = {**facts, "mode": mode, "active": active, "online": self._online}
+        content = {**facts, "mode": mode, "active": active, "online": self.online}
         replace_file(self._run / RECORD, to_json(content))
 
 

@@ -76,7 +76,7 @@ class WandbLogger:
         return mode
 
     def _offline(self, say: Callable[[str], None]) -> str:
-        append = "--append " if self._history.is_online else ""  # after a part that is online already
+        append = "--append " if self._history.online else ""  # after a part that is online already
         say(f"W&B keeps this run offline; later: wandb sync {append}{self._history.place}/offline-run-*")
         return "offline"
 

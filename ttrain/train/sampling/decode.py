@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind
-from ttrain.models.base import CachedModel, PairModel
+from ttrain.models.base import CachedModel
 from ttrain.models.cache import POSITIONS, TOKENS, VISIBLE, cache_places
 from ttrain.train.protocols import Array
 
@@ -41,7 +41,7 @@ def extend_trace(model: CachedModel, count: int, rows: int, mask: str = CAUSAL) 
                 graph.output("logits", model.scores(picked))
                 return
             keep = ops.cast(graph.input(KEEP, TensorSpec((rows, 1), DType.FP32)), picked.spec.dtype)
-            logits, gate = cast(PairModel, model).pair_scores(ops.multiply(picked, keep))
+            logits, gate = cast(Any, model).pair_scores(ops.multiply(picked, keep))
             graph.output("logits", logits)
             graph.output("gate", gate)
 

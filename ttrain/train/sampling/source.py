@@ -76,11 +76,6 @@ class TokenSource:
     _length: int = 0  # of the longest text
     _built: Mapping[str, Step] | None = None
 
-    @property
-    def context(self) -> int:
-        """Longest text that the model can read."""
-        return self.steps.context
-
     def make_room(self, tokens: int) -> None:
         """Build the steps for texts of so many tokens, or of the context where that is less, if there are none yet."""
         length = max(self._length, self.steps.length(tokens))

@@ -8,11 +8,6 @@ from collections.abc import Iterator
 from ttrain.parallel.ranks import Ranks
 
 
-def joins(ranks: Ranks, gradient_accumulation: int, guarded: bool) -> bool:
-    """Return whether `train` computes the last micro-batch and the rest: then ranks exchange gradients in backward."""
-    return ranks.count > 1 or (gradient_accumulation == 1 and ranks.single and not guarded)
-
-
 def in_order(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> Iterator[tuple[str, int, int]]:
     """Yield name, slice and micro-batch of each built step, where a slice has so many `micro_batches`.
 

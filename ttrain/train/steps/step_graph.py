@@ -27,7 +27,7 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.noise import NOISE_NORM
-from ttrain.train.steps.order import joins, repeats
+from ttrain.train.steps.order import repeats
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
 
@@ -136,7 +136,8 @@ class StepGraph:
         return self.micro_batches or self.gradient_accumulation
 
     def _repeats(self, micro_batches: int) -> Counter[str]:
-        joined = joins(self.ranks, self.gradient_accumulation, self.guarded)
+        # `train` computes the last micro-batch and the rest; several ranks exchange gradients in its backward.
+        joined = self.ranks.count > 1 or (self.gradient_accumulation == 1 and self.ranks.single and not self.guarded)
         return repeats(self.ranks, micro_batches, joined, self.guarded)
 
     def further_steps(self) -> dict[str, Trace]:
