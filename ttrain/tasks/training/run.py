@@ -67,7 +67,6 @@ class Run:
     def claim(self, device: Device) -> RunDirectory:
         """A directory for a run that is new, or branches off from another."""
         label = f"{self.model_name}_{device.name}_{self.config.engine.name}"
-        claimed: list[RunDirectory] = []
         origin = self.origin
         # What continues a run without writing into it, as a dry run does, gets a directory of its own.
         wanted = self.config.run.dir if origin.held is None else None
@@ -77,12 +76,9 @@ class Run:
             if origin.point is not None and device.computes:
                 origin.point = resuming.branch_off(origin.point, run)
 
-        def claim() -> str:
-            claimed.append(RunDirectory.claim(wanted, label, fill=fill))
-            return str(claimed[0].path)
-
-        path = self.world.once(claim)
-        return claimed[0] if claimed else RunDirectory(Path(path))
+        claimed = RunDirectory.led(self.world, lambda: RunDirectory.claim(wanted, label, fill=fill))
+        assert claimed is not None
+        return claimed
 
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""

@@ -71,7 +71,9 @@ def find_resumed(config: Config, stack: ExitStack, world: World) -> tuple[Resume
     """Return what the run goes on from, and notes about it. Raises UserError where it can't, or where ranks differ."""
     if world.ranks.count > 1:
         _agree(config, world)
-    held = _held(config.resume, config.run.dir, world, stack)
+    held = RunDirectory.led(world, lambda: resuming.hold_run(config.resume, config.run.dir))
+    if held is not None:
+        stack.enter_context(closing(held))
     point = resuming.find_resume_point(config.resume, config.run.dir)
     if point is not None and held is not None:  # this run alone removes it
         point = dataclasses.replace(point, checkpoint=dataclasses.replace(point.checkpoint, reader=None))
@@ -166,21 +168,6 @@ def check_all(
         world=world,
         earlier=part_of(newest_attempt(None if point is None else point.run), "device"),
     )
-
-
-def _held(resume: str, run: str | None, world: World, stack: ExitStack) -> RunDirectory | None:
-    """The run that is continued, held until the exit stack closes."""
-    found: list[RunDirectory] = []
-
-    def hold() -> str:
-        held = resuming.hold_run(resume, run)
-        if held is None:
-            return ""
-        found.append(stack.enter_context(closing(held)))
-        return str(held.path)
-
-    path = world.once(hold)
-    return found[0] if found else RunDirectory(Path(path)) if path else None
 
 
 def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple[dict[str, Any] | None, list[str]]:

@@ -115,7 +115,7 @@ class Checkpoint:
     def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
         """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
 
-        Names and shapes must fit (see `match`), else CheckpointError, and nothing was copied. Numbers are rounded to the
+        Names and shapes must fit (see `match`), else CheckpointError and nothing is copied. Numbers are rounded to the
         nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
         """
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]

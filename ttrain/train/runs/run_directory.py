@@ -23,6 +23,7 @@ from typing import IO, Any
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.files import lock_file, read_json, read_object, replace_file, to_json
 from ttrain.core.folders import dated_folder
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint.checkpoint import UNFINISHED
 from ttrain.train.checkpoint.retention import put_back_replaced
 from ttrain.train.logging.metrics import METRICS, read_metrics
@@ -132,6 +133,18 @@ class RunDirectory:
         lock.write(f"{os.getpid()} on {socket.gethostname()}")
         lock.flush()
         return cls(path, lock)
+
+    @classmethod
+    def led(cls, world: World, make: Callable[[], RunDirectory | None]) -> RunDirectory | None:
+        """Return what the leading rank makes; to the others it is a directory that they only read."""
+        made: list[RunDirectory | None] = []
+
+        def lead() -> str:
+            made.append(make())
+            return "" if made[0] is None else str(made[0].path)
+
+        path = world.once(lead)
+        return made[0] if made else cls(Path(path)) if path else None
 
     def _start(self, fill: Callable[[RunDirectory], None]) -> RunDirectory:
         starting = self.path / _STARTING
