@@ -14,7 +14,7 @@ from ttrain.graph.kinds import Kind, Stage
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 from ttrain.plan.plan import Plan
-from ttrain.train.steps.flops import by_stage, model_flops
+from ttrain.train.steps.session import by_stage, model_flops
 
 CLASSES = ("inputs", "activations", "gradients", "update", "workspace")  # of what lies in an arena
 LARGEST = 5  # buffers that are listed

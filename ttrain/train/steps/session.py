@@ -9,11 +9,12 @@ from typing import Any
 
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
-from ttrain.graph import Graph
+from ttrain.graph.graph import Graph, Node
+from ttrain.graph.kinds import Stage
+from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
-from ttrain.train.steps.flops import model_flops
 from ttrain.train.steps.noise import NoiseScale
 from ttrain.train.steps.resident import IndexBatches
 from ttrain.train.steps.step import Ahead, TrainStep
@@ -85,3 +86,17 @@ def flops_per_step(graph: StepGraph) -> int:
         traces[name](recorded)
         total += times * sum(model_flops(recorded).values())
     return total
+
+
+def model_flops(recorded: Graph) -> dict[str, int]:
+    """Operations that a recorded step needs, by stage: without copies that save memory and without unread values."""
+    needed = remove_dead_code(recorded).nodes
+    return by_stage((node, node.op.flops(node)) for node in needed if not node.copy)
+
+
+def by_stage(counted: Iterator[tuple[Node, int]]) -> dict[str, int]:
+    """Sums of what is counted of nodes, by stage."""
+    totals = {stage.value: 0 for stage in Stage}
+    for node, count in counted:
+        totals[node.stage.value] += count
+    return totals
