@@ -20,6 +20,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError
 from ttrain.graph import Kind
+from ttrain.models.weight_checks import Weights
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
@@ -71,7 +72,7 @@ class Pair:
     def open(self, engine: str = "static", **lora: Any) -> Session:
         config = replace(self.config, lora=replace(self.config.lora, **lora))
         model: Any = build.build_model(*config.model_parts)
-        base = model.from_original(read_file(self.folder / "base" / "model.safetensors"))
+        base = Weights.widened(model.from_original(read_file(self.folder / "base" / "model.safetensors")))
         values = {**base, **PeftAdapter.open(str(self.folder / "adapter")).values(model)}
         return Session(model, AdamW(OPTIMIZER), ROWS, engine=engine, values=values)
 
