@@ -10,19 +10,30 @@ A test is fast by where it lies; nothing is marked by hand. Left out is what is 
 from __future__ import annotations
 
 import os
+import pickle
 import shlex
+import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.hurry import hurry
 
 if TYPE_CHECKING:
     from ttrain.config.schema import Config
 
+# Folders of tests lie in memory where there is room: runs wait for the disk at every save.
+MEMORY = Path("/dev/shm")
+if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30 and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+# Most processes of tests have an empty cache folder, in which matplotlib would list the fonts of the machine again.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
 # Several test processes share the cores: threads that wait for one another cost more than they give.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,6 +87,42 @@ def cache_home(folder: Path) -> str:
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(kernels)
     return str(folder / "cache")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def in_a_hurry() -> Iterator[None]:
+    """Also, what is read to compose a config is read once."""
+    import hydra
+
+    from ttrain.config import registry
+
+    hurry()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "compose", remembered(hydra.compose))
+        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        yield
+
+
+def remembered(compose: Callable[..., Any]) -> Callable[..., Any]:
+    """Hydra's function, which composes nothing twice where only our own files are looked into."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from ttrain.config.files import packaged
+
+    ours, kept = str(packaged()), {}
+
+    def made(name: str | None = None, overrides: Sequence[str] = (), **given: Any) -> Any:
+        places = {place.path for place in GlobalHydra.instance().config_loader().get_search_path().get_path()}
+        if ours not in places or overrides[:1] != ["hydra.searchpath=[]"]:
+            return compose(name, overrides, **given)
+        key = (name, *overrides, *sorted(given.items()))
+        if key not in kept:
+            kept[key] = pickle.dumps(compose(name, overrides, **given))
+        found = pickle.loads(kept[key])
+        found.hydra.runtime.cwd = os.getcwd()
+        return found
+
+    return made
 
 
 def composed(command: str) -> Config:

@@ -1,4 +1,4 @@
-"""`python -m` as a fork of a process that has imported torch and ttrain: it starts at once.
+"""`python -m` as a fork of a process that has imported torch and ttrain: it starts at once, and is in a hurry.
 
 ttnn is not among what is imported, because it reads the environment as it is.
 """
@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.hurry import hurry
+
 ROOT = Path(__file__).parents[1]
 IMPORTED = [
     "tests.parallel.forks", "tests.parallel.ranks_worker", "tests.ttnn.runs", "ttrain.cli", "ttrain.tasks.train",
-    "ttrain.train.loop.loop", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "ttrain.train.loop.loop",
 ]  # fmt: skip
 SECONDS = 170.0
 
@@ -53,6 +55,7 @@ def _work(module: str, words: Sequence[str], cwd: Path, environment: Mapping[str
         import torch
 
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    hurry()
     os.chdir(cwd)
     sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [module, *words]

@@ -65,6 +65,7 @@ NOT_RUN: dict[str, Callable[[Config], bool]] = {
     ),
     "needs someone who writes; tests/train/sampling does it": lambda config: config.task.name == "chat",
     "measures for minutes; tests/bench does it at a small size": lambda config: config.task.name == "bench",
+    "looks for cards in a process of its own; tests/ttnn does it": lambda config: config.task.name == "doctor",
 }
 
 
@@ -200,6 +201,12 @@ def smaller(config: Config, steps: int) -> Config:
         small["data.examples"] = 64
     if config.task.name in ("sample", "eval", "export"):  # the rest is that of the run, or of the file
         small = {key: value for key, value in small.items() if key.startswith(("sample.", "device."))}
+    for key, value in (
+        ("plan.time", False),
+        ("verify.ops", ["relu", "linear"]),
+    ):  # to measure or compare all takes long
+        if key not in config.source.explicit and config.task.name == key.partition(".")[0]:
+            small[key] = value
     for key, value in small.items():
         section, _, name = key.partition(".")
         setattr(getattr(config, section), name, value)

@@ -20,11 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.hurry import hurry
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 IMPORTED = (
     "torch", "tokenizers", "safetensors.numpy", "ttrain.device.torch.device", "ttrain.engine.static",
-    "ttrain.tasks.train", "ttrain.train.loop.loop", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "ttrain.tasks.train", "ttrain.train.loop.loop",
 )  # fmt: skip
 TINY = [
     "model=mlp", "model.width=32", "data=regression", "data.examples=64", "device=cpu", "device.threads=1",
@@ -41,6 +43,7 @@ def import_all() -> None:
     """Once, before the forks."""
     for module in (*IMPORTED, "ttrain.parallel.distributed", "ttrain.tasks.training.attempt"):
         importlib.import_module(module)
+    hurry()
 
 
 def environments(count: int) -> list[dict[str, str]]:

@@ -130,10 +130,11 @@ def test_fail_fast(sweep: Sweep) -> None:
 
 def test_parallel_jobs_share_the_threads(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    Path("meet").touch()
     assert sweep("run.seed=107", "optimizer.lr=0.1,0.2,0.3,0.4", "device=cpu", "sweep.parallel=4") == 0
     entries = started()
     assert [entry["threads"] for entry in entries] == ["2"] * 4
-    assert max(entry["time"] for entry in entries) - min(entry["time"] for entry in entries) < 2  # none had ended
+    assert max(entry["time"] for entry in entries) - min(entry["time"] for entry in entries) < 20  # none had ended
     assert {entry["group"] for entry in entries} == {only_sweep().name}
 
 
@@ -155,7 +156,7 @@ def test_slurm_starts_jobs_on_nodes_of_their_own(sweep: Sweep, monkeypatch: pyte
 def test_a_card_takes_one_job_at_a_time(sweep: Sweep) -> None:
     assert sweep("run.seed=107", "optimizer.lr=0.1,0.2", "device=cuda", "sweep.parallel=4") == 0
     first, second = (entry["time"] for entry in started())
-    assert second - first >= 2
+    assert second - first >= 0.3
 
 
 def test_nothing_is_left_behind_where_no_job_can_run(sweep: Sweep) -> None:
@@ -385,11 +386,13 @@ def test_jobs_of_ttrain_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
     overrides = [
         "model=mlp", "data=regression", "device=cpu", "device.threads=1", "train.steps=4", "train.peak_tflops=1",
-        "optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant", "sweep.parallel=2",
+        "train.log_every=1", "optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant",
+        "sweep.parallel=2",
     ]  # fmt: skip
     assert main(["-m", *overrides]) == 1
     path = only_sweep()
     rows = table(path)
+    assert (path / "000_lr=0.01" / "loss.png").exists()
     assert [row["state"] for row in rows] == ["finished", "failed"] and rows[0]["step"] == "4"
     assert float(rows[0]["best_val_loss"]) == float(rows[0]["objective"])
     assert "NaN or Inf" in rows[1]["reason"] or "is nan" in rows[1]["reason"] or "is inf" in rows[1]["reason"]
