@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,6 +50,7 @@ def planned() -> Plan:
     return build_plan(prepare(steps.trace_train, device.kernels, device, True), device.kernels, device)
 
 
+@pytest.mark.slow
 def test_gpt2_activations_take_at_most_half_of_what_autograd_holds_and_packing_wastes_little() -> None:
     plan = planned()
     ours, theirs = activation_bytes(plan), held_by_autograd()

@@ -79,6 +79,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow  # all of them together
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the largest resident set as Linux tells it")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
 def test_a_step_takes_what_its_plan_says(case: dict[str, Any]) -> None:
