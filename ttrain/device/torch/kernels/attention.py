@@ -8,17 +8,16 @@ flash: aten's blockwise attention, which never forms the probabilities; causal a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from ttrain.core.attention_mask import HIDDEN, AttentionMask
+from ttrain.core.attention_mask import HIDDEN
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Attributes, GivenSpecs, Kernel, Launch, Specs, chain
+from ttrain.device.base import Attributes, GivenSpecs, Kernel, Specs
 from ttrain.device.torch.kernels import explicit
-from ttrain.device.torch.kernels.common import ROWS, TORCH_DTYPES, Call, Context, Tensor, kernel, row, scalar_like
-from ttrain.device.torch.kernels.costs import fastest
+from ttrain.device.torch.kernels.common import ROWS, Call, Context, Tensor, kernel, row, scalar_like
 from ttrain.device.torch.kernels.explicit import Block, Documents, ScoreBias, by_heads, softmax_into, specs_by_heads
 from ttrain.device.torch.kernels.layout import heads_view
 
@@ -100,8 +99,10 @@ def _softmax_grad(call: Call) -> None:
     _scale(call, call.outs[0])
 
 
-# On the CPU the explicit way wins by far below, and its probabilities take too much memory above; measured in between.
-MEASURED_FROM, MEASURED_UP_TO = 256, 4096
+# Time steps up to which the explicit way was measured to be as fast on CPUs: bf16 products run on the matrix units, and
+# beyond the probabilities take too much memory.
+EXPLICIT_UP_TO = {DType.BF16: 4096}
+OTHERS_UP_TO = 256
 
 
 def explicit_is_chosen(context: Context, given: Sequence[TensorSpec | None], attributes: Attributes) -> bool:
@@ -113,42 +114,10 @@ def explicit_is_chosen(context: Context, given: Sequence[TensorSpec | None], att
     q, _, v = specs_by_heads(given, attributes)
     if attributes.get("p", 0.0) or not attributes["mask"].is_causal or q != v:
         return True
-    bf16, (_, _, time, width) = q.dtype is DType.BF16, q.shape
-    if not context.on_cpu:
-        return not (bf16 and width % 8 == 0 and width <= 256) or time <= (context.explicit_up_to or 0)
-    if context.explicit_up_to is not None:
-        return time <= context.explicit_up_to
-    if not MEASURED_FROM < time <= MEASURED_UP_TO:
-        return time <= MEASURED_FROM
-    return _measured_way(context, q.dtype, time, width, torch.get_num_threads()) == "explicit"
-
-
-@lru_cache(maxsize=64)
-def _measured_way(context: Context, dtype: DType, time: int, width: int, threads: int) -> str:
-    """The faster way, forward and backward together, by the table of costs; two heads stand for all."""
-
-    def launches(way: str) -> Launch:
-        heads, shape = 2, (1, time, 2 * width)
-        qkv, y = TensorSpec((1, time, 6 * width), dtype), TensorSpec(shape, dtype)
-        statistic = TensorSpec((1, heads, time), DType.FP32)
-        attributes = {"heads": heads, "scale": width**-0.5, "mask": AttentionMask()}
-        forward, backward = attention_rows(context)[way]
-
-        def tensor(spec: TensorSpec) -> Tensor:
-            return torch.full(spec.shape, 0.01, dtype=TORCH_DTYPES[spec.dtype])
-
-        def bound(kernel: Kernel, ins: list[Any], given: list[Any], outs: list[TensorSpec], made: list[Any]) -> Launch:
-            work = [tensor(spec) for spec in kernel.workspace_specs(ins, outs, attributes)]
-            return kernel.bind(given, made, attributes, work)
-
-        x, out, sums, dy, dx = tensor(qkv), tensor(y), tensor(statistic), tensor(y), tensor(qkv)
-        no, rest = [None] * 2, [None] * 3
-        first = bound(forward, [qkv, *no, *rest], [x, *no, *rest], [y, statistic], [out, sums])
-        back = [y, qkv, *no, y, statistic, *rest], [dy, x, *no, out, sums, *rest]
-        return chain(first, bound(backward, *back, [qkv], [dx]))
-
-    ways = {way: partial(launches, way) for way in ("explicit", "flash")}
-    return fastest(f"attention {dtype} time={time} width={width}", ways)
+    (_, _, time, width), limit = q.shape, context.explicit_up_to
+    if not context.on_cpu and not (q.dtype is DType.BF16 and width % 8 == 0 and width <= 256):
+        return True
+    return time <= (EXPLICIT_UP_TO.get(q.dtype, OTHERS_UP_TO) if limit is None else limit)
 
 
 def _flash_forward(call: Call) -> None:
@@ -190,15 +159,10 @@ def _flash_backward(call: Call) -> None:
     call.emit(launch)
 
 
-def attention_rows(context: Context) -> dict[str, tuple[Kernel, Kernel]]:
-    """Both ways, forward and backward, by name."""
-    return {
-        "explicit": (
-            kernel(context, explicit.forward, explicit.forward_workspace),
-            kernel(context, explicit.backward, explicit.backward_workspace),
-        ),
-        "flash": (kernel(context, _flash_forward), kernel(context, _flash_backward)),
-    }
+_WAYS = (
+    (explicit.forward, explicit.forward_workspace, _flash_forward),
+    (explicit.backward, explicit.backward_workspace, _flash_backward),
+)
 
 
 def _row(backward: bool, context: Context) -> Kernel:
@@ -207,7 +171,8 @@ def _row(backward: bool, context: Context) -> Kernel:
     The last inputs are a bias, a seed and positions. Neither way knows a bias: such attention runs as its body. The
     explicit way alone knows documents and heads that share keys.
     """
-    formed, flash = (way[backward] for way in attention_rows(context).values())
+    bind, workspace, bind_flash = _WAYS[backward]
+    formed, flash = kernel(context, bind, workspace), kernel(context, bind_flash)
 
     def chosen(ins: Sequence[Any], attributes: Attributes) -> Kernel:
         """`ins` are tensors or specs. Their dtype's being bf16 is all that the choice asks of it."""

@@ -34,7 +34,7 @@ class Context:
 
     block: elements that a chain of passes works on at a time; on the CPU they stay in a core's cache.
     norm_row: elements that the norm sums in one go; sums of such sums keep its rounding error small.
-    explicit_up_to: time steps up to which attention forms its probabilities; None lets the table of costs decide.
+    explicit_up_to: time steps up to which attention forms its probabilities; None takes what measured fastest.
     query_rows: rows of probabilities that it forms at a time, each up to the block's last column; 0 takes what
         measured fastest.
     logits: of how many logits the cross-entropy of a head forms at a time.

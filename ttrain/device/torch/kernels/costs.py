@@ -10,7 +10,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,26 +29,21 @@ def _first(known: dict[str, float], new: dict[str, float]) -> dict[str, float]:
 
 
 KEPT = Section("costs", _entry, _first)
-CLEAR_WIN, TIE = 1.25, 1.03  # how many times faster than the first way another has to be
+TIE = 1.03  # how many times faster than the first way another has to be
 _HOLDING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
 _MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
 
-def fastest(key: str, ways: Mapping[str, Callable[[], Launch]], margin: float = CLEAR_WIN) -> str:
-    """The name of the way to take for `key`. The first is taken unless another wins by the margin.
+def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
+    """Return the name of the way to take for `key`. The first is taken unless another wins by more than TIE.
 
     Each value makes a launch to time; it is only called where the table has no entry yet. A way that fails costs
     infinitely much.
     """
-    return _chosen(f"{key} threads={torch.get_num_threads()}", tuple(ways.items()), margin)
-
-
-@lru_cache(maxsize=512)
-def _chosen(key: str, ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float = CLEAR_WIN) -> str:
-    costs = recalled(key, [name for name, _ in ways], lambda: _measured(ways, margin))
+    costs = recalled(f"{key} threads={torch.get_num_threads()}", list(ways), lambda: _measured(ways))
     assert costs is not None  # they are measured
-    return winner(costs, ways[0][0], margin)
+    return winner(costs, next(iter(ways)))
 
 
 def recalled(
@@ -67,19 +61,19 @@ def recalled(
     return KEPT.known().get(key, costs)  # another process may have measured meanwhile: all go by the same numbers
 
 
-def winner(costs: Mapping[str, float], first: str, margin: float) -> str:
-    """The name of the cheapest way, or of the first where that does not cost more by the margin."""
+def winner(costs: Mapping[str, float], first: str) -> str:
+    """Return the name of the cheapest way, or of the first where that does not cost more by TIE."""
     best = min(costs, key=lambda name: costs[name])
-    return best if costs[first] > margin * costs[best] else first
+    return best if costs[first] > TIE * costs[best] else first
 
 
-def _measured(ways: tuple[tuple[str, Callable[[], Launch]], ...], margin: float) -> dict[str, float]:
+def _measured(ways: Mapping[str, Callable[[], Launch]]) -> dict[str, float]:
     """Seconds of the fastest run of each way, of series that are repeated until the last one told nothing new."""
-    costs, launches = {name: float("inf") for name, _ in ways}, warmed(ways)
+    costs, launches, first = dict.fromkeys(ways, float("inf")), warmed(ways.items()), next(iter(ways))
     for _ in range(_MOST_SERIES):
         found = {**costs, **seconds(launches)}
         lower = {name: min(cost, found[name]) for name, cost in costs.items()}
-        alike = winner(found, ways[0][0], margin) == winner(lower, ways[0][0], margin)
+        alike = winner(found, first) == winner(lower, first)
         settled = alike and all(costs[name] <= _SETTLED * lower[name] for name in launches)
         costs = lower
         if settled:

@@ -14,7 +14,7 @@ import torch
 
 from ttrain.device.base import Launch, chain
 from ttrain.device.torch.kernels.common import Tensor
-from ttrain.device.torch.kernels.costs import TIE, fastest
+from ttrain.device.torch.kernels.costs import fastest
 
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
@@ -97,4 +97,4 @@ def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, 
 
     layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
     ways = {"aten": through_aten, "onednn": through_onednn}
-    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}", ways, TIE) == "onednn"
+    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}", ways) == "onednn"

@@ -55,7 +55,7 @@ def choose_backends(
     known = {request: cost for request, cost in costs.items() if cost is not None}
     if len(known) < len(costs):
         return {}
-    fastest = {request: winner(cost, OWN, TIE) for request, cost in known.items()}
+    fastest = {request: winner(cost, OWN) for request, cost in known.items()}
     if mixed_anyway:
         return fastest
     shared = [library for library in LIBRARIES if all(library in cost for cost in known.values())]
@@ -65,11 +65,11 @@ def choose_backends(
         name: sum(count * known[request][backends[request]] for request, count in counts.items())
         for name, backends in candidates.items()
     }
-    if winner(sums, OWN, TIE) == OWN:
+    if winner(sums, OWN) == OWN:
         return candidates[OWN]
     candidates = {name: each for name, each in candidates.items() if name == OWN or sums[OWN] > TIE * sums[name]}
     measured = together(candidates) if sums[OWN] + sums[FASTEST] <= LONGEST else sums
-    return {} if measured is None else candidates[winner(measured, OWN, TIE)]
+    return {} if measured is None else candidates[winner(measured, OWN)]
 
 
 class AutotunedKernels(NativeKernels):
