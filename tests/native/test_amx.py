@@ -241,7 +241,7 @@ def assembly(march: str, source: str, folder: Path) -> str | None:
     """What the compiler makes of a source for a processor; None if it does not know that one. Warnings are errors."""
     text, result = folder / "source.cpp", folder / "source.s"
     text.write_text(source, "utf-8")
-    command = [*find_compiler().command, *toolchain.FLAGS, f"-march={march}"]
+    command = [*find_compiler()[0], *toolchain.FLAGS, f"-march={march}"]
     if subprocess.run([*command, "-E", "-xc++", "/dev/null"], capture_output=True, check=False).returncode:
         return None
     strict = ["-Wall", "-Wextra", "-Werror", f"-I{HEADERS}", "-S", str(text), "-o", str(result)]

@@ -92,20 +92,12 @@ class Kernel:
         return [] if self.workspace is None else self.workspace(inputs, outputs, attributes)
 
 
-class Table(Mapping[str, Kernel]):
+class Table(dict[str, Kernel]):
     """Rows by the name of an op. `host` holds those of the host beside the device; None where there is none."""
 
     def __init__(self, rows: Mapping[str, Kernel], host: Mapping[str, Kernel] | None = None) -> None:
-        self._rows, self.host = rows, host
-
-    def __getitem__(self, name: str) -> Kernel:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        super().__init__(rows)
+        self.host = host
 
 
 Rows = TypeVar("Rows", bound=Container[str])
@@ -276,7 +268,8 @@ class Device(ABC):
 
     def layout_bytes(self, layout: Layout) -> int:
         """Bytes of device memory that a tensor of this layout takes."""
-        return spec_bytes(layout)
+        assert isinstance(layout, TensorSpec)
+        return layout.nbytes
 
     def shares(self, spec: TensorSpec, other: TensorSpec) -> bool:
         """Return whether a tensor can be seen under another shape without a copy."""
@@ -361,12 +354,6 @@ class Device(ABC):
 
     def close(self) -> None:
         """Release captures, then memory. Using the device afterwards is an error."""
-
-
-def spec_bytes(layout: Layout) -> int:
-    """Bytes of a layout that is a plain spec."""
-    assert isinstance(layout, TensorSpec)
-    return layout.nbytes
 
 
 def align(nbytes: int) -> int:

@@ -84,7 +84,7 @@ def _cpp_compiler() -> Finding:
 
     fix = "only engine=traced on the CPU needs one: install g++ or clang++, or set CXX to one"
     try:
-        command = " ".join(find_compiler().command)
+        command = " ".join(find_compiler()[0])
     except UserError:
         given = os.environ.get("CXX", "").strip()
         return Finding("C++ compiler", "missing", f"CXX={given} can't be run" if given else "none is found", fix)

@@ -24,7 +24,7 @@ from ttrain.device.torch.kernels.costs import TIE, recalled, seconds, warmed, wi
 from ttrain.device.torch.kernels.product import LIBRARIES, SMALLEST
 from ttrain.device.torch.native import products
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.request import NodeLike, Request
+from ttrain.device.torch.native.request import Node, Request
 from ttrain.device.torch.native.rows import BOTH, OWN, Backends, NativeKernels
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
@@ -97,7 +97,7 @@ class AutotunedKernels(NativeKernels):
         table = self._libraries.get(self.backends.get(request, OWN))
         return super().library(request) if table is None else table.get(request.op)
 
-    def tune(self, nodes: Sequence[NodeLike], trial: Callable[[], Launch]) -> bool:
+    def tune(self, nodes: Sequence[Node], trial: Callable[[], Launch]) -> bool:
         counts = Counter(request for node in nodes if (request := self._request(node)) is not None)
         if not counts:
             return False
@@ -115,7 +115,7 @@ class AutotunedKernels(NativeKernels):
         changed = natively != [self.native(request) is not None for request in counts]
         return changed or any(backend != OWN for backend in chosen.values())
 
-    def _request(self, node: NodeLike) -> Request | None:
+    def _request(self, node: Node) -> Request | None:
         """Return the request of a product to tune; None of others. Small ones are our own: a call costs more."""
         request = Request.of_node(node)
         rule = products.RULES.get(request.op) if self._libraries and request not in self.backends else None
@@ -123,7 +123,7 @@ class AutotunedKernels(NativeKernels):
         covered = rule is not None and rule(request, replace(self.sizing, products=BOTH)) is not None
         return request if large and covered else None
 
-    def _compile(self, backends: Backends, nodes: Sequence[NodeLike]) -> None:
+    def _compile(self, backends: Backends, nodes: Sequence[Node]) -> None:
         """Compile all by own code, once, and let it run on the threads of libraries, as where both multiply."""
         if self.backends != backends:
             self.use(backends)

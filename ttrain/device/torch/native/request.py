@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 
-
-class NodeLike(Protocol):
-    """Parts of a graph's node that a request reads."""
-
-    op: Any
-    specs: tuple[Any, Any]
-    attributes: Mapping[str, Any]
+Node = Any  # of a graph, which lies above devices
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class Request:
         return Request(op, tuple(inputs), tuple(outputs), tuple(sorted(attributes.items())))
 
     @staticmethod
-    def of_node(node: NodeLike) -> Request:
+    def of_node(node: Node) -> Request:
         return Request.make(node.op.name, *node.specs, node.attributes)
 
     def __str__(self) -> str:

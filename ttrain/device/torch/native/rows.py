@@ -21,7 +21,7 @@ from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.native import attention, products, rules, threads, updates
 from ttrain.device.torch.native.codegen import function_name, library_sources
 from ttrain.device.torch.native.native import Native, Sizing, joined
-from ttrain.device.torch.native.request import NodeLike, Request
+from ttrain.device.torch.native.request import Node, Request
 from ttrain.device.torch.native.toolchain import Toolchain
 
 _DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
@@ -63,7 +63,7 @@ class NativeKernels:
         self._loaded: list[ctypes.CDLL] = []  # what was compiled
         self.native = lru_cache(maxsize=None)(self._make)  # form of a request; None where it takes the base's way
 
-    def prepare(self, nodes: Iterable[NodeLike]) -> None:
+    def prepare(self, nodes: Iterable[Node]) -> None:
         """Compile or load the functions that these nodes need and that are not here yet: one library for all.
 
         Raises UserError where there is no compiler.
@@ -83,7 +83,7 @@ class NativeKernels:
         for library in self._loaded:
             threads.use_openmp(library, wanted)
 
-    def tune(self, nodes: Sequence[NodeLike], trial: Callable[[], Launch]) -> bool:
+    def tune(self, nodes: Sequence[Node], trial: Callable[[], Launch]) -> bool:
         """Choose backends for the products of a plan's nodes; return True if it has to be planned anew.
 
         `trial` plans and binds the step with the backends of that moment, and returns what runs it, to be timed.

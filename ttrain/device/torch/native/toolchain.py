@@ -20,7 +20,6 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,27 +50,18 @@ class CompileError(TtrainError):
     """The machine's compiler refused the generated source."""
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """The command of a C++ compiler, and the file that it runs."""
+def find_compiler() -> tuple[list[str], str]:
+    """Return (command, identity) of the compiler named by $CXX, else of g++, c++ or clang++.
 
-    command: tuple[str, ...]
-    executable: Path
-
-    @property
-    def identity(self) -> str:
-        """Changes when the compiler is exchanged; found without running it."""
-        facts = self.executable.stat()
-        return f"{' '.join(self.command)} {self.executable} {facts.st_size} {facts.st_mtime_ns}"
-
-
-def find_compiler() -> Compiler:
-    """The compiler named by $CXX, else g++, c++ or clang++. Raises UserError where there is none."""
+    The identity changes when the compiler is exchanged; it is found without running it. Raises UserError where there is
+    no compiler.
+    """
     given = os.environ.get("CXX", "").strip()
-    for command in [tuple(shlex.split(given))] if given else [(name,) for name in CANDIDATES]:
-        found = shutil.which(command[0])
-        if found:
-            return Compiler(command, Path(found).resolve())
+    for command in [shlex.split(given)] if given else [[name] for name in CANDIDATES]:
+        if found := shutil.which(command[0]):
+            executable = Path(found).resolve()
+            facts = executable.stat()
+            return command, f"{' '.join(command)} {executable} {facts.st_size} {facts.st_mtime_ns}"
     looked = f"CXX={given} can't" if given else f"none of {', '.join(CANDIDATES)} can"
     raise UserError(
         f"engine=traced compiles its kernels with the machine's C++ compiler, and {looked} be run. Install g++ or "
@@ -91,7 +81,8 @@ def _headers() -> bytes:
 
 def code_version() -> str:
     """Changes with the sources of the kernels, the compiler and its flags: how fast kernels are holds for one."""
-    facts = "\n".join([*find_compiler().command, *FLAGS, _machine_flag(), find_compiler().identity])
+    command, identity = find_compiler()
+    facts = "\n".join([*command, *FLAGS, _machine_flag(), identity])
     return _digest(facts.encode() + _headers())[:12]
 
 
@@ -108,9 +99,9 @@ class Toolchain:
 
         Raises UserError where there is no compiler or the cache can't be written, CompileError where it fails.
         """
-        compiler = find_compiler()
-        command = [*compiler.command, *FLAGS, _machine_flag()]
-        facts = "\n".join([*sources, *command, compiler.identity, _target()])
+        compiler, identity = find_compiler()
+        command = [*compiler, *FLAGS, _machine_flag()]
+        facts = "\n".join([*sources, *command, identity, _target()])
         key = _digest(facts.encode() + _headers())
         path = self._cached(key) or self._build(command, key, sources)
         try:

@@ -47,20 +47,6 @@ def _table(
     return table, np.array([*begins, len(table)], dtype=np.int64)
 
 
-def _bound(
-    function: int,
-    slots: Sequence[Tensors],
-    block: int,
-    threads: int,
-    others: Sequence[Any],
-    numbers: Sequence[int] | None = None,
-) -> Launch:
-    """A launch on (table, begins, others...)."""
-    table, begins = _table(slots, block, threads, numbers)
-    arguments = [table.ctypes.data, begins.ctypes.data, *(address(item) for item in others)]
-    return launch(function, arguments, (table, begins, list(slots), list(others)))
-
-
 def _one_dtype(specs: Sequence[TensorSpec | None]) -> DType | None:
     """The dtype that all tensors share, if it is one that kernels read."""
     found = {spec.dtype for spec in specs if spec is not None}
@@ -71,10 +57,6 @@ def _slots(items: Sequence[Any], count: int, slots: int) -> tuple[list[list[Any]
     """Items of `slots` lists of `count` tensors, and what follows them."""
     end = count * slots
     return [list(items[start : start + count]) for start in range(0, end, count)], list(items[end:])
-
-
-def _size(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.size for spec in specs)
 
 
 _SCALAR = {
@@ -123,7 +105,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     dtypes = [_one_dtype(slot) for slot in slots]
     narrow = any(dtype is DType.BF16 for position, dtype in enumerate(dtypes[:vectors]) if position != 1)
     arithmetic = _arithmetic(rule, narrow)
-    if None in dtypes or arithmetic is None or not _size(slots[0]):
+    if None in dtypes or arithmetic is None or not sum(spec.size for spec in slots[0]):
         return None
     scalars, steps, results = arithmetic
     types = [c_type(slot[0]) for slot in slots]
@@ -131,7 +113,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     if low_bits:
         types[vectors] = types[0]
         results[0] = f"quieted({results[0]})"
-    team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * _size(slots[0]))
+    team = sizing.threads_for((10 + 2 * len(steps) + 6 * len(stochastic)) * sum(spec.size for spec in slots[0]))
     numbered = bool(stochastic)
     entries = lists + numbered
     written = [0, *range(2, vectors)]
@@ -167,7 +149,9 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         given, others = _slots(ins, count, lists)
         numbers = settings.get("numbers") or flat_offsets([tensor.numel() for tensor in given[0]])[0]
-        return _bound(functions[0], given, sizing.block, team, others, numbers if numbered else None)
+        table, begins = _table(given, sizing.block, team, numbers if numbered else None)
+        arguments = [table.ctypes.data, begins.ctypes.data, *map(address, others)]
+        return launch(functions[0], arguments, (table, begins, given, others))
 
     return Native(("\n".join(body),), (), bind)
 
@@ -179,7 +163,7 @@ def _global_norm(request: Request, sizing: Sizing) -> Native | None:
     if not specs or any(spec.dtype not in kinds for spec in specs):
         return None
     blocks = [sum(-(-spec.size // sizing.block) for spec in specs if spec.dtype is kind) for kind in kinds]
-    team = sizing.threads_for(2 * _size(specs))
+    team = sizing.threads_for(2 * sum(spec.size for spec in specs))
     lines, first = [], 0
     for position, (kind, count) in enumerate(zip(kinds, blocks, strict=True)):
         name = template("square_sums", c_type(TensorSpec((), kind)), team)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt, prod
 from typing import Any
 
@@ -42,7 +43,7 @@ class Part:
     layout: TileLayout
 
 
-Update = Callable[[UpdateGroup], Launch]
+Update = Callable[[UpdateGroup], None]  # launches one update of a group
 Rounded = Callable[[int, Part], None]  # turns the fp32 numbers of a slot into numbers that bf16 has
 
 
@@ -65,7 +66,9 @@ def on_wide(c: Context, group: UpdateGroup, update: Update, rounding: Rounded | 
     """Return an update of fp32 tensors on state of which some is bf16: widened before, rounded after."""
     tt, slots = c.tt, group.slots
     wide = {number: Part(None, slot.layout) for number, slot in enumerate(slots) if slot.layout.dtype != "float32"}
-    launch = update(UpdateGroup([wide.get(number, slot) for number, slot in enumerate(slots)], group.gradients))
+    launch = partial(
+        update, UpdateGroup([wide.get(number, slot) for number, slot in enumerate(slots)], group.gradients)
+    )
 
     def run() -> None:
         for number, part in wide.items():
@@ -192,37 +195,28 @@ def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
     keep = c.derived([given.lr], lambda lr: 1 - lr * decay) if decay else None
     tt, sqrt = c.tt, [c.tt.UnaryOpType.SQRT]
 
-    def update(group: UpdateGroup) -> Launch:
-        p, m, v = group.slots
-
-        def run() -> None:
-            scaled = scaled_gradient(c, group.gradients.t, given.factor)
-            tt.lerp(m.t, scaled, 1 - beta1, output_tensor=m.t)
-            tt.square(scaled, output_tensor=scaled)
-            tt.lerp(v.t, scaled, 1 - beta2, output_tensor=v.t)
-            tt.add(v.t, small.t, input_tensor_a_activations=sqrt, output_tensor=scaled)
-            tt.div(m.t, scaled, output_tensor=scaled)
-            if keep is not None:
-                tt.multiply(p.t, keep.t, output_tensor=p.t)
-            tt.addcmul(p.t, scaled, rate.t, value=-1.0, output_tensor=p.t)
-
-        return run
+    def update(group: UpdateGroup) -> None:
+        p, m, v = (slot.t for slot in group.slots)
+        scaled = scaled_gradient(c, group.gradients.t, given.factor)
+        tt.lerp(m, scaled, 1 - beta1, output_tensor=m)
+        tt.square(scaled, output_tensor=scaled)
+        tt.lerp(v, scaled, 1 - beta2, output_tensor=v)
+        tt.add(v, small.t, input_tensor_a_activations=sqrt, output_tensor=scaled)
+        tt.div(m, scaled, output_tensor=scaled)
+        if keep is not None:
+            tt.multiply(p, keep.t, output_tensor=p)
+        tt.addcmul(p, scaled, rate.t, value=-1.0, output_tensor=p)
 
     return update
 
 
-def _adamw_fused(c: Context, group: UpdateGroup, rule: Any, given: Scalars) -> Launch:
-    """bf16 state by ttnn's kernel, which takes its rates as numbers: not for a step that is replayed."""
-    tt, (p, m, v), gradients = c.tt, group.slots, group.gradients
-    settings = [value for _, value in rule.settings]
-
-    def run() -> None:
-        g = gradients.t if given.factor is None else tt.multiply(gradients.t, given.factor.t)
-        numbers = [given.lr.value, *settings, int(given.step.value or 0), False]
-        outputs = {"param_out": p.t, "exp_avg_out": m.t, "exp_avg_sq_out": v.t}
-        tt.operations.moreh.adamw(p.t, g, m.t, v.t, *numbers, **outputs, **c.exact)
-
-    return run
+def _adamw_fused(c: Context, group: UpdateGroup, rule: Any, given: Scalars) -> None:
+    """Launch ttnn's kernel on bf16 state. It takes its rates as numbers: not for a step that is replayed."""
+    tt, (p, m, v), g = c.tt, (slot.t for slot in group.slots), group.gradients.t
+    g = g if given.factor is None else tt.multiply(g, given.factor.t)
+    numbers = [given.lr.value, *(value for _, value in rule.settings), int(given.step.value or 0), False]
+    outputs = {"param_out": p, "exp_avg_out": m, "exp_avg_sq_out": v}
+    tt.operations.moreh.adamw(p, g, m, v, *numbers, **outputs, **c.exact)
 
 
 def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
@@ -230,21 +224,16 @@ def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
     decay, momentum, nesterov = settings["weight_decay"], settings.get("momentum"), settings.get("nesterov")
     tt, lr, factor, one = c.tt, given.lr, given.factor, c.full(1, (1, 1))
 
-    def update(group: UpdateGroup) -> Launch:
-        p, *velocity = group.slots
-
-        def run() -> None:
-            g = group.gradients.t
-            if factor is not None or g.dtype != tt.float32:
-                g = scaled_gradient(c, g, factor)
-            if decay:
-                g = tt.addcmul(g, p.t, one.t, value=decay)
-            for u in velocity:
-                tt.addcmul(g, u.t, one.t, value=momentum, output_tensor=u.t)
-                g = tt.addcmul(g, u.t, one.t, value=momentum) if nesterov else u.t
-            tt.addcmul(p.t, g, lr.t, value=-1.0, output_tensor=p.t)
-
-        return run
+    def update(group: UpdateGroup) -> None:
+        (p, *velocity), g = (slot.t for slot in group.slots), group.gradients.t
+        if factor is not None or g.dtype != tt.float32:
+            g = scaled_gradient(c, g, factor)
+        if decay:
+            g = tt.addcmul(g, p, one.t, value=decay)
+        for u in velocity:
+            tt.addcmul(g, u, one.t, value=momentum, output_tensor=u)
+            g = tt.addcmul(g, u, one.t, value=momentum) if nesterov else u
+        tt.addcmul(p, g, lr.t, value=-1.0, output_tensor=p)
 
     return update
 
@@ -278,18 +267,16 @@ def stepwise(c: Context, rule: Any, given: Scalars) -> Update:
     on_card = [operands for number, (_, operands, _) in enumerate(steps, start=vectors + 2) if not alone[number]]
     scalars = {item: scalar(item) for operands in on_card for item in operands if alone[item]}
 
-    def update(group: UpdateGroup) -> Launch:
-        def run() -> None:
-            gradient = scaled_gradient(c, group.gradients.t, given.factor)
-            known = {0: group.slots[0].t, 1: gradient, **scalars}
-            known |= {number: slot.t for number, slot in enumerate(group.slots[1:], start=2)}
-            for number, step in enumerate(steps, start=vectors + 2):
-                if not alone[number]:
-                    known[number] = _launched(c, step, known)
-            for slot, result in zip(group.slots, results, strict=True):
-                c.tt.copy(known[vectors + 2 + result], slot.t)
-
-        return run
+    def update(group: UpdateGroup) -> None:
+        parameter, *others = (slot.t for slot in group.slots)
+        gradient = scaled_gradient(c, group.gradients.t, given.factor)
+        known = {**dict(enumerate((parameter, gradient, *others))), **scalars}
+        for number, (name, operands, attributes) in enumerate(steps, start=vectors + 2):
+            if not alone[number]:
+                ins = [known[item] for item in operands]
+                known[number] = ins[0] if name == "cast" else CALLS[name](c.tt, dict(attributes))(*ins)
+        for slot, result in zip((parameter, *others), results, strict=True):
+            c.tt.copy(known[vectors + 2 + result], slot)
 
     return update
 
@@ -304,12 +291,6 @@ def _number(steps: Sequence[Any], item: int, vectors: int, given: tuple[float, f
         return settings["value"]
     values = [_number(steps, operand, vectors, given) for operand in operands]
     return values[0] * settings["factor"] if name == "scale" else _ON_HOST[name](*values)
-
-
-def _launched(c: Context, step: Any, known: Mapping[int, Any]) -> Any:
-    name, operands, attributes = step
-    ins = [known[item] for item in operands]
-    return ins[0] if name == "cast" else CALLS[name](c.tt, dict(attributes))(*ins)
 
 
 @row("update", Delivery.INPLACE)
@@ -333,7 +314,7 @@ def _update(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attribute
             for piece, first in pieces(c, group):
                 launches.append(on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first)))
         elif narrow and rule.name == "adamw" and c.fused and not c.replayed:
-            launches.append(_adamw_fused(c, group, rule, given))
+            launches.append(partial(_adamw_fused, c, group, rule, given))
         else:
             launches.append(on_wide(c, group, update))
         numbered += prod(group.slots[0].layout.shape)
