@@ -10,7 +10,7 @@ import torch
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.torch.kernels import kernel_table
-from ttrain.device.torch.kernels import product as module
+from ttrain.device.torch.kernels import matmul as module
 from ttrain.device.torch.kernels.common import Context
 
 

@@ -1,4 +1,4 @@
-"""A model, an optimizer and an engine on one CPU thread, as the tests of this folder use them."""
+"""A model, an optimizer and an engine on one CPU thread, as tests use them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ class Session:
 
     def __init__(
         self, model: Any, optimizer: Any, rows: int, *, engine: str = "static", gradient_accumulation: int = 1,
-        device: Any = None, values: Mapping[str, np.ndarray] | None = None,
+        device: Any = None, values: Mapping[str, np.ndarray] | None = None, guarded: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        self.graph = StepGraph(model, optimizer, rows, gradient_accumulation)
-        self.state = State(open_cpu() if device is None else device, self.graph.state_tensors())
+        """`options` are the engine's."""
+        device = open_cpu() if device is None else device
+        if device.uniform_compute:
+            model.follow_compute()
+        self.graph = StepGraph(model, optimizer, rows, gradient_accumulation, guarded=guarded, chips=device.chips)
+        self.state = State(device, self.graph.state_tensors())
         for name, value in (initial_values(model, seed=7) if values is None else values).items():
             self.state.write(name, value)
-        self.engine = ENGINES[engine](self.state.device, self.state)
+        self.engine = ENGINES[engine](self.state.device, self.state, **options)
         self.steps = {name: self.engine.build(name, trace) for name, trace in self.graph.train_steps().items()}
 
     def run(self, trace: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import NativeKernels, Toolchain
+from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
 from ttrain.device.torch.native.toolchain import find_compiler, library_folder
 from ttrain.graph import Case, Op

@@ -19,10 +19,9 @@ from tests.native.test_numbers import Runs, assert_near_reference, large_runs, r
 from ttrain.core.processor import VARIABLE, vector_extensions
 from ttrain.core.spec import DType
 from ttrain.device.torch.native import toolchain
-from ttrain.device.torch.native.codegen import call, function_name, library_sources
+from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.products import _scratch
-from ttrain.device.torch.native.request import template
 from ttrain.device.torch.native.threads import join_pool
 from ttrain.device.torch.native.toolchain import HEADERS, Toolchain, find_compiler
 

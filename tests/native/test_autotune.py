@@ -18,9 +18,9 @@ from tests.native.test_steps import Device, losses, session
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
-from ttrain.device.torch.native import AutotunedKernels, NativeKernels, Toolchain, autotune
+from ttrain.device.torch.native import NativeKernels, Toolchain, rows
 from ttrain.device.torch.native.autotune import FASTEST, OWN, choose_backends
-from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.threads import entry_points
 from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
@@ -101,7 +101,7 @@ class Compared(Device):
         self.measures = measures
 
     def compiler(self) -> NativeKernels:
-        return AutotunedKernels(self.kernels, self.threads, self.context, self.measures, Toolchain(self.folder))
+        return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), self.context, self.measures)
 
 
 def compiler_of(engine: StaticEngine) -> NativeKernels:
@@ -114,7 +114,7 @@ def measured(tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
     """All products are compared, and a mix of own code and aten wins. What was run for it: products and steps."""
     require_compiler()
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
-    monkeypatch.setattr(autotune, "SMALLEST", 1)
+    monkeypatch.setattr(rows, "SMALLEST", 1)
     found: list[str] = []
 
     def seconds(launches: Mapping[str, Launch], *given: Any) -> dict[str, float]:
@@ -128,7 +128,7 @@ def measured(tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
             return {name: 2e-3 if name == FASTEST else 3e-3 for name in launches}
         return {name: 1e-3 if name == "aten" and len(found) % 2 else 2e-3 for name in launches}
 
-    monkeypatch.setattr(autotune, "seconds", seconds)
+    monkeypatch.setattr(rows, "seconds", seconds)
     return found
 
 
@@ -183,22 +183,23 @@ def test_products_of_a_step_that_reads_a_text_are_compared_before_there_is_one(
 def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_nothing(
     compute: DType, folder: Path, tmp_path: Path, measured: list[str], monkeypatch: MonkeyPatch
 ) -> None:
-    step, engine = session(TracedEngine, folder, compute, 0.0, Compared)
+    run = session("traced", folder, compute, 0.0, Compared)
+    engine = run.engine
     written = [name for name in engine.state.names() if not name.endswith("/gradient")]
-    plain = session(StaticEngine, folder, compute, 0.0)
+    plain = session("static", folder, compute, 0.0)
     for name in written:
-        np.testing.assert_array_equal(engine.state.read(name), plain[1].state.read(name))
+        np.testing.assert_array_equal(engine.state.read(name), plain.state.read(name))
     native = compiler_of(engine)
     assert measured[-1] == "step" and measured.count("product") == len(native.backends)
     assert set(native.backends.values()) == {OWN, "aten"} and set(product_ways(engine).values()) == {OWN, "aten"}
-    np.testing.assert_allclose(losses(step, 6), losses(plain[0], 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
+    np.testing.assert_allclose(losses(run, 6), losses(plain, 6), rtol=2e-5 if compute is DType.FP32 else 2e-2)
     fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())
 
     def planned(folder: Path, threads: int) -> Device:
         return Compared(folder, threads, measures=False)
 
-    assert compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).backends == native.backends
+    assert compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends == native.backends
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "other"))
-    assert not compiler_of(session(TracedEngine, folder, compute, 0.0, planned)[1]).backends
+    assert not compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends
     assert measured.count("step") == 1

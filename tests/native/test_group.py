@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,20 +13,19 @@ from ttrain.graph.kinds import Kind, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.passes.group import group
 from ttrain.graph.verify import verify
+from ttrain.testing.cases import by_reference
 
 SPEC = TensorSpec((4, 6))
 
 
 def interpret(graph: Graph, feeds: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Outputs and final state of a graph by the references of its ops, in fp64."""
-    known: dict[Value, Any] = {value: feeds[name] for name, value in graph.inputs.items()}
-    known.update({value: feeds[name] for name, value in graph.state.items()})
-    final = {name: feeds[name] for name in graph.state}
-    root = {value: name for name, value in graph.state.items()}
+    known = by_reference(graph, feeds)
+    root, final = (
+        {value: name for name, value in graph.state.items()},
+        {name: known[v] for name, v in graph.state.items()},
+    )
     for node in graph.nodes:
-        results = node.op.reference(*(None if v is None else known[v] for v in node.inputs), **node.attributes)
-        results = results if isinstance(results, list | tuple) else [results]
-        known.update(zip(node.outputs, results, strict=True))
         for index, source in node.op.aliases(node).items():
             value = node.inputs[source]
             if not node.op.view and value in root:
@@ -92,8 +89,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 def is_version_of_state(value: Value) -> bool:
     while value.producer is not None and value.producer.op.aliases(value.producer):
-        source = value.producer.values[0]
-        value = source
+        value = value.producer.values[0]
     return value.kind.is_state
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,8 +21,8 @@ from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native import NativeKernels
+from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.request import Request
 from ttrain.device.torch.native.rows import RULES
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
@@ -96,7 +98,7 @@ def test_products_can_be_left_to_libraries(device: NativeDevice, products: str) 
     if products == "bf16":  # as with matrix units
         native = NativeKernels(base, Sizing(threads=1, products=(DType.FP32,)))
     else:
-        native = NativeKernels(base, 1, matmul=products)
+        native = NativeKernels(base, 1, context=replace(device.context, matmul=products))
     for name in ("matmul", "linear", "head_cross_entropy"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]

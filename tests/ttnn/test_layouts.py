@@ -11,7 +11,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Layout
 from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.stack import joinable
+from ttrain.device.ttnn.tensors.device_tensor import joinable
 from ttrain.device.ttnn.tensors.store import TileLayout, default_layout, shares_memory
 from ttrain.engine.static import prepare
 from ttrain.models.gpt import GPT

@@ -186,9 +186,9 @@ class TorchDevice(Device):
         """Return the compiler of plans on the CPU; None on a GPU, where launches are recorded instead."""
         if not self.compiles:
             return None
-        from ttrain.device.torch.native import AutotunedKernels
+        from ttrain.device.torch.native import NativeKernels
 
-        return AutotunedKernels(self.kernels, self.threads, self.context, measures=True)
+        return NativeKernels(self.kernels, self.threads, context=self.context, measures=True)
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
         """Record the launches as one CUDA graph.

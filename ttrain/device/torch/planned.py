@@ -25,10 +25,10 @@ class PlannedDevice(NullDevice):
     def compiler(self) -> StepCompiler | None:
         if not self.compiles:
             return None
-        from ttrain.device.torch.native import AutotunedKernels
+        from ttrain.device.torch.native import NativeKernels
 
         # Over rows that compute, since a forecast times what is not compiled as well.
-        return AutotunedKernels(self._rows, self.threads, self._context, measures=False)
+        return NativeKernels(self._rows, self.threads, context=self._context)
 
 
 def planned(config: DeviceConfig) -> PlannedDevice:

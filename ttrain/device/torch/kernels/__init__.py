@@ -8,7 +8,7 @@ what is launched. A launch allocates nothing, except where aten has no kernel th
 - attention and its gradient where flash attention is chosen: the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
 - bf16 matrix products on a CPU for which oneDNN has them, as it has with AVX-512: scratch memory;
-- large fp32 products where oneDNN is the faster (product.py): the same;
+- large fp32 products where oneDNN is the faster (matmul.py): the same;
 - arithmetic on operands of different dtypes: aten casts one of them first.
 
 `tests/ops/test_allocations.py` holds the list exactly.
@@ -19,22 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttrain.device.base import Kernel
-from ttrain.device.torch.kernels import (
-    attention,
-    cache,
-    collective,
-    elementwise,
-    embedding,
-    layout,
-    loss,
-    matmul,
-    norm,
-    random,
-    reduce,
-    update,
-)
+from ttrain.device.torch.kernels import attention, elementwise, layout, loss, matmul, norm, random, reduce, update
 from ttrain.device.torch.kernels.common import ROWS, Context
-from ttrain.device.torch.kernels.product import LIBRARIES
+from ttrain.device.torch.kernels.matmul import LIBRARIES
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:

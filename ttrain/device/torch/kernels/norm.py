@@ -84,14 +84,14 @@ def _layer_norm_grad(call: Call) -> None:
     free, outs = list(call.work), call.outs
     scratch, totals = ([free.pop(0), free.pop(0)], [free.pop(0) for _ in outs[1:]]) if call.context.on_cpu else ([], [])
     weight = _widened(call, weight, free)
-    finish = _finishing(rows_of(outs[0]), residual)
+    wide_x = None
     if x.dtype is torch.bfloat16:
         # In bf16 aten adds dweight and dbias up in bf16, which loses most of their digits over many rows.
         wide_x, wide_dy = (rows_of(scratch) for scratch in free)
         call.emit(wide_x.copy_, x)
         call.emit(wide_dy.copy_, dy)
-        finish = _finishing_wide(rows_of(outs[0]), residual, wide_x)
         dy, x = wide_dy, wide_x
+    finish = _finishing(rows_of(outs[0]), residual, wide_x)
     biased, statistics = call.attributes["bias"], (mean.view(-1, 1), rstd.view(-1, 1))
     wanted = [True, not totals, biased and not totals]
     settings = ([x.shape[1]], *statistics, weight, weight if biased else None, wanted)
@@ -127,16 +127,16 @@ def _parameter_sums(
                 call.emit(total.add_, part)
 
 
-def _finishing(dx: Tensor, residual: Tensor | None) -> Callable[[Tensor], Any]:
-    """Takes the norm's part of dx to where it belongs, adding the residual."""
-    return dx.copy_ if residual is None else partial(torch.add, residual, out=dx)
+def _finishing(dx: Tensor, residual: Tensor | None, wide: Tensor | None) -> Callable[[Tensor], Any]:
+    """Return what takes the norm's part of dx to where it belongs, adding the residual.
 
-
-def _finishing_wide(dx: Tensor, residual: Tensor | None, scratch: Tensor) -> Callable[[Tensor], Any]:
-    """Finish a norm's part that is wider than dx: added in full, rounded once."""
+    A part that is wider than dx is added in full, with scratch that is as `wide`, and rounded once.
+    """
     if residual is None:
         return dx.copy_
-    return lambda new: dx.copy_(new.add_(scratch.copy_(residual)))
+    if wide is None:
+        return partial(torch.add, residual, out=dx)
+    return lambda new: dx.copy_(new.add_(wide.copy_(residual)))
 
 
 def _block(context: Context, x: TensorSpec) -> TensorSpec:

@@ -15,7 +15,7 @@ import torch
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Delivery
 from ttrain.device.torch.kernels.common import FLAT_GAP, Call, Tensor, constant_like, flatten, row
-from ttrain.device.torch.kernels.program import Program
+from ttrain.device.torch.kernels.elementwise import Program
 from ttrain.device.torch.kernels.random import counting, emit_key, emit_mix
 
 _CPU_BLOCK, _GPU_BLOCK = 2**16, 2**20  # elements at most: all scratch of a block stays in the cache

@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.random_bits import keep_threshold
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.native.request import STORED, c_float, c_type
+from ttrain.device.torch.native.codegen import STORED, c_float, c_type
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
 

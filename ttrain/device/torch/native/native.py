@@ -14,7 +14,7 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch, flat_launches
 from ttrain.device.torch.chunks import CHUNK_LOGITS
-from ttrain.device.torch.native.request import Request
+from ttrain.device.torch.native.codegen import STORED, Request
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -116,3 +116,21 @@ def fp32(*shape: int) -> TensorSpec:
 def int32(*shape: int) -> TensorSpec:
     """Return the spec of an int32 tensor."""
     return TensorSpec(shape, DType.INT32)
+
+
+def stored(specs: Iterable[TensorSpec | None]) -> bool:
+    """Return whether kernels can read and write all of these."""
+    return all(spec is None or spec.dtype in STORED for spec in specs)
+
+
+def up_to(number: int, step: int) -> int:
+    """Return the next multiple of a step."""
+    return -(-number // step) * step
+
+
+def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
+    """[..., C] as (rows, C)."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.chunks import chunk_rows
-from ttrain.device.torch.native.codegen import call
-from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32
-from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, template
+from ttrain.device.torch.native.codegen import Request, c_float, c_type, call, template
+from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, rows_and_width, up_to
 
 _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 _INNER, _RIGHT, _DOWN, _WAITING, _LINE = 512, 2**17, 128, 2**18, 16  # as in kernels/gemm.h
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _scratch(inner: int, dtype: DType) -> int:
     """Floats of scratch that one thread needs for a product along an inner axis."""
     steps = -(-inner // 2) if dtype is DType.BF16 else inner
     blocks = -(-steps // _INNER)
-    each = _up(-(-steps // blocks), 16)
+    each = up_to(-(-steps // blocks), 16)
     return _LINE + each * _DOWN + _RIGHT + (_WAITING if blocks > 1 else 0)
 
 

@@ -7,35 +7,48 @@ needs the functions of `prepare`, which compiles or loads one library for all no
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from ttrain.core.errors import PlanError
+import torch
+
+from ttrain.core.errors import PlanError, UserError
 from ttrain.core.processor import vector_extensions
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Delivery, Kernel, Launch
-from ttrain.device.torch.kernels.common import TORCH_DTYPES
-from ttrain.device.torch.native import attention, products, rules, threads, updates
-from ttrain.device.torch.native.codegen import function_name, library_sources
+from ttrain.device.base import Buffer, Delivery, Kernel, Launch, chain
+from ttrain.device.torch.kernels import product_libraries
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
+from ttrain.device.torch.kernels.costs import recalled, seconds, warmed
+from ttrain.device.torch.kernels.matmul import SMALLEST
+from ttrain.device.torch.native import products, rules, threads, updates
+from ttrain.device.torch.native.autotune import FASTEST, OWN, Backends, backends_of, choose_backends
+from ttrain.device.torch.native.codegen import Node, Request, function_name, library_sources
 from ttrain.device.torch.native.native import Native, Sizing, joined
-from ttrain.device.torch.native.request import Node, Request
-from ttrain.device.torch.native.toolchain import Toolchain
+from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
 _DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
-RULES = {**rules.RULES, **updates.RULES, **attention.RULES, **products.RULES}
+RULES = {**rules.RULES, **updates.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "update")
 BOTH = (DType.FP32, DType.BF16)
-OWN = "own"  # the backend of a product that compiled code makes
-Backends = dict[Request, str]  # of products: OWN or the name of a library
+_TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it
+_STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many
 
 
 class NativeKernels:
     """The StepCompiler of the CPU: functions compiled for the requests of a plan.
 
     `base` are the rows for everything that no rule covers, such as fp64. `sizing` alone may be a number of threads.
+
+    Products are tuned, one plan after another; what was chosen for one holds for those after it. They are compared with
+    those of the libraries that a device of this `context` has, unless it pins who multiplies, or is one of several
+    ranks, which would each choose for themselves. Without `measures` nothing is timed, and products are tuned as far as
+    their times are known.
     """
 
     fuses = True
@@ -45,9 +58,13 @@ class NativeKernels:
         base: Mapping[str, Kernel],
         sizing: Sizing | int,
         toolchain: Toolchain | None = None,
-        matmul: str = "auto",
+        context: Context | None = None,
+        measures: bool = False,
     ) -> None:
-        self._toolchain = Toolchain() if toolchain is None else toolchain
+        self._toolchain, self._measures = Toolchain() if toolchain is None else toolchain, measures
+        matmul = "auto" if context is None else context.matmul
+        tuned = context is not None and context.group is None and matmul == "auto"
+        self._libraries = product_libraries(context) if context is not None and tuned else {}
         if not isinstance(sizing, Sizing):
             # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
             usual = BOTH[:1] if "amx_bf16" in vector_extensions() else BOTH
@@ -88,7 +105,80 @@ class NativeKernels:
 
         `trial` plans and binds the step with the backends of that moment, and returns what runs it, to be timed.
         """
-        return False
+        counts = Counter(request for node in nodes if (request := self._request(node)) is not None)
+        if not counts:
+            return False
+        before, mixed, natively = self.backends, self.mixed, [self.native(request) is not None for request in counts]
+        anyway = any(backend != OWN for backend in before.values())
+        ready = partial(self._compile, {**before, **dict.fromkeys(counts, OWN)}, nodes)
+        alone, together = partial(self._alone, ready), partial(self._together, counts, trial)
+        try:
+            chosen = choose_backends(counts, alone, together, anyway)
+        except UserError:  # there is no compiler, as will be said where the plan is bound
+            chosen = {}
+        self.use({**before, **chosen})
+        self.mixed = mixed
+        self.share_threads(mixed)
+        changed = natively != [self.native(request) is not None for request in counts]
+        return changed or any(backend != OWN for backend in chosen.values())
+
+    def _request(self, node: Node) -> Request | None:
+        """Return the request of a product to tune; None of others. Small ones are our own: a call costs more."""
+        request = Request.of_node(node)
+        rule = products.RULES.get(request.op) if self._libraries and request not in self.backends else None
+        large = rule is not None and node.op.flops(node) >= SMALLEST
+        covered = rule is not None and rule(request, replace(self.sizing, products=BOTH)) is not None
+        return request if large and covered else None
+
+    def _compile(self, backends: Backends, nodes: Sequence[Node]) -> None:
+        """Compile all by own code, once, and let it run on the threads of libraries, as where both multiply."""
+        if self.backends != backends:
+            self.use(backends)
+            self.prepare(nodes)
+        self.share_threads(True)
+
+    def _alone(self, ready: Launch, request: Request) -> Mapping[str, float] | None:
+        def measured() -> dict[str, float]:
+            ready()
+            made = [None if spec is None else _ones(spec) for spec in request.inputs], [*map(_ones, request.outputs)]
+            launches = warmed([(name, partial(self._launch, request, name, *made)) for name in backends_of(request)])
+            return dict.fromkeys(backends_of(request), math.inf) | seconds(launches, _TURNS, _SECONDS)
+
+        return self._recalled(str(request), backends_of(request), measured)
+
+    def _launch(self, request: Request, backend: str, ins: Sequence[Buffer], outs: Sequence[Buffer]) -> Launch:
+        """Return a product by one backend, on this memory and scratch of its own; the chosen ones stay as they are."""
+        before, kernel, settings = self.backends, self.kernels[request.op], request.settings
+        self.use({**before, request: backend})
+        work = kernel.workspace_specs(request.inputs, request.outputs, settings)
+        launch = kernel.bind(ins, outs, settings, [*map(_ones, work)])
+        self.use(before)
+        return launch
+
+    def _together(
+        self, counts: Counter[Request], trial: Callable[[], Launch], candidates: Mapping[str, Backends]
+    ) -> Mapping[str, float] | None:
+        before = self.backends
+
+        def measured() -> dict[str, float]:
+            runs: dict[str, Launch] = {}
+            warming: dict[str, Launch] = {}
+            for name, backends in candidates.items():
+                self.mixed = False
+                self.use({**before, **backends})
+                runs[name] = trial()
+                warming[name] = chain(partial(self.share_threads, self.mixed), runs[name])
+            return seconds(runs, 1, _STEP_SECONDS, _STEP_TURNS, warming)
+
+        products = sorted(f"{request} {backend} {counts[request]}" for request, backend in candidates[FASTEST].items())
+        name = hashlib.sha256("\n".join(products).encode()).hexdigest()[:24]
+        return self._recalled(f"step {name}", candidates, measured)
+
+    def _recalled(
+        self, what: str, names: Collection[str], measured: Callable[[], Mapping[str, float]]
+    ) -> Mapping[str, float] | None:
+        key = f"{what} code={code_version()} threads={self.sizing.threads}"
+        return recalled(key, names, measured if self._measures else None)
 
     def use(self, backends: Backends) -> None:
         """Let tuned products run by these backends, the others by that of their dtype."""
@@ -108,7 +198,7 @@ class NativeKernels:
 
     def library(self, request: Request) -> Kernel | None:
         """The row for a request that does not run natively."""
-        return self._base.get(request.op)
+        return self._libraries.get(self.backends.get(request, OWN), self._base).get(request.op)
 
     def _load(self, bodies: Sequence[str]) -> None:
         before = self._toolchain.compilations
@@ -176,3 +266,7 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
 
 def _spec_of(tensor: Any) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), _DTYPES[tensor.dtype])
+
+
+def _ones(spec: TensorSpec) -> torch.Tensor:
+    return torch.ones(spec.shape, dtype=TORCH_DTYPES[spec.dtype])

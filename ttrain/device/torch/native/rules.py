@@ -1,21 +1,18 @@
-"""Rules of ops that one generated function runs: elementwise, norm, softmax, sums, lookups, losses, moves."""
+"""Rules of ops that one generated function runs: elementwise, norms, attention, sums, lookups, losses, moves."""
 
 from __future__ import annotations
 
 from math import prod
 
+from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.native.codegen import addresses, call
-from ttrain.device.torch.native.elementwise import EXPRESSIONS, LoopNest, Step, covers
-from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32
-from ttrain.device.torch.native.request import Request, c_float, c_type, rows_and_width, stored, template
+from ttrain.device.torch.native.codegen import Request, addresses, c_float, c_type, call, template
+from ttrain.device.torch.native.elementwise import EXPRESSIONS, NO_MASK, LoopNest, Step, covers, mask
+from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, int32, rows_and_width, stored, up_to
 
+_LEAST_SCALE = 1e-30  # hidden scores are the lowest numbers before they are scaled
+_TILE = 32  # columns of a tile with the widest vectors; narrower ones need less scratch
 _WIDEST_ROW = 2**16  # elements of a row that a kernel keeps on a thread's stack
-
-
-def _types(*specs: TensorSpec | None) -> list[str]:
-    """Element types; an absent tensor has none and is passed as a null pointer of any type."""
-    return ["float" if spec is None else c_type(spec) for spec in specs]
 
 
 def _fits(spec: TensorSpec) -> bool:
@@ -56,7 +53,7 @@ def _norm(request: Request, sizing: Sizing) -> Native | None:
     if bias and request.input(3 if branch else 2) != weight:
         return None
     tensors = [*request.inputs, *request.outputs]
-    given = addresses(_types(*tensors), len(request.inputs))
+    given = addresses(tensors, len(request.inputs))
     inputs, outputs = given[: len(request.inputs)], given[len(request.inputs) :]
     if not branch:
         inputs.insert(1, "nullptr")
@@ -78,7 +75,7 @@ def _norm_grad(request: Request, sizing: Sizing) -> Native | None:
     rows, width = rows_and_width(dy.shape)
     parts = sizing.parts_for(rows, width)
     sums = fp32(parts, 2 * width)
-    given = addresses(_types(*request.inputs, *request.outputs, sums), len(request.inputs))
+    given = addresses((*request.inputs, *request.outputs, sums), len(request.inputs))
     if not request.has(last):
         given[last] = "nullptr"
     if not centred:
@@ -97,17 +94,17 @@ def _rotary(request: Request, sizing: Sizing) -> Native | None:
     heads, (places, pairs) = request.settings["heads"], rows_and_width(cos.shape)
     sizes = (x.shape[0] * x.shape[1], heads, x.shape[2] // heads, places, pairs, sizing.threads_for(3 * x.size))
     name = template("rotary", c_type(x), -1 if request.settings["inverse"] else 1, *sizes)
-    return Native((call(name, *addresses(_types(*request.inputs, x), 3)),))
+    return Native((call(name, *addresses((*request.inputs, x), 3)),))
 
 
 def _softmax(request: Request, sizing: Sizing) -> Native | None:
     x, settings = request.input(0), request.settings
-    mask = settings["mask"]
-    if not stored((x,)) or not _fits(x) or not (mask.is_full or mask.is_causal):
+    hidden = settings["mask"]
+    if not stored((x,)) or not _fits(x) or not (hidden.is_full or hidden.is_causal):
         return None
     rows, width = rows_and_width(x.shape)
-    name = template("softmax", c_type(x), mask.is_causal, rows, width, sizing.threads_for(10 * x.size))
-    return Native((call(name, *addresses(_types(x, x), 1), c_float(settings["scale"])),))
+    name = template("softmax", c_type(x), hidden.is_causal, rows, width, sizing.threads_for(10 * x.size))
+    return Native((call(name, *addresses((x, x), 1), c_float(settings["scale"])),))
 
 
 def _softmax_grad(request: Request, sizing: Sizing) -> Native | None:
@@ -116,7 +113,7 @@ def _softmax_grad(request: Request, sizing: Sizing) -> Native | None:
         return None
     rows, width = rows_and_width(dy.shape)
     name = template("softmax_grad", c_type(dy), rows, width, sizing.threads_for(4 * dy.size))
-    return Native((call(name, *addresses(_types(dy, dy, dy), 2), c_float(request.settings["scale"])),))
+    return Native((call(name, *addresses((dy, dy, dy), 2), c_float(request.settings["scale"])),))
 
 
 def _reduce_sum(request: Request, sizing: Sizing) -> Native | None:
@@ -131,9 +128,9 @@ def _reduce_sum(request: Request, sizing: Sizing) -> Native | None:
         parts = sizing.parts_for(middle, after)
         sums = fp32(parts, after)
         name = template("sum_columns", c_type(x), c_type(y), middle, after, parts, min(count, parts))
-        return Native((call(name, *addresses(_types(x, y, sums), 1)),), (sums,))
+        return Native((call(name, *addresses((x, y, sums), 1)),), (sums,))
     name = template("sum_middle", c_type(x), c_type(y), before, middle, after, min(count, before))
-    return Native((call(name, *addresses(_types(x, y), 1)),))
+    return Native((call(name, *addresses((x, y), 1)),))
 
 
 def _cross_entropy(request: Request, sizing: Sizing) -> Native | None:
@@ -155,7 +152,7 @@ def _cross_entropy_grad(request: Request, sizing: Sizing) -> Native | None:
         return None
     rows, width = logits.shape
     name = template("cross_entropy_grad", c_type(logits), rows, width, sizing.threads_for(10 * logits.size))
-    return Native((call(name, *addresses(_types(*request.inputs, logits), 4)),))
+    return Native((call(name, *addresses((*request.inputs, logits), 4)),))
 
 
 def _squared_error(request: Request, sizing: Sizing) -> Native | None:
@@ -165,7 +162,7 @@ def _squared_error(request: Request, sizing: Sizing) -> Native | None:
     partial = fp32(-(-prediction.size // 4096))
     count = sizing.threads_for(3 * prediction.size)
     name = template("squared_error", c_type(prediction), c_type(target), prediction.size, count)
-    return Native((call(name, *addresses(_types(*request.inputs, request.outputs[0], partial), 3)),), (partial,))
+    return Native((call(name, *addresses((*request.inputs, request.outputs[0], partial), 3)),), (partial,))
 
 
 def _embedding_grad(request: Request, sizing: Sizing) -> Native | None:
@@ -179,7 +176,7 @@ def _embedding_grad(request: Request, sizing: Sizing) -> Native | None:
     count = sizing.threads_for(cost, width * dy.dtype.itemsize // 64)
     name = template("embedding_grad", c_type(dy), base, ids.size, vocabulary, width, count)
     starts, order = int32(vocabulary + 1), int32(ids.size)
-    given = addresses([*_types(*request.inputs, request.outputs[0]), "i32", "i32"], len(request.inputs))
+    given = addresses([*request.inputs, request.outputs[0], starts, order], len(request.inputs))
     if base:
         given = [*given[1:3], given[0], *given[3:]]
     else:
@@ -193,7 +190,7 @@ def _transpose(request: Request, sizing: Sizing) -> Native | None:
         return None
     before, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
     name = template("transpose", c_type(x), before, rows, columns, sizing.threads_for(3 * x.size))
-    return Native((call(name, *addresses(_types(x, x), 1)),))
+    return Native((call(name, *addresses((x, x), 1)),))
 
 
 def _split_heads(request: Request, sizing: Sizing) -> Native | None:
@@ -220,6 +217,62 @@ def heads_body(part: TensorSpec, count: int, split: bool, packed: str, parts: st
     return call(name, f"({kind}*){packed}", f"({kind}* const*)({parts})")
 
 
+def _attention_scratch(qkv: TensorSpec, heads: int, backward: bool, threads: int) -> TensorSpec:
+    """Return the scratch memory that HeadSizes in kernels/attention.h asks for."""
+    _, time, packed = qkv.shape
+    block = up_to(time, 8) if time < 32 else 32
+    longest, width = max(up_to(time, _TILE), up_to(time, block)), up_to(packed // (3 * heads), _TILE)
+    matrix, scores = longest * width, block * longest
+    return fp32(threads, 9 * matrix + 2 * scores if backward else 4 * matrix + scores + block * width)
+
+
+def _attention(request: Request, sizing: Sizing) -> Native | None:
+    """Forward on (q, k?, v?, no bias, seed?, positions?), backward on (dy, q, k?, v?, y, log_sum_exp, and those).
+
+    Keys as wide as values; no bias by distance, a window under the causal mask alone, and no key that lies further
+    ahead than in a pair.
+    """
+    backward, settings = request.op == "attention_grad", request.settings
+    q, heads, rules = request.input(int(backward)), settings["heads"], settings["mask"]
+    packed, first = not request.has(1 + backward), len(request.inputs)
+    features = q.shape[2] // (3 if packed else 1)
+    kv_heads = settings.get("kv_heads", heads)
+    alike = packed or request.input(2 + backward).shape[2] * heads == features * kv_heads
+    ordinary = settings["scale"] > _LEAST_SCALE
+    if not stored((q, *request.outputs)) or q.size == 0 or not alike or not ordinary:
+        return None
+    windowed = rules.window is not None and rules.name != CAUSAL
+    if rules.name == FULL or windowed or rules.position_bias == "distance":
+        return None
+    kind, p = c_type(q), settings.get("p", 0.0)
+    given = _three(f"in<{kind}>(a, {{}})", int(backward), packed, features)
+    if backward:
+        targets = _three(f"out<{kind}>(a, {{}})", first, packed, features)
+        tensors = [f"in<{kind}>(a, 0)", *given, f"in<{kind}>(a, 4)", "in<float>(a, 5)", *targets]
+    else:
+        tensors = [*given, f"out<{kind}>(a, {first})", f"out<float>(a, {first + 1})"]
+    batch, time, width = *q.shape[:2], features // heads
+    threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * kv_heads)
+    scratch = _attention_scratch(q.with_shape(batch, time, 3 * features), heads, backward, threads)
+    made = mask(f"*in<i64>(a, {first - 2})", p, settings.get("stream", 0)) if p else NO_MASK
+    slopes = alibi_slopes(heads).tolist() if rules.biased else []
+    table = f"static const float slopes[] = {{{', '.join(map(c_float, slopes))}}};\n" if slopes else ""
+    near, work = "slopes" if slopes else "(const float*)nullptr", f"out<float>(a, {first + len(request.outputs)})"
+    documents = request.has(first - 1)
+    places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
+    rows = (q.shape[2], q.shape[2] if packed else kv_heads * width)
+    shape = (batch, heads, kv_heads, time, width, *rows, threads)
+    name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
+    return Native((table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work),), (scratch,))
+
+
+def _three(pointer: str, first: int, packed: bool, features: int) -> list[str]:
+    """Pointers to queries, keys and values, which lie side by side where packed."""
+    if packed:
+        return [pointer.format(first) + f" + {part * features}" * bool(part) for part in range(3)]
+    return [pointer.format(first + part) for part in range(3)]
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(EXPRESSIONS, _elementwise),
     "fused": _fused,
@@ -237,4 +290,6 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "split_heads": _split_heads,
     "merge_heads": _merge_heads,
+    "attention": _attention,
+    "attention_grad": _attention,
 }

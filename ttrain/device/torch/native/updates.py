@@ -12,10 +12,9 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch
-from ttrain.device.torch.native.codegen import call
+from ttrain.device.torch.native.codegen import Request, c_bool, c_double, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
-from ttrain.device.torch.native.request import Request, c_bool, c_double, c_float, c_type, template
 
 Tensors = Sequence[Any]
 EACH = 4  # chunks of a thread, as in kernels/parallel.h

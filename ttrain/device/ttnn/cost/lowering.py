@@ -16,8 +16,7 @@ from ttrain.device.base import Delivery
 from ttrain.device.ttnn.cost.wormhole import Product, Program, Scatter, Stream
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
-from ttrain.device.ttnn.tensors.stack import stacked
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver, stacked
 from ttrain.device.ttnn.tensors.store import ROWS, TILES, Store, TileLayout, default_layout, shares_memory
 
 Node = Any  # of a graph, which lies above devices

@@ -11,7 +11,7 @@ from ttrain.core.attention_mask import HIDDEN, AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, is_bf16, row, wide
-from ttrain.device.ttnn.kernels.embedding import one_hot
+from ttrain.device.ttnn.kernels.layout import one_hot
 from ttrain.device.ttnn.kernels.loss import log_sum, softmax_parts
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.store import TILE, TileLayout, dtype_name

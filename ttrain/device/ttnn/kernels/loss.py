@@ -15,7 +15,7 @@ from ttrain.core.attention_mask import HIDDEN
 from ttrain.core.spec import DType
 from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row, rows_shape, wide
-from ttrain.device.ttnn.kernels.embedding import one_hot
+from ttrain.device.ttnn.kernels.layout import one_hot
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, Tensors
 from ttrain.device.ttnn.tensors.store import TILE, TileLayout, dtype_name
 

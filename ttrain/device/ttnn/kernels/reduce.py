@@ -7,8 +7,7 @@ from typing import Any
 
 from ttrain.device.base import Delivery, Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, column_sum, row
-from ttrain.device.ttnn.tensors.device_tensor import Tensors
-from ttrain.device.ttnn.tensors.stack import wholes
+from ttrain.device.ttnn.tensors.device_tensor import Tensors, wholes
 from ttrain.device.ttnn.tensors.store import device_shape
 
 CONCAT_LIMIT = 48  # tensors that ttnn.concat takes in one launch

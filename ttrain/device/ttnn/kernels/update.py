@@ -1,4 +1,4 @@
-"""The update stage. State is joined into stacks, so that one launch serves all parameters of a group (see stack.py).
+"""The update stage. State is joined into stacks, so that one launch serves all parameters of a group.
 
 State in bf16 is widened to fp32 a piece at a time, so that what is saved by keeping it in bf16 is not asked for again
 during the update. Random bits of rounding come from core/random_bits.py; an element's number is its place in the
@@ -20,8 +20,7 @@ import numpy as np
 from ttrain.device.base import Delivery, Launch, chain
 from ttrain.device.ttnn.kernels.common import Attributes, Context, row
 from ttrain.device.ttnn.kernels.elementwise import CALLS, key_of, mix_into
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
-from ttrain.device.ttnn.tensors.stack import Stack, stacked
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Stack, Tensors, stacked
 from ttrain.device.ttnn.tensors.store import TILE, TileLayout
 
 Joined = Any  # a stack, a tensor by itself or a part of a stack: all have `t` and `layout`

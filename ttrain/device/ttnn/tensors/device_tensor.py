@@ -1,4 +1,11 @@
-"""Buffers of the device: tensors that exist once somebody needs them, views, stacks and step inputs."""
+"""Buffers of the device: tensors that exist once somebody needs them, views, step inputs, and stacks.
+
+State tensors lie side by side in a stack of tiles, so that an optimizer needs a few launches for all of them. A
+buffer in DRAM is a row of tiles, dealt out to the banks in turn. A run of tiles that starts at the first bank can be
+seen as a tensor of its own without a copy (`ttnn.narrow`), so every member has a view that kernels read and write,
+and an elementwise launch over the whole buffer updates all members at once. Members are padded with zeros, and only
+tensors that fill their tiles take part, or vectors, which lie in the first row of theirs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.ttnn.tensors.store import Store, TileLayout, default_layout, device_shape
+from ttrain.device.ttnn.tensors.store import TILE, Store, TileLayout, default_layout, device_shape
 
 
 class DeviceTensor:
@@ -26,7 +33,7 @@ class DeviceTensor:
         self.pending: np.ndarray | None = None
         self.value: float | None = None  # of a scalar that was uploaded
         self.watchers: list[Derived] = []
-        self.stack: object | None = None  # the Stack whose view the tensor is, where it is one
+        self.stack: Stack | None = None  # whose view the tensor is, where it is one
         self._views: list[View] = []
 
     @property
@@ -186,3 +193,66 @@ class Derived(DeviceTensor):
         if all(value is not None for value in values):
             self.upload(self._function(*values))
             self.ready = True
+
+
+def joinable(shape: tuple[int, ...]) -> bool:
+    """True if a tensor of this shape may be a member of a stack."""
+    if len(shape) == 1:
+        return shape[0] % TILE == 0
+    return len(shape) == 2 and shape[0] % TILE == 0 and shape[1] % TILE == 0
+
+
+class Stack:
+    """One buffer that holds the values of several tensors, which become views of it."""
+
+    def __init__(self, store: Store, members: Tensors) -> None:
+        self.store, self.members = store, list(members)
+        unwritten = [member.tensor is None and member.pending is None for member in members]
+        values = [None if zeros else member.download() for member, zeros in zip(members, unwritten, strict=True)]
+        starts, end = [], 0
+        for member in members:
+            starts.append(end)
+            tiles = member.layout.tiles
+            end += -(-tiles // store.banks) * store.banks
+        self.layout = TileLayout((end * TILE, TILE), members[0].layout.dtype)
+        for member in members:
+            member.release()
+            member.stack = self
+        self.t = store.empty(self.layout)  # views do not keep their buffer alive, so nobody may let it go
+        for member, start, array in zip(members, starts, values, strict=True):
+            member.tensor = self._view(member.layout, start)
+            if array is not None and np.any(array):
+                store.write(member.tensor, member.layout, array)
+
+    def _view(self, layout: TileLayout, start: int) -> Any:
+        tt, padded = self.store.tt, layout.padded
+        run = tt.experimental.view(tt.narrow(self.t, 0, start * TILE, layout.tiles * TILE), padded)
+        return run if padded == layout.shape else tt.reshape(run, layout.shape, padded)
+
+
+def stacked(store: Store, tensors: Tensors) -> list[Stack | DeviceTensor]:
+    """Matrices as one stack and vectors as another, made at the first call; then those that can't be joined."""
+    groups: dict[int, list[DeviceTensor]] = {2: [], 1: [], 0: []}
+    for tensor in tensors:
+        groups[tensor.spec.rank if joinable(tensor.spec.shape) else 0].append(tensor)
+    found: list[Stack | DeviceTensor] = []
+    for rank in (2, 1):
+        members = groups[rank]
+        if len(members) < 2:
+            found += members
+            continue
+        stack = members[0].stack
+        found.append(stack if stack is not None and stack.members == members else Stack(store, members))
+    return found + groups[0]
+
+
+def wholes(tensors: Tensors) -> list[Stack | DeviceTensor]:
+    """Tensors as the stacks that they make up; those whose stack has other members too stay single."""
+    given = set(map(id, tensors))
+    found: dict[int, Stack | DeviceTensor] = {}
+    for tensor in tensors:
+        stack = tensor.stack
+        joined = stack is not None and all(id(member) in given for member in stack.members)
+        whole = stack if stack is not None and joined else tensor
+        found[id(whole)] = whole
+    return list(found.values())
