@@ -204,20 +204,7 @@ def test_bf16_products_use_the_matrix_units(capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.cuda
 @needs_gpu
 class TestCapture:
-    """A captured list of launches is replayed on the buffers as they then are."""
-
-    def test_replays_read_new_inputs(self) -> None:
-        device = TorchDevice("cuda", threads=1)
-        x, y = (device.allocate(TensorSpec((4,))) for _ in range(2))
-        launch = device.kernels["scale"].bind([x], [y], {"factor": 2.0}, [])
-        launch()
-        replay = device.capture([launch], "step double")
-        for value in (1.0, 5.0):
-            device.upload(x, np.full(4, value, np.float32))
-            replay()
-            assert device.download(y).tolist() == [2 * value] * 4
-        assert (device.counters.captures, device.counters.replays) == (1, 2)
-        device.close()
+    """A list of launches is recorded without running; tests/engine/test_footguns.py replays whole steps."""
 
     def test_recording_runs_nothing(self) -> None:
         device = TorchDevice("cuda", threads=1)

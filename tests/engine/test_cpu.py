@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.session import token_batch
+from tests.models.session import Session, token_batch
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device
@@ -22,10 +22,8 @@ from ttrain.graph import Graph, Kind, Value
 from ttrain.graph.passes import fuse
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.steps.step_graph import StepGraph
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +38,14 @@ def device() -> Iterator[Device]:
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
-def trained(
-    device: Device, model: GPT, kind: Any, gradient_accumulation: int = 1, **options: Any
-) -> dict[str, np.ndarray]:
+def trained(device: Device, model: GPT, engine: str, accumulation: int = 1, **options: Any) -> dict[str, np.ndarray]:
     """State after three optimizer steps."""
-    graph = StepGraph(model, AdamW(AdamWConfig()), 2, gradient_accumulation)
-    state = State(device, graph.state_tensors())
-    for name, value in initial_values(model, 1).items():
-        state.write(name, value)
-    engine = kind(device, state, **options)
-    steps = {name: engine.build(name, trace) for name, trace in graph.train_steps().items()}
-    order = ["train"] if gradient_accumulation == 1 else ["accumulate_first", "accumulate_next", "update"]
-    for index in range(1, 4):
-        for part, name in enumerate(order):
-            given: dict[str, Any] = {**token_batch(29, 2, 16, 9 * index + part), "loss_weight": 0.02}
-            given |= {"lr": 1e-3 * index, "step": index, "seed": 5 * index + part}
-            steps[name]({key: given[key] for key in steps[name].inputs})
-    return {name: state.read(name) for name in state.names()}
+    run = Session(
+        model, AdamW(AdamWConfig()), 2, engine=engine, gradient_accumulation=accumulation, device=device, **options
+    )
+    for step in range(1, 4):
+        run.train(token_batch(29, 2 * accumulation, 16, step), step, {"lr": 1e-3 * step}, 5 * step)
+    return {name: run.state.read(name) for name in run.state.names()}
 
 
 @pytest.mark.parametrize(
@@ -72,9 +61,9 @@ def test_engines_and_rematerialization_agree_to_the_bit(
     device: Device, compute: DType, recompute: str, activation: str, accumulation: int
 ) -> None:
     model = GPT(GPTConfig(dropout=0.1, recompute=recompute, activation=activation, **SIZES), compute)
-    dynamic = trained(device, model, DynamicEngine, accumulation)
+    dynamic = trained(device, model, "dynamic", accumulation)
     for rematerialize in (False, True):
-        static = trained(device, model, StaticEngine, accumulation, rematerialize=rematerialize)
+        static = trained(device, model, "static", accumulation, rematerialize=rematerialize)
         assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
 
 
@@ -84,7 +73,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
     found = []
     for threads in (2, 1):
         with closing(cpu(DeviceConfig(name="cpu", threads=threads, matmul="onednn"))) as opened:
-            found.append(trained(opened, GPT(GPTConfig(dropout=0.1, **SIZES), DType.FP32), StaticEngine))
+            found.append(trained(opened, GPT(GPTConfig(dropout=0.1, **SIZES), DType.FP32), "static"))
     assert not [name for name, value in found[0].items() if value.tobytes() != found[1][name].tobytes()]
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.reference_device import ReferenceDevice
+from tests.models.session import Session
+from tests.ttnn.runs import batch
 from ttrain.core.spec import DType
-from ttrain.engine.dynamic import DynamicEngine
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Op
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.steps.step_graph import StepGraph
 
 COMPOSITE = tuple(item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")
@@ -37,49 +34,21 @@ def mlp() -> MLP:
     return MLP(MLPConfig(layers=3, width=6, activation="relu"))
 
 
-class Run:
-    """A few optimizer steps; keeps every loss and the state at the end."""
+class Run(Session):
+    """Two optimizer steps; keeps the state at the end, and how much memory the state takes."""
 
     def __init__(
-        self,
-        engine: str,
-        model: Any,
-        optimizer: Any,
-        gradient_accumulation: int,
-        without: Sequence[str],
-        fresh: Sequence[str],
+        self, engine: str, model: Any, optimizer: Any, accumulation: int, without: Sequence[str], fresh: Sequence[str]
     ) -> None:
-        graph = StepGraph(model, optimizer, 2, gradient_accumulation)
-        self.device = ReferenceDevice(without, fresh)
-        self.state = State(self.device, graph.state_tensors())
-        for name, value in initial_values(model, seed=3).items():
-            self.state.write(name, value)
         settings = {} if engine == "dynamic" else {"rematerialize": engine == "rematerializing"}
-        kind: Any = DynamicEngine if engine == "dynamic" else StaticEngine
-        self.engine = kind(self.device, self.state, **settings)
-        steps = {name: self.engine.build(name, trace) for name, trace in graph.train_steps().items()}
-        self.held = self.device.live_bytes  # the state alone
-        self.losses = [self._step(steps, model, gradient_accumulation, index) for index in (1, 2)]
+        kind, self.device = "dynamic" if engine == "dynamic" else "static", ReferenceDevice(without, fresh)
+        super().__init__(
+            model, optimizer, 2, engine=kind, gradient_accumulation=accumulation, device=self.device, **settings
+        )
+        self.held = self.device.live_bytes
+        for step in (1, 2):
+            self.train(batch(model, 2 * accumulation, step), step, {"lr": 0.01 * step}, 7 * step)
         self.final = {name: self.state.read(name) for name in self.state.names()}
-
-    def _step(
-        self, steps: Mapping[str, Any], model: Any, gradient_accumulation: int, index: int
-    ) -> list[dict[str, float]]:
-        results = []
-        for part, name in enumerate(
-            steps if gradient_accumulation == 1 else ("accumulate_first", "accumulate_next", "update")
-        ):
-            step = steps[name]
-            generator = np.random.default_rng(10 * index + part)
-            given: dict[str, Any] = {"lr": 0.01 * index, "step": index, "seed": 7 * index + part, "loss_weight": 0.1}
-            for field, spec in model.batch_specs(2).items():
-                given[field] = (
-                    generator.standard_normal(spec.shape).astype(np.float32)
-                    if spec.dtype.is_floating
-                    else generator.integers(0, 5, spec.shape)
-                )
-            results.append(step({key: given[key] for key in step.inputs}))
-        return results
 
 
 CASES: list[tuple[str, Any, Any, int]] = [

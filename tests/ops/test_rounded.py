@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.ops.test_update import PLACED, SCALAR, SHAPES, spaced
-from ttrain.core.spec import DType, TensorSpec
+from tests.ops.test_update import PLACED, SHAPES, Update, spaced
+from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
@@ -26,36 +25,13 @@ def updated(
     device: TorchDevice, name: str, place: Any, dtypes: list[DType], stochastic: bool, steps: int = 2
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """(what is written after some updates, the same before the last), on the same numbers every time."""
-    rule = RULES[name]
-    lists = 2 + len(rule.slots)
-    slots = [place(device, SHAPES, dtype) for dtype in dtypes[:lists]]
-    generator = torch.Generator().manual_seed(0)
-    for tensor in slots[0]:
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    scalars = ("lr", "step", "factor")
-    numbers = [device.allocate(SCALAR) for _ in scalars]
-    seed = device.allocate(TensorSpec((), DType.INT64)) if stochastic else None
-    written = tuple(range(lists - 1)) if stochastic else ()
-    attributes = {"count": len(SHAPES), "rule": rule, "stochastic": written, "stream": 16}
-    given = [tensor for slot in slots for tensor in slot]
-    specs = [TensorSpec(tuple(t.shape), dtype) for dtype in dtypes[:lists] for t in slots[0]]
-    kernel = device.kernels["update"]
-    inputs = [*specs, *[SCALAR] * len(numbers), None if seed is None else TensorSpec((), DType.INT64)]
-    work = [device.allocate(spec) for spec in kernel.workspace_specs(inputs, [], attributes)]
-    outs = [tensor for position, slot in enumerate(slots) if position != 1 for tensor in slot]
-    launch = kernel.bind([*given, *numbers, seed], outs, attributes, work)
-    before: list[torch.Tensor] = []
+    update = Update(device, RULES[name], place, dtypes, True, stochastic)
+    launch, before = update.bind(), list[torch.Tensor]()
     for step in range(1, steps + 1):
-        for gradient in slots[1]:
-            gradient.copy_(torch.randn(gradient.shape, generator=generator))
-        values = {"lr": 0.01, "step": step, "factor": 0.5}
-        for key, number in zip(scalars, numbers, strict=True):
-            device.upload(number, np.asarray(values[key], np.float32))
-        if seed is not None:
-            device.upload(seed, np.asarray(2**50 + step, np.int64))
-        before = [tensor.cpu().clone() for tensor in outs]
+        update.feed(step, 0.01, 0.5)
+        before = [tensor.cpu().clone() for tensor in update.written]
         launch()
-    return [tensor.cpu() for tensor in outs], before
+    return [tensor.cpu() for tensor in update.written], before
 
 
 MIXES = {

@@ -12,7 +12,7 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import flatten, runs
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, flatten, runs
 from ttrain.ops.update import Rule
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
@@ -22,6 +22,8 @@ from ttrain.optim.sgd import SGD
 SHAPES = [(4, 8), (257,), (3, 5, 7), (), (64,)]  # gaps after most of them
 SCALAR = TensorSpec((), DType.FP32)
 ADAMW = AdamW(AdamWConfig()).rule(EXAMPLE, True)
+DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
+FP32 = [DType.FP32] * 4
 
 
 def spaced(device: TorchDevice, shapes: Sequence[tuple[int, ...]], dtype: DType, unit: int = 64) -> list[torch.Tensor]:
@@ -40,32 +42,29 @@ PLACED = {"side by side": spaced, "apart": apart}
 
 
 class Update:
-    """One optimizer kernel on tensors filled with the same numbers every time."""
+    """One optimizer kernel on tensors filled with the same numbers every time; `dtypes` of the lists, in order."""
 
-    def __init__(self, device: TorchDevice, rule: Rule, place: Any, gradients: DType, clipped: bool) -> None:
-        self.device, self.rule, self.place = device, rule, place
-        self.gradient_dtype, self.clipped = gradients, clipped
-        dtypes = [DType.FP32, gradients, *[DType.FP32] * len(rule.slots)]
-        self.slots = [place(device, SHAPES, dtype) for dtype in dtypes]
+    def __init__(
+        self, device: TorchDevice, rule: Rule, place: Any, dtypes: Sequence[DType], clipped: bool, rounds: bool = False
+    ) -> None:
+        self.device, self.rule, self.clipped = device, rule, clipped
+        self.slots = [place(device, SHAPES, dtype) for dtype in dtypes[: 2 + len(rule.slots)]]
+        self.written = [tensor for index, slot in enumerate(self.slots) if index != 1 for tensor in slot]
         self.scalars = {key: device.allocate(SCALAR) for key in ("lr", "step", "factor")}
+        self.seed = device.allocate(TensorSpec((), DType.INT64)) if rounds else None
         generator = torch.Generator().manual_seed(0)
         for parameter in self.slots[0]:
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
     def bind(self) -> Any:
-        given = [*(tensor for slot in self.slots for tensor in slot)]
-        numbers: list[Any] = [self.scalars["lr"], self.scalars["step"]]
-        numbers.append(self.scalars["factor"] if self.clipped else None)
-        specs = [TensorSpec(tuple(t.shape), self._dtype(t)) for t in given]
-        specs += [None if number is None else SCALAR for number in (*numbers, None)]  # type: ignore[list-item]
+        numbers = [self.scalars["lr"], self.scalars["step"], self.scalars["factor"] if self.clipped else None]
+        given = [*(tensor for slot in self.slots for tensor in slot), *numbers, self.seed]
+        specs = [None if x is None else TensorSpec(tuple(x.shape), DTYPES[x.dtype]) for x in given]
         kernel = self.device.kernels["update"]
-        attributes = {"count": len(SHAPES), "rule": self.rule}
+        stochastic = () if self.seed is None else tuple(range(len(self.slots) - 1))
+        attributes = {"count": len(SHAPES), "rule": self.rule, "stochastic": stochastic, "stream": 16}
         work = [self.device.allocate(spec) for spec in kernel.workspace_specs(specs, [], attributes)]
-        outs = [t for index, slot in enumerate(self.slots) if index != 1 for t in slot]
-        return kernel.bind([*given, *numbers, None], outs, attributes, work)
-
-    def _dtype(self, tensor: torch.Tensor) -> DType:
-        return DType.BF16 if tensor.dtype is torch.bfloat16 else DType.FP32
+        return kernel.bind(given, self.written, attributes, work)
 
     def feed(self, step: int, lr: float, factor: float) -> list[torch.Tensor]:
         """New gradients and scalars; returns what the optimizer should see, in fp32 on the host."""
@@ -76,6 +75,8 @@ class Update:
             seen.append(gradient.float().cpu() * (factor if self.clipped else 1.0))
         for key, value in (("lr", lr), ("step", step), ("factor", factor)):
             self.device.upload(self.scalars[key], np.asarray(value, np.float32))
+        if self.seed is not None:
+            self.device.upload(self.seed, np.asarray(2**50 + step, np.int64))
         return seen
 
 
@@ -119,13 +120,13 @@ def test_an_update_follows_torch(
     device: TorchDevice, place: Any, gradients: DType, clipped: bool, optimizer: str
 ) -> None:
     rule, make = OPTIMIZERS[optimizer]
-    update = Update(device, rule, place, gradients, clipped)
+    update = Update(device, rule, place, [DType.FP32, gradients, DType.FP32, DType.FP32], clipped)
     leaves = [torch.nn.Parameter(p.detach().cpu().clone()) for p in update.slots[0]]
     follow(update, update.bind(), make(leaves), leaves)
 
 
 def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
-    update = Update(device, ADAMW, spaced, DType.FP32, clipped=True)
+    update = Update(device, ADAMW, spaced, FP32, clipped=True)
     launch = update.bind()
     update.feed(1, 0.1, 0.5)
     before = [gradient.clone() for gradient in update.slots[1]]
@@ -135,17 +136,17 @@ def test_gradients_are_left_as_they_were(device: TorchDevice) -> None:
 
 def test_tensors_side_by_side_are_updated_in_one_call() -> None:
     device = TorchDevice("cpu", threads=1)
-    together = Update(device, ADAMW, spaced, DType.FP32, clipped=False)
+    together = Update(device, ADAMW, spaced, FP32, clipped=False)
     launch = together.bind()
     assert not isinstance(launch, Chain)
     assert len(launch.args[0]) == 1 and launch.args[0][0].numel() > sum(t.numel() for t in together.slots[0])
-    scattered = Update(device, ADAMW, apart, DType.FP32, clipped=False)
+    scattered = Update(device, ADAMW, apart, FP32, clipped=False)
     assert len(scattered.bind().args[0]) == len(SHAPES)
 
 
 def test_gaps_stay_zero() -> None:
     device = TorchDevice("cpu", threads=1)
-    update = Update(device, ADAMW, spaced, DType.FP32, clipped=True)
+    update = Update(device, ADAMW, spaced, FP32, clipped=True)
     launch = update.bind()
     for step in (1, 2):
         update.feed(step, 0.1, 0.5)

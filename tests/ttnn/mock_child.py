@@ -5,6 +5,7 @@ A process opens one board: python -m tests.ttnn.mock_child '{"board": "n150", "c
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from tests.models.centred import Centred
-from tests.ttnn.runs import ENGINES, adamw, batch, gpt, llama, mlp, sgd
+from tests.models.session import Session
+from tests.ttnn.runs import ENGINES, adamw, batch, gpt, llama, mlp, run, sgd
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
@@ -59,12 +61,9 @@ def model_of(case: dict[str, Any]) -> Any:
 def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     """Costs of a step once programs are built."""
     model, rows = model_of(case), case.get("rows", 4)
-    model.follow_compute()
     optimizer = sgd(clip_norm=None) if case["model"] == "mlp" else adamw()
-    graph = StepGraph(model, optimizer, rows, chips=device.chips)
-    state = State(device, graph.state_tensors())
-    engine = ENGINES[case.get("engine", "static")](device, state)
-    step = engine.build("train", graph.trace_train)
+    opened = Session(model, optimizer, rows, engine=case.get("engine", "static"), device=device, values={})
+    engine, step = opened.engine, opened.steps["train"]
     given, counts = preparation(model)(batch(model, rows * device.chips, 1))
     facts = []
     for number in range(1, case.get("steps", STEPS) + 1):
@@ -110,6 +109,14 @@ def read(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
     return {"ops": ops[-1] - ops[-2], "captures": engine.counters.captures}
 
 
+def declared(device: TenstorrentDevice, name: str) -> dict[str, Any]:
+    """Take steps with the model and the optimizer that a test module declares."""
+    module = importlib.import_module(name)
+    module.declare()
+    losses = run(module.model(), module.optimizer(), device, rows=2, steps=3).losses
+    return {"computes": device.computes, "zero": not np.any(losses), "steps": len(losses)}
+
+
 def columns(device: TenstorrentDevice, launches: list[Any]) -> list[list[int]]:
     """First and last column of cores that programs of the launches run on, each pair once; ends the step's life."""
     found = set()
@@ -135,6 +142,8 @@ def main(text: str) -> None:
     try:
         if "product" in order:
             print(json.dumps({"columns": columns(device, [product(device, order["product"])])}), flush=True)
+        for name in order.get("modules", []):
+            print(json.dumps(declared(device, name)), flush=True)
         for case in order.get("cases", []):
             part: Any = device.replicas()[case.get("part", 0)]
             print(json.dumps((read if "reads" in case else measure)(part, case)), flush=True)

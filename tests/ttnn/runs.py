@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.session import ENGINES as ENGINES
+from tests.models.session import Session, open_cpu
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
-from ttrain.device.settings import DeviceConfig
-from ttrain.engine.dynamic import DynamicEngine
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
-from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Kind
 from ttrain.models.base import loss_weights, preparation
 from ttrain.models.gpt import GPT
@@ -25,9 +22,8 @@ from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.steps.step_graph import StepGraph
 
-ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
+cpu = open_cpu
 
 
 def golden(fused: bool = True, **settings: Any) -> Device:
@@ -36,12 +32,6 @@ def golden(fused: bool = True, **settings: Any) -> Device:
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
     return open_golden(TenstorrentConfig(fused_kernels=fused, **settings))
-
-
-def cpu() -> Device:
-    from ttrain.device.torch.device import cpu as open_cpu
-
-    return open_cpu(DeviceConfig(name="cpu", threads=1))
 
 
 def mlp(compute: DType = DType.FP32, **sizes: Any) -> MLP:
@@ -115,26 +105,19 @@ def turns(
     prefetch: bool = False,
 ) -> Turns:
     """Yields while the device computes. `weights` seeds them; with `prefetch` the next inputs are written meanwhile."""
-    if device.uniform_compute:
-        model.follow_compute()
-    graph = StepGraph(model, optimizer, rows)
-    state = State(device, graph.state_tensors())
-    for path, value in initial_values(model, weights).items():
-        state.write(path, value)
-    runner = ENGINES[engine](device, state)
-    built = {name: runner.build(name, trace) for name, trace in graph.train_steps().items()}
+    made = Session(model, optimizer, rows, engine=engine, device=device, values=initial_values(model, weights))
+    state, train = made.state, made.steps["train"]
     losses, norms = [], []
     for step in range(1, steps + 1):
-        read = built["train"].start(step_inputs(model, built["train"], rows, step))
+        read = train.start(step_inputs(model, train, rows, step))
         if prefetch and step < steps:
-            built["train"].prefetch(step_inputs(model, built["train"], rows, step + 1))
+            train.prefetch(step_inputs(model, train, rows, step + 1))
         yield
         result = read()
         losses.append(result["loss"])
         norms.append(result["grad_norm"])
-    gradients = {p.path: state.read(f"{p.path}/gradient") for p in graph.parameters}
     kept = {name: state.read(name) for name in state.names(Kind.PARAMETER, Kind.OPTIMIZER)}
-    return Outcome(losses, norms, gradients, kept, device, runner, built)
+    return Outcome(losses, norms, made.gradients(), kept, device, made.engine, made.steps)
 
 
 def step_inputs(model: Any, built: Any, rows: int, step: int) -> dict[str, Any]:

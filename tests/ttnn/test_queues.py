@@ -9,13 +9,11 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
+from tests.models.session import Session
 from tests.ttnn.doubles.golden import GoldenMesh, GoldenRuntime, GoldenTensor
-from tests.ttnn.runs import ENGINES, adamw, golden, gpt, run, same, step_inputs
+from tests.ttnn.runs import adamw, golden, gpt, run, same, step_inputs
 from ttrain.device.ttnn.device import TenstorrentDevice
 from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.engine.state import State
-from ttrain.nn.initialize import initial_values
-from ttrain.train.steps.step_graph import StepGraph
 
 
 class QueueRuntime(GoldenRuntime):
@@ -108,9 +106,4 @@ def test_inputs_that_turn_out_otherwise_are_written_again() -> None:
 
 def built_step(device: TenstorrentDevice) -> tuple[Any, Any]:
     model = small()
-    model.follow_compute()
-    graph = StepGraph(model, adamw(), 2)
-    state = State(device, graph.state_tensors())
-    for path, value in initial_values(model, 7).items():
-        state.write(path, value)
-    return ENGINES["static"](device, state).build("train", graph.trace_train), model
+    return Session(model, adamw(), 2, device=device).steps["train"], model

@@ -11,15 +11,13 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.ttnn.runs import ENGINES, Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, same, sgd
+from tests.models.session import Session
+from tests.ttnn.runs import Outcome, adamw, batch, cosine, cpu, golden, gpt, llama, mlp, run, same, sgd
 from ttrain.core.spec import DType
-from ttrain.engine.state import State
 from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.nn.lora import attach
 from ttrain.nn.settings import LoraConfig
-from ttrain.train.steps.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -177,15 +175,9 @@ def test_masks_move_with_the_seed() -> None:
 
 def built(device: Any, engine: str, model: Any, **how: Any) -> tuple[Any, dict[str, Any]]:
     """A step graph on a device, and all of its steps."""
-    if device.uniform_compute:
-        model.follow_compute()
-    graph = StepGraph(model, adamw(), rows=2, **how)
-    state = State(device, graph.state_tensors())
-    for path, value in initial_values(model, 7).items():
-        state.write(path, value)
-    runner = ENGINES[engine](device, state)
-    traces = {**graph.train_steps(), "evaluate": graph.trace_evaluate, "logits": graph.trace_logits}
-    return model, {name: runner.build(name, trace) for name, trace in traces.items()}
+    run = Session(model, adamw(), 2, engine=engine, device=device, **how)
+    others = {"evaluate": run.graph.trace_evaluate, "logits": run.graph.trace_logits}
+    return model, run.steps | {name: run.engine.build(name, trace) for name, trace in others.items()}
 
 
 HOSTED: list[list[str]] = [[], ["embedding", "head"]]

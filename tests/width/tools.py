@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -111,12 +110,7 @@ def check(outcome: Outcome, expected: tuple[list[float], dict[str, np.ndarray]],
 def on_mock(folder: Path, *modules: str) -> list[dict[str, Any]]:
     """What a process says that took the step of each module on a mocked board, whose validators take every op."""
     pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    done = forked.run("tests.width.mock_child", *modules, TTRAIN_CACHE=str(folder), OMP_NUM_THREADS="1")
+    order = json.dumps({"board": "n150", "modules": modules})
+    done = forked.run("tests.ttnn.mock_child", order, TTRAIN_CACHE=str(folder), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()[-len(modules) :]]
-
-
-def names_of(module: ModuleType) -> tuple[Any, Any]:
-    """Model and optimizer of a module."""
-    module.declare()
-    return module.model(), module.optimizer()

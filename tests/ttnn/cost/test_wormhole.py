@@ -35,18 +35,12 @@ def test_padding_is_paid_for() -> None:
     assert chip.program(Product(33, 33, 33)) == chip.program(Product(64, 64, 64))
 
 
-def test_a_replay_leaves_the_host_out() -> None:
-    programs = [stream((32, 32))] * 50
-    replay = Wormhole(Setting(issuer="replay")).step(programs)
-    native = Wormhole(Setting(issuer="native")).step(programs)
+def test_a_replay_leaves_the_host_out_which_long_programs_hide() -> None:
+    chips = [Wormhole(Setting(issuer=issuer)) for issuer in ("replay", "native")]
+    replay, native = (chip.step([stream((32, 32))] * 50) for chip in chips)
     assert replay.host == 0 and native.bottleneck == "host"
     assert native.total == pytest.approx(native.host, rel=0.05) and replay.total < native.total / 4
-
-
-def test_long_programs_hide_the_host() -> None:
-    programs = [Product(4096, 4096, 4096)] * 5
-    replay = Wormhole(Setting(issuer="replay")).step(programs)
-    native = Wormhole(Setting(issuer="native")).step(programs)
+    replay, native = (chip.step([Product(4096, 4096, 4096)] * 5) for chip in chips)
     assert native.bottleneck == replay.bottleneck == "compute"
     assert native.total == pytest.approx(replay.total, rel=0.01)
 
