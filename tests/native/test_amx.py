@@ -220,11 +220,7 @@ def test_vectors_multiply_where_tiles_are_refused_or_wrong(folder: Path, monkeyp
     form, results = Form(False, True, bias=True), []
     problem = Problem.draw(45, 50, 70, form.dtype)
     # The check multiplies a square over two blocks. The last are real instructions, which most processors do not have.
-    cases = [
-        ((*EMULATION, "-DAMX_REFUSED"), 0),
-        ((*EMULATION, "-DAMX_WRONG"), 8),
-        (("-mamx-tile", "-mamx-bf16"), None),
-    ]
+    cases = [((*EMULATION, "-DAMX_REFUSED"), 0), ((*EMULATION, "-DAMX_WRONG"), 8), (("-mamx-tile", "-mamx-bf16"), None)]
     for flags, tried in cases:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, *flags))

@@ -16,16 +16,7 @@ from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.plan.lifetime import overwritable
-from ttrain.testing.cases import (
-    TORCH,
-    Arrays,
-    cases_of,
-    draw,
-    input_names,
-    input_specs,
-    record,
-    rounded,
-)  # fmt: skip
+from ttrain.testing.cases import TORCH, Arrays, cases_of, draw, input_names, input_specs, record, rounded
 from ttrain.testing.compare import Tolerance, ulp_errors
 from ttrain.testing.tolerances import tolerance
 

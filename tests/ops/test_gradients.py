@@ -7,12 +7,7 @@ from ttrain.autodiff import backward
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.graph import Case, Op
-from ttrain.testing.cases import (
-    leaves_of,
-    output_choices,
-    reference_gradients,
-    weighted_loss,
-)
+from ttrain.testing.cases import leaves_of, output_choices, reference_gradients, weighted_loss
 from ttrain.testing.tolerances import GRADIENT
 
 

@@ -23,10 +23,7 @@ class DeviceConfig:
         minimum=1,
         maximum=1024,
     )
-    yield_cores: bool = option(
-        True,
-        "cpu: move threads to free cores when other programs take some",
-    )
+    yield_cores: bool = option(True, "cpu: move threads to free cores when other programs take some")
     index: int = option(0, "cuda: which GPU", minimum=0)
     matmul: str = option(
         "auto",

@@ -17,16 +17,7 @@ from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import (
-    ALIGNMENT,
-    NOTHING_AROUND,
-    Device,
-    Group,
-    Kernel,
-    Launch,
-    StepCompiler,
-    flat_launches,
-)
+from ttrain.device.base import ALIGNMENT, NOTHING_AROUND, Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.kernels import kernel_table
