@@ -84,7 +84,7 @@ def _layer_norm_grad(call: Call) -> None:
     free, outs = list(call.work), call.outs
     scratch, totals = ([free.pop(0), free.pop(0)], [free.pop(0) for _ in outs[1:]]) if call.context.on_cpu else ([], [])
     weight = _widened(call, weight, free)
-    wide_x = None
+    wide_x: Tensor | None = None
     if x.dtype is torch.bfloat16:
         # In bf16 aten adds dweight and dbias up in bf16, which loses most of their digits over many rows.
         wide_x, wide_dy = (rows_of(scratch) for scratch in free)

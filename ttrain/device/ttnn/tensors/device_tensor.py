@@ -253,6 +253,6 @@ def wholes(tensors: Tensors) -> list[Stack | DeviceTensor]:
     for tensor in tensors:
         stack = tensor.stack
         joined = stack is not None and all(id(member) in given for member in stack.members)
-        whole = stack if stack is not None and joined else tensor
+        whole: Stack | DeviceTensor = stack if stack is not None and joined else tensor
         found[id(whole)] = whole
     return list(found.values())
