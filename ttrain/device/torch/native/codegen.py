@@ -85,7 +85,8 @@ class Request:
 
     @staticmethod
     def of_node(node: Node) -> Request:
-        return Request.make(node.op.name, *node.specs, node.attributes)
+        inputs, outputs = node.specs
+        return Request.make(node.op.name, inputs, outputs, node.attributes)
 
     def __str__(self) -> str:
         inputs = ", ".join("-" if spec is None else str(spec) for spec in self.inputs)
