@@ -26,7 +26,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "ttrain/ops": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 33158
+PYTHON_LINES = 33171
 TEMPLATE_LINES = 1_840  # the C++ that kernels are generated from
 OPTIONS = 380  # fields that a config declares with `option`
 CORE = ("graph", "ops", "autodiff", "plan", "engine")

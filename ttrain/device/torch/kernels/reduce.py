@@ -87,12 +87,21 @@ def _block_norms_workspace(call: Call) -> list[TensorSpec]:
 
 @row("block_norms", _block_norms_workspace)
 def _block_norms(call: Call) -> None:
-    (y,), scratch = call.outs, call.work[0] if call.work else call.outs[0]
+    (y,), block = call.outs, call.attributes["block"]
     call.emit(y.zero_)
     for tensor, place in zip(call.ins, call.attributes["places"], strict=True):
-        for piece in _pieces([tensor], scratch.numel(), call.attributes["block"]):
-            _norms_of_rows(call, piece, y[place : place + len(piece)], scratch)
-            place += len(piece)
+        x = tensor.view(-1)
+        at_once = x.numel() if x.dtype is y.dtype else max(call.work[0].numel() // block, 1) * block
+        for part in x.split(max(at_once, 1)):
+            if part.dtype is not y.dtype:
+                wide = call.work[0][: part.numel()]
+                call.emit(wide.copy_, part)
+                part = wide
+            whole = part.numel() // block
+            for matrix in (part[: whole * block].view(-1, block), part[whole * block :].view(1, -1)):
+                if matrix.numel():
+                    call.emit(torch.linalg.vector_norm, matrix, 2, 1, out=y[place : place + len(matrix)])
+                    place += len(matrix)
 
 
 @row("all_reduce")
