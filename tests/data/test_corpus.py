@@ -47,6 +47,15 @@ def test_the_standard_library_is_the_default() -> None:
     assert not any(part in ("test", "tests", "site-packages") for parts in inside for part in parts)
 
 
+def test_a_library_that_can_not_be_listed_is_the_users_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def walk(root: Path, onerror: Any) -> None:
+        onerror(PermissionError(13, "Permission denied", str(root)))
+
+    monkeypatch.setattr(os, "walk", walk)
+    with pytest.raises(DataError, match="data.path=null: cannot read .*: Permission denied"):
+        Corpus(TextConfig())
+
+
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_files(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "a/b.md", "c.txt", ".hidden.txt", ".git/config"):
         write(tmp_path / name, name)

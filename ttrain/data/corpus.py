@@ -275,7 +275,10 @@ def _standard_library() -> Listing:
     The few others hold tables of characters, which would more than double a character vocabulary.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = _walk(root, lambda name: name in _UNREAD_FOLDERS or name.startswith(_GENERATED))
+    try:
+        found = _walk(root, lambda name: name in _UNREAD_FOLDERS or name.startswith(_GENERATED))
+    except OSError as error:
+        raise unreadable("data.path=null", root, error) from error
     readable = [path for path in found if path.name.endswith(".py") and os.access(path, os.R_OK)]
     files = [path for path in readable if path.read_bytes().isascii()]
     if not files:

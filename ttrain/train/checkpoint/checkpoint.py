@@ -186,7 +186,8 @@ def read_manifest(path: Path) -> Checkpoint:
     manifest = parsed_object(file, data)
     if manifest.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}."
+            f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}. "
+            "Give it to the version that wrote it, or train again."
         )
     try:
         listed = manifest["files"].items()
