@@ -27,6 +27,7 @@ from ttrain.device.torch.native.rows import RULES
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
 
+pytestmark = pytest.mark.timeout(600)  # one library holds every case: minutes to compile on a busy machine
 WITHOUT_ARITHMETIC = {"reshape", "copy_reshape", "all_reduce", "all_reduce_state"}
 EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
 OVER_RANKS = {*EXCHANGES, "block_norms"}  # torch's kernels run these

@@ -31,6 +31,7 @@ from ttrain.train.checkpoint.tensor_files import lazy_tensors
 
 REPO = Path(__file__).parents[2]
 STEPS = 150
+pytestmark = pytest.mark.timeout(600)  # runs of several processes that are killed time and again
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests import forked
 
+pytestmark = pytest.mark.timeout(600)  # one child builds every model on a mocked board
 BF16 = {"precision": "bf16"}
 N150: dict[str, dict[str, Any]] = {
     "mlp": {"model": "mlp"},
