@@ -91,7 +91,7 @@ def cache_home(folder: Path) -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def in_a_hurry() -> Iterator[None]:
-    """Also, what is read to compose a config is read once."""
+    """Runs of tests are in a hurry, and a config is composed once for the same arguments."""
     import hydra
 
     from ttrain.config import registry

@@ -58,7 +58,7 @@ def test_links_stay_inside_the_site() -> None:
     assert not outside, "a page of the site can't link to files above docs/; name them as code instead"
 
 
-@pytest.mark.skipif(not all(map(find_spec, ("zensical", "mkdocstrings"))), reason="needs pip install -e '.[docs]'")
+@pytest.mark.skipif(not all(map(find_spec, ("zensical", "mkdocstrings"))), reason="zensical or mkdocstrings is missing")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     config = (REPO / "mkdocs.yml").read_text("utf-8")
     assert "docs_dir: docs\nsite_dir: site\n" in config

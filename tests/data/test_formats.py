@@ -260,7 +260,6 @@ def test_a_library_that_is_missing_names_the_extra(library: str, form: str, monk
     assert f"{source} needs the package {library}: pip install 'ttrain[data]'." in refused(source)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc/self/status")
 def test_memory_does_not_grow_with_the_file() -> None:
     """A child process that reads 45 MiB in many row groups, and as much in one, takes little more than for 1 MiB."""
     script = (

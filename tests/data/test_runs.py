@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -321,21 +322,32 @@ def test_whole_documents_are_read_once_a_pass_over_phases_and_resumes(seen: list
     assert all({*each} == {*passes[0]} for each in passes[:-1]) and passes[0] != passes[1]
 
 
+def once(patch: pytest.MonkeyPatch, number: int, fault: Callable[[Callable[[], StepResult]], StepResult]) -> None:
+    """A step is computed by a fault, which is given the computation, the first time that it comes."""
+    start, due = TrainStep.__call__, [number]
+
+    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
+        compute = partial(start, self, batch, rates, step, *given)
+        if step not in due:
+            return compute()
+        due.remove(step)
+        return fault(compute)
+
+    patch.setattr(TrainStep, "__call__", sometimes)
+
+
 def test_a_rollback_reads_again_what_followed_the_checkpoint(
     seen: list[dict[str, np.ndarray]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides, opened = SOURCES["text-epoch"]
     attempt(16, 2, *overrides)
-    start, bad = TrainStep.__call__, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
-        result = start(self, batch, rates, step, *given)
-        if step in bad:
-            bad.remove(step)
-            result.loss = float("nan")
+    def bad(compute: Callable[[], StepResult]) -> StepResult:
+        result = compute()
+        result.loss = float("nan")
         return result
 
-    monkeypatch.setattr(TrainStep, "__call__", sometimes)
+    once(monkeypatch, 5, bad)
     attempt(4, 6, "guard.nonfinite=rollback", "train.save_every=1")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:44], stream[40:48]]))
@@ -347,16 +359,12 @@ def test_a_batch_in_smaller_parts_after_running_out_of_memory_is_the_same_batch(
     """The second attempt's first try fails at its third step, for which no checkpoint was saved yet."""
     overrides, opened = SOURCES["text-epoch"]
     attempt(16, 2, *overrides)
-    start, short = TrainStep.__call__, [5]
 
-    def sometimes(self: TrainStep, batch: Any, rates: Any, step: int, *given: Any) -> StepResult:
-        if step in short:
-            short.remove(step)
-            raise MemoryError("no memory")
-        return start(self, batch, rates, step, *given)
+    def short(compute: Callable[[], StepResult]) -> StepResult:
+        raise MemoryError("no memory")
 
     assert is_out_of_memory(MemoryError())
-    monkeypatch.setattr(TrainStep, "__call__", sometimes)
+    once(monkeypatch, 5, short)
     attempt(4, 6, "recover.oom=shrink", "train.save_every=3")
     stream = joined([opened().batch("train", 1337, 0, 48)])
     assert np.array_equal(joined(seen), np.concatenate([stream[:40], stream[36:48]]))

@@ -18,10 +18,10 @@ from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.device import cpu
 from ttrain.device.torch.native.threads import entry_points
 
-CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+CORES = os.sched_getaffinity(0)
 pytestmark = [
-    pytest.mark.skipif(len(CORES) < 2, reason="no second core to bind threads to, or no system that binds them"),
-    pytest.mark.skipif(not entry_points(), reason="this torch has no OpenMP runtime whose threads could be moved"),
+    pytest.mark.skipif(len(CORES) < 2, reason="no second core to bind threads to"),
+    pytest.mark.skipif(not entry_points(), reason="no OpenMP runtime in this torch whose threads could be moved"),
 ]
 
 

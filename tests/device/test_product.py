@@ -19,7 +19,7 @@ from ttrain.device.torch.kernels.common import Context
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no oneDNN")
+        pytest.skip("no oneDNN in this torch")
     monkeypatch.setattr(module, "uses_onednn", lambda *_: True)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1)  # the least height: 256 rows
     generator = torch.Generator().manual_seed(rows)

@@ -17,7 +17,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import device as module
 from ttrain.device.torch.device import TorchDevice
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
 KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -177,15 +177,15 @@ assert not torch.cuda.is_initialized()
 
 def test_bf16_products_use_the_matrix_units(capfd: pytest.CaptureFixture[str]) -> None:
     """oneDNN says which implementation it chose; a machine without bf16 instructions has nothing to show."""
-    if {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"} & os.environ.keys():
-        pytest.skip("oneDNN is held to older instructions")
+    if held := {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"} & os.environ.keys():
+        pytest.skip(f"no bf16 instructions that oneDNN may use: {', '.join(held)} is set")
     device = TorchDevice("cpu", threads=1)
     features = set(device.describe()["cpu_features"])
     units = [
         unit for feature, unit in (("amx_bf16", "amx"), ("avx512_bf16", "avx512_core_bf16")) if feature in features
     ]
     if not units:
-        pytest.skip("this CPU has neither amx_bf16 nor avx512_bf16")
+        pytest.skip("no bf16 instructions on this CPU: neither amx_bf16 nor avx512_bf16")
     spec = TensorSpec((64, 64), DType.BF16)
     a, b, c = (device.allocate(spec) for _ in range(3))
     launches = [
