@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,8 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
         calls.append(step)
         if calls.count(2) == 1 and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # until the main thread has noted it
+                time.sleep(0.001)
         return original(self, batch, rates, step)
 
     two = [*COMMON, *TWO, "replicas.seed=[4,5]"]
