@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.hurry import QUICKLY
 from tests.ops.harness import all_cases, cases_of, record
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.native import NativeKernels, Toolchain
+from ttrain.device.torch.native import NativeKernels, Toolchain, toolchain
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.rows import RULES
@@ -69,6 +70,11 @@ def folder() -> Path:
     """Libraries are kept from one run of the tests to the next: their keys hold all that the code depends on."""
     require_compiler()
     return library_folder()
+
+
+@pytest.fixture
+def compiled_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "FLAGS", toolchain.FLAGS[: -len(QUICKLY)])
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,7 @@ def losses(run: Session, count: int) -> list[float]:
     return [run.train(token_batch(VOCABULARY, ROWS, TIME, n), n, {"lr": 1e-2}, 1000 + n)["loss"] for n in steps]
 
 
+@pytest.mark.usefixtures("compiled_as_for_users")
 @pytest.mark.parametrize(("compute", "dropout"), [(DType.FP32, 0.2), (DType.BF16, 0.1)])
 def test_a_gpt_trains_as_with_the_static_engine(folder: Path, compute: DType, dropout: float) -> None:
     require_compiler()

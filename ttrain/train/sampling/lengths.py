@@ -41,18 +41,17 @@ class StepsByLength:
     def graph(self, length: int) -> StepGraph:
         """Return what records steps over rows of a length, one of those that `length` gives."""
         graph = self.session.graph
-        if length == self.context:
-            return graph
-        return dataclasses.replace(graph, model=self._resized(length))
+        return graph if length == self.context else dataclasses.replace(graph, model=self._resized(length))
 
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
         """Return the steps of `traces` for rows of a length, built and placed; `name` tells them from others."""
         if self._key != (name, length):
             state, engine, recorded = self.session.state, self.session.engine, traces(self.graph(length))
-            self._steps, self._key = {}, None
+            before, self._steps, self._key = self._key, {}, None
             engine.close()
             state.drop(state.names(Kind.CACHE))
-            gc.collect()  # the memory of steps and caches before, as graph and values refer to each other
+            if before is not None:
+                gc.collect()  # the memory of steps and caches before, as graph and values refer to each other
             state.add(cache_tensors(list(recorded.values())))
             self._steps = {each: engine.build(each, trace) for each, trace in recorded.items()}
             for step in self._steps.values():
