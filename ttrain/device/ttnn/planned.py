@@ -12,6 +12,7 @@ import numpy as np
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Attributes, Device, GivenSpecs, Kernel, Launch, Layout, Specs, Table
 from ttrain.device.null.device import NullDevice
+from ttrain.device.settings import DeviceConfig
 from ttrain.device.ttnn.cost.lowering import ShapeStore
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
@@ -53,12 +54,9 @@ def host_device(config: TenstorrentConfig, computes: bool) -> Device:
         from ttrain.device.torch.device import TorchDevice
 
         return TorchDevice("cpu", threads=config.threads)
-    import torch
+    from ttrain.device.torch.planned import planned as planned_host
 
-    from ttrain.device.torch import kernels
-    from ttrain.device.torch.kernels.common import Context as HostContext
-
-    return NullDevice(rows=kernels.kernel_table(HostContext.of(torch.device("cpu"), config.threads or 1)))
+    return planned_host(DeviceConfig(name="cpu", threads=config.threads))
 
 
 def both_tables(card: Mapping[str, Kernel], host: Device, store: Store) -> Table:

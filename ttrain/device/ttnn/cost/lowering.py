@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Delivery
 from ttrain.device.ttnn.cost.wormhole import Product, Program, Scatter, Stream
 from ttrain.device.ttnn.kernels import kernel_table
@@ -112,10 +112,6 @@ class ShapeRuntime:
     def permute(self, x: TileLayout, order: Sequence[int]) -> Any:
         return self._ran(Scatter, [x], replace(x, shape=tuple(x.shape[axis] for axis in order)))
 
-    def transpose(self, x: TileLayout, *_: int) -> Any:
-        """The last two axes."""
-        return self._ran(Scatter, [x], replace(x, shape=(*x.shape[:-2], x.shape[-1], x.shape[-2])))
-
     def concat(self, parts: Sequence[TileLayout], dim: int) -> Any:
         shape = list(parts[0].shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
@@ -170,25 +166,17 @@ class ShapeStore(Store):
     def __init__(self, chips: int = 1) -> None:
         super().__init__(ShapeRuntime(), None, chips, BANKS, lambda nbytes: None)
 
-    def empty(self, layout: TileLayout) -> Any:
+    def filled(self, layout: TileLayout, values: Callable[[], np.ndarray] | None = None) -> Any:
         return self.blank(layout)
 
-    def write(self, tensor: Any, layout: TileLayout, array: np.ndarray) -> None:
-        return
-
-
-class _ShapeContext(Context):
-    def constant(self, key: Any, layout: TileLayout, values: Callable[[], np.ndarray]) -> DeviceTensor:
-        tensor = DeviceTensor(self.store, TensorSpec(layout.shape, DType.FP32))
-        tensor.layout = layout
-        return tensor
+    empty = filled
 
 
 class Lowering:
     """Programs of nodes on a card. `fused` and `chips` are those of the kernels' `Context`."""
 
     def __init__(self, fused: bool = True, chips: int = 1) -> None:
-        self.context = _ShapeContext(ShapeStore(chips), fused=fused)
+        self.context = Context(ShapeStore(chips), fused=fused)
         self.kernels = kernel_table(self.context)
 
     def programs(self, node: Node) -> list[Program]:

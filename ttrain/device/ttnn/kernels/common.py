@@ -17,7 +17,8 @@ from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, Tens
 from ttrain.device.ttnn.tensors.store import TILE, Store, TileLayout, device_shape, dtype_name
 
 Specs = Sequence[Any]
-Build = Callable[..., Launch]  # (Context, inputs, outputs, attributes, workspace)
+Tensor = DeviceTensor
+Build = Callable[..., Any]
 
 
 @dataclass
@@ -57,8 +58,7 @@ class Context:
         """A tensor of fixed values, made once."""
         if (key, layout) not in self.constants:
             tensor = DeviceTensor(self.store, TensorSpec(layout.shape, DType.FP32))
-            tensor.layout, tensor.pending = layout, values()
-            tensor.t  # noqa: B018 - it must exist before a capture
+            tensor.layout, tensor.tensor = layout, self.store.filled(layout, values)  # it must exist before a capture
             self.constants[key, layout] = tensor
         return self.constants[key, layout]
 
@@ -87,18 +87,28 @@ ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, fille
 
 
 def row(
-    op: str, delivery: Delivery = Delivery.OUT, layouts: Callable[..., list[Layout | None]] | None = None, **facts: Any
+    op: str,
+    delivery: Delivery = Delivery.OUT,
+    layouts: Callable[..., list[Layout | None]] | None = None,
+    bound: bool = False,
+    **facts: Any,
 ) -> Callable[[Build], Build]:
-    """Decorator: a function of what rows are made for and of what a launch is bound to becomes the row of an op.
+    """Decorator: a function of a context, inputs, outputs and workspace becomes the row of an op.
 
-    A RETURNS row's launch returns tensors of its own, one an output; None for an output that it does not form.
-    `layouts` takes the context before what it takes in a Kernel.
+    Attributes are given by name, and outputs are left out where they share the buffers of inputs (INPLACE). The
+    function runs at every launch; with `bound` it runs once, when buffers are known, and returns the launch. The launch
+    of a RETURNS row returns tensors of its own, one an output; None for an output that it does not form. `layouts`
+    takes the context before what it takes in a Kernel.
     """
 
     def declare(build: Build) -> Build:
         def made(c: Context) -> Kernel:
-            told = None if layouts is None else partial(layouts, c)
-            return Kernel(partial(build, c), delivery, layouts=told, **facts)
+            def bind(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+                written = () if delivery is Delivery.INPLACE else outs
+                launch = partial(build, c, *ins, *written, *work, **attributes)
+                return launch() if bound else launch
+
+            return Kernel(bind, delivery, layouts=None if layouts is None else partial(layouts, c), **facts)
 
         ROWS[op] = made
         return build
@@ -141,12 +151,18 @@ def flattens(shape: Sequence[int]) -> bool:
     return all(size == 1 for size in shape[:-2]) or shape[-2] % TILE == 0
 
 
-def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into_: DeviceTensor | None) -> Any:
+def product_into(c: Context, into: DeviceTensor | None, a: Any, b: Any, **options: Any) -> Any:
+    """A product; None where it was written into a buffer that keeps its tensor."""
+    if into is None or into.adopts:
+        return c.tt.matmul(a, b, **options, **c.product)
+    c.tt.matmul(a, b, optional_output_tensor=into.t, **options, **c.product)
+    return None
+
+
+def column_sum(c: Context, tensor: Any, shape: Sequence[int], dtype: DType, into: DeviceTensor | None = None) -> Any:
     """The sum over all axes but the last, [1, C]; None where it was written into a buffer that keeps its tensor."""
     rows, columns = rows_shape(shape)
     if not flattens(shape):
         axes = list(range(len(shape) - 1))
         return c.tt.reshape(c.tt.sum(tensor, dim=axes, keepdim=True, **c.exact), (1, columns))
-    options = {} if into_ is None or into_.adopts else {"optional_output_tensor": into_.t}
-    total = c.tt.matmul(c.full(1, (1, rows), dtype).t, c.tt.reshape(tensor, (rows, columns)), **options, **c.product)
-    return None if options else total
+    return product_into(c, into, c.full(1, (1, rows), dtype).t, c.tt.reshape(tensor, (rows, columns)))

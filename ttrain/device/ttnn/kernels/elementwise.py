@@ -5,7 +5,7 @@ ttnn's own dropout takes its seed as a number, which a captured step would repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, stream_key
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, Specs, row
-from ttrain.device.ttnn.tensors.device_tensor import Derived, DeviceTensor, IntegerInput, Tensors
+from ttrain.device.ttnn.kernels.common import Attributes, Context, Specs, Tensor, row
+from ttrain.device.ttnn.tensors.device_tensor import IntegerInput
 from ttrain.device.ttnn.tensors.store import TileLayout, device_shape, dtype_name
 
 SAME_NAMES = (
@@ -59,8 +59,8 @@ CALLS: dict[str, Callable[[Any, Attributes], Callable[..., Any]]] = {
 }
 
 
-def _elementwise(op: str, c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    call, (y,) = CALLS[op](c.tt, attributes), outs
+def _elementwise(op: str, c: Context, *tensors: Tensor, **attributes: Any) -> Launch:
+    call, (*ins, y) = CALLS[op](c.tt, attributes), tensors
     return lambda: call(*(x.t for x in ins), output_tensor=y.t)
 
 
@@ -69,7 +69,7 @@ def _swiglu(specs: Specs, attributes: Attributes) -> bool:
 
 
 for _op in CALLS:
-    row(_op, supports=_swiglu if _op == "gated_activation" else None)(partial(_elementwise, _op))
+    row(_op, bound=True, supports=_swiglu if _op == "gated_activation" else None)(partial(_elementwise, _op))
 
 
 _SIGN = 1 << 31
@@ -80,35 +80,26 @@ def signed(number: int) -> int:
     return number - (1 << 32) if number >= _SIGN else number
 
 
-def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> DeviceTensor:
+def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> Any:
     """Return the key of a stream of random bits, int32, which follows the seed; another on every chip if `per_chip`."""
-    source = seed.source
-    if stream not in source.keys:
 
-        def keys(number: int) -> np.ndarray:
-            numbers = [number + chip * per_chip for chip in range(c.store.chips)]
-            return np.asarray([[signed(stream_key(each, stream))] for each in numbers], np.int32)
+    def keys(number: np.ndarray) -> np.ndarray:
+        numbers = [int(number) + chip * per_chip for chip in range(c.store.chips)]
+        return np.asarray([[signed(stream_key(each, stream))] for each in numbers], np.int32)
 
-        source.keys[stream] = Derived(c.store, TileLayout((1, 1), "int32"), [source], keys)
-    return source.keys[stream]
+    return seed.derived(stream, TileLayout((1, 1), "int32"), keys)
 
 
 @row("dropout_mask")
-def _dropout_mask(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (mask,), key = outs, key_of(c, ins[0], attributes["stream"])
-    shape, tt = device_shape(mask.spec.shape), c.tt
-    size, p = mask.spec.size, attributes["p"]
+def _dropout_mask(c: Context, seed: IntegerInput, mask: Tensor, stream: int, p: float, **_: Any) -> None:
+    shape, size, tt = device_shape(mask.spec.shape), mask.spec.size, c.tt
     index = c.constant("index", TileLayout(shape, "int32"), lambda: np.arange(size, dtype=np.int32).reshape(shape))
-    least, dtype = signed(keep_threshold(p) ^ _SIGN), getattr(tt, dtype_name(mask.spec.dtype))
-
-    def run() -> None:
-        x = tt.add(index.t, key.t)
-        mix_into(tt, x)
-        # With the top bit flipped, the signed comparison orders the hash as unsigned.
-        tt.bitwise_xor(x, -_SIGN, output_tensor=x)
-        tt.multiply(tt.ge(x, least, dtype=dtype), 1 / (1 - p), output_tensor=mask.t)
-
-    return run
+    x = tt.add(index.t, key_of(c, seed, stream))
+    mix_into(tt, x)
+    # With the top bit flipped, the signed comparison orders the hash as unsigned.
+    tt.bitwise_xor(x, -_SIGN, output_tensor=x)
+    kept = tt.ge(x, signed(keep_threshold(p) ^ _SIGN), dtype=getattr(tt, dtype_name(mask.spec.dtype)))
+    tt.multiply(kept, 1 / (1 - p), output_tensor=mask.t)
 
 
 def mix_into(tt: Any, x: Any) -> None:

@@ -6,7 +6,6 @@ matrix is laid out along the diagonal of a large one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,74 +13,61 @@ import numpy as np
 
 from ttrain.core.spec import DType
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, flattens, row, rows_shape
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Tensors
+from ttrain.device.ttnn.kernels.common import Context, Tensor, flattens, row, rows_shape
 from ttrain.device.ttnn.tensors.store import TileLayout, dtype_name
 
 
-def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> DeviceTensor:
+def _stacked_identity(c: Context, heads: int, width: int, dtype: DType) -> Tensor:
     """[heads * width, width]: one identity matrix under the other."""
     layout = TileLayout((heads * width, width), dtype_name(dtype))
     return c.constant("stacked identity", layout, lambda: np.tile(np.eye(width, dtype=np.float32), (heads, 1)))
 
 
-def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> DeviceTensor:
+def _blocks(c: Context, heads: int, height: int, width: int, dtype: DType) -> Tensor:
     """[heads * height, heads * width]: 1 within each head's own block, else 0."""
     layout = TileLayout((heads * height, heads * width), dtype_name(dtype))
-    block = np.ones((height, width), np.float32)
-    return c.constant(("blocks", heads), layout, lambda: np.kron(np.eye(heads, dtype=np.float32), block))
+    return c.constant(
+        ("blocks", heads), layout, lambda: np.kron(np.eye(heads), np.ones((height, width))).astype(np.float32)
+    )
 
 
 @row("head_matmul")
-def _head_matmul(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+def _head_matmul(c: Context, x: Tensor, matrix: Tensor, y: Tensor, heads: int, transpose: bool) -> None:
     """x times the matrix repeated along a diagonal: [B, T, H*D] [H*D, H*E]."""
-    (x, matrix), (y,) = ins, outs
-    heads, turned, tt = attributes["heads"], attributes["transpose"], c.tt
-    inner, outer = matrix.spec.shape[::-1] if turned else matrix.spec.shape
-    dtype = x.spec.dtype
+    tt, dtype, (inner, outer) = c.tt, x.spec.dtype, matrix.spec.shape[:: -1 if transpose else 1]
     down, across = _stacked_identity(c, heads, inner, dtype), _stacked_identity(c, heads, outer, dtype)
-    own = _blocks(c, heads, inner, outer, dtype)
-
-    def run() -> None:
-        column = tt.matmul(down.t, matrix.t, transpose_b=turned, **c.product)
-        whole = tt.multiply(tt.matmul(column, across.t, transpose_b=True, **c.product), own.t)
-        tt.matmul(x.t, whole, optional_output_tensor=y.t, **c.product)
-
-    return run
+    column = tt.matmul(down.t, matrix.t, transpose_b=transpose, **c.product)
+    repeated = tt.matmul(column, across.t, transpose_b=True, **c.product)
+    whole = tt.multiply(repeated, _blocks(c, heads, inner, outer, dtype).t)
+    tt.matmul(x.t, whole, optional_output_tensor=y.t, **c.product)
 
 
 @row("head_product")
-def _head_product(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+def _head_product(c: Context, a: Tensor, b: Tensor, y: Tensor, heads: int) -> None:
     """The blocks on the diagonal of a^T b, added up."""
-    (a, b), (y,) = ins, outs
-    heads, tt, wide = attributes["heads"], c.tt, DType.FP32
-    height, width = y.spec.shape
+    tt, wide, (height, width) = c.tt, DType.FP32, y.spec.shape
     down, across = _stacked_identity(c, heads, height, wide), _stacked_identity(c, heads, width, wide)
-    own = _blocks(c, heads, height, width, wide)
 
-    def rows(x: DeviceTensor) -> Any:
+    def rows(x: Tensor) -> Any:
         flat = x.t if flattens(x.spec.shape) else tt.to_layout(x.t, tt.TILE_LAYOUT)
         return tt.reshape(flat, rows_shape(x.spec.shape))
 
-    def run() -> None:
-        product = tt.matmul(rows(a), rows(b), transpose_a=True, dtype=tt.float32, **c.product)
-        column = tt.matmul(down.t, tt.multiply(product, own.t), transpose_a=True, **c.product)
-        if y.spec.dtype is wide:
-            tt.matmul(column, across.t, optional_output_tensor=y.t, **c.product)
-        else:
-            tt.typecast(tt.matmul(column, across.t, **c.product), tt.bfloat16, output_tensor=y.t)
-
-    return run
+    product = tt.matmul(rows(a), rows(b), transpose_a=True, dtype=tt.float32, **c.product)
+    own = tt.multiply(product, _blocks(c, heads, height, width, wide).t)
+    column = tt.matmul(down.t, own, transpose_a=True, **c.product)
+    if y.spec.dtype is wide:
+        tt.matmul(column, across.t, optional_output_tensor=y.t, **c.product)
+    else:
+        tt.typecast(tt.matmul(column, across.t, **c.product), tt.bfloat16, output_tensor=y.t)
 
 
-@row("rotary")
-def _rotary(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+@row("rotary", bound=True)
+def _rotary(c: Context, x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, heads: int, inverse: bool) -> Launch:
     """y = x cos + p sin: p has the other feature of each pair, signed, and the tables one number a feature of x.
 
     ttnn's own rotation takes heads of whole tiles apart: with the moves that this needs, it is as many launches.
     """
-    (x, cos, sin), (y,), heads, tt = ins, outs, attributes["heads"], c.tt
-    pairs, features = cos.spec.shape[-1], x.spec.shape[-1]
+    tt, pairs, features = c.tt, cos.spec.shape[-1], x.spec.shape[-1]
     key, width = (heads, pairs), features // heads
     first = np.eye(pairs, width, dtype=np.float32)
     second = np.roll(first, pairs, axis=1)
@@ -94,7 +80,7 @@ def _rotary(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, wor
         ("kept", key), TileLayout((1, features), "float32"),
         lambda: np.tile(np.arange(width) >= 2 * pairs, heads)[None].astype(np.float32),
     )  # fmt: skip
-    sign = -1.0 if attributes["inverse"] else 1.0
+    sign = -1.0 if inverse else 1.0
 
     def run() -> None:
         of_x, of_partner = (tt.matmul(each.t, table.t, **c.product) for each in (cos, sin))
@@ -107,7 +93,7 @@ def _rotary(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, wor
     return run
 
 
-def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> DeviceTensor:
+def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DType) -> Tensor:
     """[batch, len(rows), time]: a product with it picks rows, one with its transpose puts them back."""
 
     def values() -> np.ndarray:
@@ -116,49 +102,33 @@ def _picking(c: Context, batch: int, rows: tuple[int, ...], time: int, dtype: DT
     return c.constant(("picking", rows), TileLayout((batch, len(rows), time), dtype_name(dtype)), values)
 
 
-@row("index_select")
-def _pick_rows(
-    c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors, back: bool = False
-) -> Launch:
-    (x,), (y,) = ins, outs
+def _pick_rows(c: Context, x: Tensor, y: Tensor, indices: tuple[int, ...], back: bool, **_: Any) -> None:
     time = (y if back else x).spec.shape[1]
-    one_hot = _picking(c, x.spec.shape[0], attributes["indices"], time, x.spec.dtype)
-    return lambda: c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
+    one_hot = _picking(c, x.spec.shape[0], indices, time, x.spec.dtype)
+    c.tt.matmul(one_hot.t, x.t, transpose_a=back, optional_output_tensor=y.t, **c.product)
 
 
+row("index_select")(partial(_pick_rows, back=False))
 row("index_put")(partial(_pick_rows, back=True))
 
 
 @row("matmul")
-def _matmul(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (a, b), (y,) = ins, outs
-    options = {"transpose_a": attributes["transpose_a"], "transpose_b": attributes["transpose_b"], **c.product}
-    return lambda: c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **options)
+def _matmul(c: Context, a: Tensor, b: Tensor, y: Tensor, **turned: bool) -> None:
+    c.tt.matmul(a.t, b.t, optional_output_tensor=y.t, **turned, **c.product)
 
 
 @row("linear")
-def _linear(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+def _linear(
+    c: Context, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, activation: str | None = None
+) -> None:
     """relu fuses into the product; other activations follow in place."""
-    (x, weight, bias), (y,), activation = ins, outs, attributes.get("activation")
-    options: dict[str, Any] = {"transpose_b": True, **c.product}
+    tt, options = c.tt, {"transpose_b": True, **c.product}
     if activation == "relu":
         options |= {"activation": "relu", "core_grid": c.grid or c.whole_grid}
-
-    def product() -> Any:
-        row = None if bias is None else bias.t
-        return c.tt.linear(x.t, weight.t, bias=row, optional_output_tensor=y.t, **options)
-
-    return product if activation in (None, "relu") else _then(c, product, activation)
-
-
-def _then(c: Context, product: Launch, activation: str) -> Launch:
-    variants = {"gelu": c.tt.GeluVariant.Accurate, "gelu_tanh": c.tt.GeluVariant.Tanh}
-
-    def run() -> None:
-        y = product()
-        if activation in variants:
-            c.tt.gelu(y, variant=variants[activation], output_tensor=y)
-        else:
-            getattr(c.tt, activation)(y, output_tensor=y)
-
-    return run
+    given = None if bias is None else bias.t
+    y = tt.linear(x.t, weight.t, bias=given, optional_output_tensor=out.t, **options)
+    if activation in ("gelu", "gelu_tanh"):
+        variant = tt.GeluVariant.Tanh if activation == "gelu_tanh" else tt.GeluVariant.Accurate
+        tt.gelu(y, variant=variant, output_tensor=y)
+    elif activation not in (None, "relu"):
+        getattr(tt, activation)(y, output_tensor=y)

@@ -18,20 +18,12 @@ from typing import Any
 import numpy as np
 
 from ttrain.device.base import Delivery, Launch, chain
-from ttrain.device.ttnn.kernels.common import Attributes, Context, row
+from ttrain.device.ttnn.kernels.common import Context, row
 from ttrain.device.ttnn.kernels.elementwise import CALLS, key_of, mix_into
-from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Stack, Tensors, stacked
+from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Stack, stacked
 from ttrain.device.ttnn.tensors.store import TILE, TileLayout
 
 Joined = Any  # a stack, a tensor by itself or a part of a stack: all have `t` and `layout`
-
-
-@dataclass
-class UpdateGroup:
-    """Tensors that one chain of launches updates: a buffer per written slot, and the gradients arranged alike."""
-
-    slots: list[Joined]
-    gradients: Joined
 
 
 @dataclass
@@ -42,17 +34,8 @@ class Part:
     layout: TileLayout
 
 
-Update = Callable[[UpdateGroup], None]  # launches one update of a group
+Update = Callable[[Sequence[Joined], Joined], None]  # launches one update of what is written, from gradients
 Rounded = Callable[[int, Part], None]  # turns the fp32 numbers of a slot into numbers that bf16 has
-
-
-@dataclass
-class Scalars:
-    """Scalar inputs of a rule."""
-
-    lr: DeviceTensor
-    step: DeviceTensor
-    factor: DeviceTensor | None
 
 
 def scaled_gradient(c: Context, gradient: Any, factor: DeviceTensor | None) -> Any:
@@ -61,13 +44,13 @@ def scaled_gradient(c: Context, gradient: Any, factor: DeviceTensor | None) -> A
     return tt.typecast(gradient, tt.float32) if factor is None else tt.multiply(gradient, factor.t, dtype=tt.float32)
 
 
-def on_wide(c: Context, group: UpdateGroup, update: Update, rounding: Rounded | None = None) -> Launch:
+def on_wide(
+    c: Context, slots: Sequence[Joined], gradients: Joined, update: Update, rounding: Rounded | None = None
+) -> Launch:
     """Return an update of fp32 tensors on state of which some is bf16: widened before, rounded after."""
-    tt, slots = c.tt, group.slots
+    tt = c.tt
     wide = {number: Part(None, slot.layout) for number, slot in enumerate(slots) if slot.layout.dtype != "float32"}
-    launch = partial(
-        update, UpdateGroup([wide.get(number, slot) for number, slot in enumerate(slots)], group.gradients)
-    )
+    launch = partial(update, [wide.get(number, slot) for number, slot in enumerate(slots)], gradients)
 
     def run() -> None:
         for number, part in wide.items():
@@ -86,63 +69,62 @@ PIECE = 2**23  # elements that are widened at a time
 _LOW, _HIGH = 0xFFFF, -0x10000  # the bits of a fp32 number that a bf16 number lacks, and those that it has
 
 
-def pieces(c: Context, group: UpdateGroup) -> Iterator[tuple[UpdateGroup, int]]:
-    """Cut a group where its stacks begin a bank anew. Yield each piece with the number of its first element."""
-    first = group.slots[0]
-    if not isinstance(first, Stack):
-        yield group, 0
+def pieces(c: Context, tensors: list[Joined]) -> Iterator[tuple[int, list[Joined]]]:
+    """Cut stacks alike where they begin a bank anew. Yield the number of the first element, and the parts."""
+    if not isinstance(tensors[0], Stack):
+        yield 0, tensors
         return
-    rows, width = first.layout.shape
+    rows, width = tensors[0].layout.shape
     unit = c.store.banks * TILE
     length = max(1, PIECE // (unit * width)) * unit
     for start in range(0, rows, length):
         count = min(length, rows - start)
-        gradients, *slots = (
-            Part(c.tt.narrow(whole.t, 0, start, count), TileLayout((count, width), whole.layout.dtype))
-            for whole in (group.gradients, *group.slots)
+        yield (
+            start * width,
+            [
+                Part(c.tt.narrow(whole.t, 0, start, count), TileLayout((count, width), whole.layout.dtype))
+                for whole in tensors
+            ],
         )
-        yield UpdateGroup(slots, gradients), start * width
 
 
-class Rounding:
-    """Stochastic rounding of the slots of one update."""
+def rounding_of(c: Context, numbers: Sequence[int], stream: int, seed: Any) -> Callable[[TileLayout, int], Rounded]:
+    """Return a function of a layout and its first element's number that returns the stochastic rounding of slots."""
+    tt = c.tt
 
-    def __init__(self, c: Context, numbers: Sequence[int], stream: int, seed: Any) -> None:
-        self.c = c
-        self.keys = {number: key_of(c, seed, stream + number, per_chip=False) for number in numbers}
-
-    def of(self, layout: TileLayout, first: int) -> Rounded:
-        """Return the rounding of tensors of this layout whose first element has this number."""
-        shape = _seen_as(layout)
-        rows, columns = (prod(shape[:-1]), shape[-1])
-        row = self._counter((*shape[:-1], 1), rows, columns)
-        column = self._counter((1,) * (len(shape) - 1) + (columns,), columns, 1)
-
-        def run(number: int, slot: Any) -> None:
-            if number in self.keys:
-                start = self.c.tt.add(self.c.tt.add(column.t, self.keys[number].t), first)
-                slot.t = self._rounded(slot.t, layout.shape, shape, self.c.tt.add(row.t, start))
-
-        return run
-
-    def _counter(self, shape: tuple[int, ...], count: int, stride: int) -> DeviceTensor:
+    def counter(shape: tuple[int, ...], count: int, stride: int) -> DeviceTensor:
         """0, stride, 2 stride and so on, as int32 that wraps."""
 
         def values() -> np.ndarray:
             return (np.arange(count, dtype=np.int64) * stride).astype(np.uint32).view(np.int32).reshape(shape)
 
-        return self.c.constant(("counter", stride), TileLayout(shape, "int32"), values)
+        return c.constant(("counter", stride), TileLayout(shape, "int32"), values)
 
-    def _rounded(self, x: Any, given: tuple[int, ...], shape: tuple[int, ...], hashes: Any) -> Any:
-        tt = self.c.tt
-        mix_into(tt, hashes)
-        tt.bitwise_and(hashes, _LOW, output_tensor=hashes)
-        seen = x if shape == given else tt.experimental.view(x, shape)
-        bits = tt.bitcast(tt.bitcast(seen, tt.uint32), tt.int32)
-        tt.add(bits, hashes, output_tensor=bits)
-        tt.bitwise_and(bits, _HIGH, output_tensor=bits)
-        cut = tt.bitcast(tt.bitcast(bits, tt.uint32), tt.float32)
-        return cut if shape == given else tt.experimental.view(cut, given)
+    def made(layout: TileLayout, first: int) -> Rounded:
+        shape = _seen_as(layout)
+        row = counter((*shape[:-1], 1), prod(shape[:-1]), shape[-1])
+        column = counter((1,) * (len(shape) - 1) + shape[-1:], shape[-1], 1)
+
+        def run(number: int, slot: Any) -> None:
+            if number in numbers:
+                key = key_of(c, seed, stream + number, per_chip=False)
+                start = tt.add(tt.add(column.t, key), first)
+                slot.t = _rounded(tt, slot.t, layout.shape, shape, tt.add(row.t, start))
+
+        return run
+
+    return made
+
+
+def _rounded(tt: Any, x: Any, given: tuple[int, ...], shape: tuple[int, ...], hashes: Any) -> Any:
+    mix_into(tt, hashes)
+    tt.bitwise_and(hashes, _LOW, output_tensor=hashes)
+    seen = x if shape == given else tt.experimental.view(x, shape)
+    bits = tt.bitcast(tt.bitcast(seen, tt.uint32), tt.int32)
+    tt.add(bits, hashes, output_tensor=bits)
+    tt.bitwise_and(bits, _HIGH, output_tensor=bits)
+    cut = tt.bitcast(tt.bitcast(bits, tt.uint32), tt.float32)
+    return cut if shape == given else tt.experimental.view(cut, given)
 
 
 def _seen_as(layout: TileLayout) -> tuple[int, ...]:
@@ -155,30 +137,23 @@ def _seen_as(layout: TileLayout) -> tuple[int, ...]:
 
 
 @row("assign", Delivery.INPLACE)
-def _assign(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    state, value = ins
-    return lambda: c.tt.copy(value.t, state.t)
+def _assign(c: Context, state: DeviceTensor, value: DeviceTensor) -> None:
+    c.tt.copy(value.t, state.t)
 
 
 @row("accumulate", Delivery.INPLACE)
-def _accumulate(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    state, value = ins
-    return lambda: c.tt.add(state.t, value.t, output_tensor=state.t)
+def _accumulate(c: Context, state: DeviceTensor, value: DeviceTensor) -> None:
+    c.tt.add(state.t, value.t, output_tensor=state.t)
 
 
 @row("clip_factor")
-def _clip_factor(c: Context, ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
-    (norm,), (factor,), limit, tt = ins, outs, attributes["limit"], c.tt
-
-    def run() -> None:
-        inverse = tt.add(norm.t, 1e-6, activations=[tt.UnaryOpType.RECIP])
-        scaled = inverse if limit == 1.0 else tt.multiply(inverse, limit)
-        tt.minimum(scaled, 1.0, output_tensor=factor.t)
-
-    return run
+def _clip_factor(c: Context, norm: DeviceTensor, factor: DeviceTensor, limit: float) -> None:
+    inverse = c.tt.add(norm.t, 1e-6, activations=[c.tt.UnaryOpType.RECIP])
+    scaled = inverse if limit == 1.0 else c.tt.multiply(inverse, limit)
+    c.tt.minimum(scaled, 1.0, output_tensor=factor.t)
 
 
-def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
+def _adamw(c: Context, rule: Any, lr: DeviceTensor, step: DeviceTensor, factor: DeviceTensor | None) -> Update:
     """Rule adamw with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
 
     p <- p (1 - lr weight_decay) - lr' m / (sqrt(v) + eps'), which is the same. Both are step inputs that the host works
@@ -189,14 +164,14 @@ def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
     def root(t: float) -> float:
         return math.sqrt(1 - beta2**t)
 
-    rate = c.derived([given.lr, given.step], lambda lr, t: lr * root(t) / (1 - beta1**t) if t else 0.0)
-    small = c.derived([given.step], lambda t: eps * root(t))
-    keep = c.derived([given.lr], lambda lr: 1 - lr * decay) if decay else None
+    rate = c.derived([lr, step], lambda lr, t: lr * root(t) / (1 - beta1**t) if t else 0.0)
+    small = c.derived([step], lambda t: eps * root(t))
+    keep = c.derived([lr], lambda lr: 1 - lr * decay) if decay else None
     tt, sqrt = c.tt, [c.tt.UnaryOpType.SQRT]
 
-    def update(group: UpdateGroup) -> None:
-        p, m, v = (slot.t for slot in group.slots)
-        scaled = scaled_gradient(c, group.gradients.t, given.factor)
+    def update(slots: Sequence[Joined], gradients: Joined) -> None:
+        p, m, v = (slot.t for slot in slots)
+        scaled = scaled_gradient(c, gradients.t, factor)
         tt.lerp(m, scaled, 1 - beta1, output_tensor=m)
         tt.square(scaled, output_tensor=scaled)
         tt.lerp(v, scaled, 1 - beta2, output_tensor=v)
@@ -209,22 +184,22 @@ def _adamw(c: Context, rule: Any, given: Scalars) -> Update:
     return update
 
 
-def _adamw_fused(c: Context, group: UpdateGroup, rule: Any, given: Scalars) -> None:
+def _adamw_fused(c: Context, slots: Sequence[Joined], gradients: Joined, rule: Any, *scalars: Any) -> None:
     """Launch ttnn's kernel on bf16 state. It takes its rates as numbers: not for a step that is replayed."""
-    tt, (p, m, v), g = c.tt, (slot.t for slot in group.slots), group.gradients.t
-    g = g if given.factor is None else tt.multiply(g, given.factor.t)
-    numbers = [given.lr.value, *(value for _, value in rule.settings), int(given.step.value or 0), False]
+    tt, (p, m, v), g, (lr, step, factor) = c.tt, (slot.t for slot in slots), gradients.t, scalars
+    g = g if factor is None else tt.multiply(g, factor.t)
+    numbers = [lr.value, *(value for _, value in rule.settings), int(step.value or 0), False]
     outputs = {"param_out": p, "exp_avg_out": m, "exp_avg_sq_out": v}
     tt.operations.moreh.adamw(p, g, m, v, *numbers, **outputs, **c.exact)
 
 
-def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
+def _sgd(c: Context, rule: Any, lr: DeviceTensor, step: DeviceTensor, factor: DeviceTensor | None) -> Update:
     settings = dict(rule.settings)
     decay, momentum, nesterov = settings["weight_decay"], settings.get("momentum"), settings.get("nesterov")
-    tt, lr, factor, one = c.tt, given.lr, given.factor, c.full(1, (1, 1))
+    tt, one = c.tt, c.full(1, (1, 1))
 
-    def update(group: UpdateGroup) -> None:
-        (p, *velocity), g = (slot.t for slot in group.slots), group.gradients.t
+    def update(slots: Sequence[Joined], gradients: Joined) -> None:
+        (p, *velocity), g = (slot.t for slot in slots), gradients.t
         if factor is not None or g.dtype != tt.float32:
             g = scaled_gradient(c, g, factor)
         if decay:
@@ -237,16 +212,17 @@ def _sgd(c: Context, rule: Any, given: Scalars) -> Update:
     return update
 
 
-_RULES: dict[str, Callable[[Context, Any, Scalars], Update]] = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
+_RULES: dict[str, Callable[..., Update]] = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 
 _ON_HOST: dict[str, Callable[..., float]] = {
     "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
-    "maximum": max, "exp": math.exp, "expm1": math.expm1, "log": math.log, "sqrt": math.sqrt, "cast": float,
+    "maximum": max, "exp": math.exp, "expm1": math.expm1, "log": math.log, "sqrt": math.sqrt,
+    "scale": lambda x, factor: x * factor, "full": lambda value, **_: value, "cast": lambda x, **_: float(x),
 }  # fmt: skip
 
 
-def stepwise(c: Context, rule: Any, given: Scalars) -> Update:
+def stepwise(c: Context, rule: Any, lr: DeviceTensor, step: DeviceTensor, factor: DeviceTensor | None) -> Update:
     """Steps on lr and step alone are worked out by the host, as step inputs; the others run on the card in fp32."""
     steps, results = rule.program
     vectors = 2 + len(rule.slots)
@@ -254,75 +230,68 @@ def stepwise(c: Context, rule: Any, given: Scalars) -> Update:
     for name, operands, _ in steps:
         alone.append(name == "full" or all(alone[item] for item in operands))
 
+    def number(item: int, given: Sequence[float]) -> float:
+        if item < vectors + 2:
+            return given[item - vectors]
+        name, operands, attributes = steps[item - vectors - 2]
+        return _ON_HOST[name](*(number(operand, given) for operand in operands), **dict(attributes))
+
     def scalar(item: int) -> Any:
-        def value(lr: float, step: float) -> float:
+        def value(*given: float) -> float:
             try:
-                return _number(steps, item, vectors, (lr, step))
+                return number(item, given)
             except (ArithmeticError, ValueError):
                 return 0.0  # before the first step there is no number of it
 
-        return c.derived([given.lr, given.step], value).t
+        return c.derived([lr, step], value).t
 
-    on_card = [operands for number, (_, operands, _) in enumerate(steps, start=vectors + 2) if not alone[number]]
-    scalars = {item: scalar(item) for operands in on_card for item in operands if alone[item]}
+    on_card = [(item, *made) for item, made in enumerate(steps, start=vectors + 2) if not alone[item]]
+    scalars = {item: scalar(item) for _, _, operands, _ in on_card for item in operands if alone[item]}
 
-    def update(group: UpdateGroup) -> None:
-        parameter, *others = (slot.t for slot in group.slots)
-        gradient = scaled_gradient(c, group.gradients.t, given.factor)
-        known = {**dict(enumerate((parameter, gradient, *others))), **scalars}
-        for number, (name, operands, attributes) in enumerate(steps, start=vectors + 2):
-            if not alone[number]:
-                ins = [known[item] for item in operands]
-                known[number] = ins[0] if name == "cast" else CALLS[name](c.tt, dict(attributes))(*ins)
+    def update(slots: Sequence[Joined], gradients: Joined) -> None:
+        parameter, *others = (slot.t for slot in slots)
+        vector = (parameter, scaled_gradient(c, gradients.t, factor), *others)
+        known = {**dict(enumerate(vector)), **scalars}
+        for item, name, operands, attributes in on_card:
+            ins = [known[operand] for operand in operands]
+            known[item] = ins[0] if name == "cast" else CALLS[name](c.tt, dict(attributes))(*ins)
         for slot, result in zip((parameter, *others), results, strict=True):
             c.tt.copy(known[vectors + 2 + result], slot)
 
     return update
 
 
-def _number(steps: Sequence[Any], item: int, vectors: int, given: tuple[float, float]) -> float:
-    """A scalar of the program, on the host."""
-    if item < vectors + 2:
-        return given[item - vectors]
-    name, operands, attributes = steps[item - vectors - 2]
-    settings = dict(attributes)
-    if name == "full":
-        return settings["value"]
-    values = [_number(steps, operand, vectors, given) for operand in operands]
-    return values[0] * settings["factor"] if name == "scale" else _ON_HOST[name](*values)
-
-
-@row("update", Delivery.INPLACE)
-def _update(c: Context, ins: Sequence[Any], outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+@row("update", Delivery.INPLACE, bound=True)
+def _update(
+    c: Context, *ins: Any, rule: Any, count: int, stochastic: Sequence[int] = (), stream: int = 0, copies: bool = False
+) -> Launch:
     """Any rule: by a chain made for it, else step by step. State that is kept in bf16 is widened a piece at a time.
 
     The compute copies lie as their masters do, so one rounding serves a whole stack.
     """
-    rule, count, stochastic = attributes["rule"], attributes["count"], attributes.get("stochastic", ())
     lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
-    copies = lists.pop() if attributes.get("copies") else []
-    given = Scalars(*ins[-4:-1])
-    update = _RULES.get(rule.name, stepwise)(c, rule, given)
-    rounding = Rounding(c, stochastic, attributes.get("stream", 0), ins[-1]) if stochastic else None
+    rounded = lists.pop() if copies else []
+    scalars = ins[-4:-1]  # lr, step and the clip factor
+    update = _RULES.get(rule.name, stepwise)(c, rule, *scalars)
+    rounding = rounding_of(c, stochastic, stream, ins[-1]) if stochastic else None
     launches, numbered = [], 0
     joined = [stacked(c.store, tensors) for tensors in lists]
-    for p, gradients, *slots in zip(*joined, strict=True):
-        group = UpdateGroup([p, *slots], gradients)
-        narrow = all(slot.layout.dtype != "float32" for slot in group.slots)
+    for p, gradients, *others in zip(*joined, strict=True):
+        slots = [p, *others]
+        narrow = all(slot.layout.dtype != "float32" for slot in slots)
         if rounding is not None:
-            for piece, first in pieces(c, group):
-                launches.append(on_wide(c, piece, update, rounding.of(piece.slots[0].layout, numbered + first)))
+            for first, (part, *parts) in pieces(c, [gradients, *slots]):
+                launches.append(on_wide(c, parts, part, update, rounding(parts[0].layout, numbered + first)))
         elif narrow and rule.name == "adamw" and c.fused and not c.replayed:
-            launches.append(partial(_adamw_fused, c, group, rule, given))
+            launches.append(partial(_adamw_fused, c, slots, gradients, rule, *scalars))
         else:
-            launches.append(on_wide(c, group, update))
-        numbered += prod(group.slots[0].layout.shape)
-    if copies:
-        pairs = zip(stacked(c.store, copies), stacked(c.store, lists[0]), strict=True)
-        launches += [_rounded(c, copy, master) for copy, master in pairs]
+            launches.append(on_wide(c, slots, gradients, update))
+        numbered += prod(p.layout.shape)
+    if rounded:
+        pairs = zip(stacked(c.store, rounded), stacked(c.store, lists[0]), strict=True)
+        launches += [partial(_round, c.tt, copy, master) for copy, master in pairs]
     return chain(*launches)
 
 
-def _rounded(c: Context, copy: Joined, master: Joined) -> Launch:
-    dtype = getattr(c.tt, copy.layout.dtype)
-    return lambda: c.tt.typecast(master.t, dtype, output_tensor=copy.t)
+def _round(tt: Any, copy: Joined, master: Joined) -> None:
+    tt.typecast(master.t, getattr(tt, copy.layout.dtype), output_tensor=copy.t)

@@ -31,7 +31,7 @@ class DeviceTensor:
         self.layout: TileLayout = default_layout(spec)
         self.tensor: Any = None
         self.pending: np.ndarray | None = None
-        self.value: float | None = None  # of a scalar that was uploaded
+        self.value: Any = None  # of a scalar, or of integers, that were uploaded
         self.watchers: list[Derived] = []
         self.stack: Stack | None = None  # whose view the tensor is, where it is one
         self._views: list[View] = []
@@ -41,7 +41,8 @@ class DeviceTensor:
         """The ttnn tensor."""
         if self.tensor is None:
             given, self.pending = self.pending, None
-            self.tensor = self.store.empty(self.layout) if given is None else self.store.filled(self.layout, given)
+            store, layout = self.store, self.layout
+            self.tensor = store.empty(layout) if given is None else store.filled(layout, lambda: given)
         return self.tensor
 
     def hold_as(self, layout: TileLayout) -> None:
@@ -140,41 +141,35 @@ class IntegerInput(DeviceTensor):
     def __init__(self, store: Store, spec: TensorSpec, source: IntegerInput | None = None) -> None:
         super().__init__(store, spec)
         self.source = source or self  # whose numbers this shows under another shape
-        self.array: np.ndarray | None = None
-        self.layouts: dict[TileLayout, Any] = {}  # in a floating-point layout: 1 where the number is 0 or more, else 0
-        self.keys: dict[int, Derived] = {}  # of random bits, by their stream
+        self.made: dict[Any, Derived] = {}
 
-    def in_layout(self, layout: TileLayout) -> Callable[[], Any]:
-        """Return a function that returns the tensor in this layout; the tensor exists from now on."""
-        source = self.source
-        if layout not in source.layouts:
-            given = np.zeros(source.spec.shape, np.int64) if source.array is None else source.array
-            source.layouts[layout] = source.store.filled(layout, _in_dtype(given, layout))
-        tensor = source.layouts[layout]
-        return lambda: tensor
+    def derived(self, key: Any, layout: TileLayout, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+        """Return the tensor of what the host makes of the numbers, which exists from the first call on."""
+        made = self.source.made
+        if key not in made:
+            made[key] = Derived(self.store, layout, [self.source], function)
+        return made[key].t
+
+    def in_layout(self, layout: TileLayout) -> Any:
+        """Return the tensor in a layout; in a floating-point one it is 1 where the number is 0 or more, else 0."""
+        if layout.dtype == "float32":
+            return self.derived(layout, layout, lambda numbers: (numbers >= 0).astype(np.float32))
+        return self.derived(layout, layout, lambda numbers: numbers)
 
     def upload(self, array: np.ndarray) -> None:
-        self.array = array.copy()
-        for layout, tensor in self.layouts.items():
-            self.store.write(tensor, layout, _in_dtype(self.array, layout))
-        if array.size == 1:
-            self.value = int(array.reshape(()))
+        self.value = array.copy()
         self.store.stale.update(self.watchers)
 
     def download(self) -> np.ndarray:
-        assert self.source.array is not None
-        return self.source.array.reshape(self.spec.shape)
+        assert self.source.value is not None
+        return self.source.value.reshape(self.spec.shape)
 
     def view(self, spec: TensorSpec) -> IntegerInput:
         return IntegerInput(self.store, spec, self.source)
 
 
-def _in_dtype(numbers: np.ndarray, layout: TileLayout) -> np.ndarray:
-    return (numbers >= 0).astype(np.float32) if layout.dtype == "float32" else numbers
-
-
 class Derived(DeviceTensor):
-    """A tensor that the host works out from scalar step inputs when one of them changes.
+    """A tensor that the host works out from step inputs, scalars or integers, when one of them changes.
 
     It has to be a tensor: a number given to a kernel would be frozen into a captured step.
     """
@@ -191,8 +186,11 @@ class Derived(DeviceTensor):
         """Work it out again."""
         values = [source.value for source in self._sources]
         if all(value is not None for value in values):
-            self.upload(self._function(*values))
-            self.ready = True
+            self.ready, array = True, self._function(*values)
+            if self.tensor is None:
+                self.pending = array
+            else:
+                self.store.write(self.tensor, self.layout, array)
 
 
 def joinable(shape: tuple[int, ...]) -> bool:
@@ -248,11 +246,8 @@ def stacked(store: Store, tensors: Tensors) -> list[Stack | DeviceTensor]:
 
 def wholes(tensors: Tensors) -> list[Stack | DeviceTensor]:
     """Tensors as the stacks that they make up; those whose stack has other members too stay single."""
-    given = set(map(id, tensors))
-    found: dict[int, Stack | DeviceTensor] = {}
+    given, found = set(tensors), dict[Stack | DeviceTensor, None]()
     for tensor in tensors:
         stack = tensor.stack
-        joined = stack is not None and all(id(member) in given for member in stack.members)
-        whole: Stack | DeviceTensor = stack if stack is not None and joined else tensor
-        found[id(whole)] = whole
-    return list(found.values())
+        found[stack if stack is not None and given.issuperset(stack.members) else tensor] = None
+    return list(found)

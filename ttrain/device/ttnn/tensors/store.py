@@ -107,10 +107,10 @@ class Store:
         dtype, order = getattr(tt, layout.dtype), getattr(tt, layout.order)
         return tt.allocate_tensor_on_device(tt.Shape(layout.shape), dtype, order, self.mesh, tt.DRAM_MEMORY_CONFIG)
 
-    def filled(self, layout: TileLayout, array: np.ndarray) -> Any:
-        """A tensor with values from the host."""
+    def filled(self, layout: TileLayout, values: Callable[[], np.ndarray]) -> Any:
+        """A tensor with values that the host works out."""
         tensor = self.blank(layout)
-        self.write(tensor, layout, array)
+        self.write(tensor, layout, values())
         return tensor
 
     def write(self, tensor: Any, layout: TileLayout, array: np.ndarray) -> None:

@@ -1,1 +1,0 @@
-"""Mocked boards, and the compiler of empty kernels that they need."""
