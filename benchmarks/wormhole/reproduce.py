@@ -15,7 +15,6 @@ from ttrain.device.ttnn.cost.wormhole import (
     Product,
     Program,
     Scatter,
-    Setting,
     Stream,
     Wormhole,
     tiles,
@@ -121,7 +120,7 @@ def predict(table: Table, row: Row, column: str, constants: Constants = CONSTANT
 
 def _mlp_time(rows: int, width: int, engine: str, dispatch: str, c: Constants) -> float:
     issuer = {"python": "python", "traced": "replay"}.get(engine, "native")
-    chip = Wormhole(Setting(dispatch, issuer=issuer), c)
+    chip = Wormhole(dispatch, issuer=issuer, constants=c)
     return chip.step(mlp_step(rows, width, engine in ("python", "dynamic"))).total / 1e3
 
 
@@ -132,32 +131,32 @@ def _shapes(what: str, engine: str, c: Constants) -> float:
 
 def _gpt_time(dispatch: str, engine: str, c: Constants) -> float:
     issuer = "replay" if engine == "traced" else "native"
-    return Wormhole(Setting(dispatch, issuer=issuer), c).step(gpt_step()).total / 1e3
+    return Wormhole(dispatch, issuer=issuer, constants=c).step(gpt_step()).total / 1e3
 
 
 def _matmul_rate(size: str, column: str, c: Constants) -> float:
     product = Product(int(size), int(size), int(size))
-    return product.flops / Wormhole(Setting(), c).blocking([product]).total / 1e6
+    return product.flops / Wormhole(constants=c).blocking([product]).total / 1e6
 
 
 def _matmul_time(size: str, dispatch: str, c: Constants) -> float:
     """ttnn's default fidelity for bf16 inputs."""
     product = Product(int(size), int(size), int(size))
-    return Wormhole(Setting(dispatch, "HiFi2"), c).blocking([product]).total
+    return Wormhole(dispatch, "HiFi2", constants=c).blocking([product]).total
 
 
 def _core_grid(what: str, column: str, c: Constants) -> float:
     programs = mlp_step(1024, 512, dynamic=True)
     if what == "full":
-        return Wormhole(Setting(issuer="native"), c).step(programs).total / 1e3
+        return Wormhole(issuer="native", constants=c).step(programs).total / 1e3
     # The programs alternate between sub-devices on one queue: each is issued when its predecessor is done.
-    times = map(Wormhole(Setting(grid=(7, 4), issuer="native"), c).program, programs)
+    times = map(Wormhole(grid=(7, 4), issuer="native", constants=c).program, programs)
     return sum(time.host + time.dispatch + time.busy for time in times) / 1e3
 
 
 def _gaps(what: str, column: str, c: Constants) -> float:
     """Issued from Python one by one: the cores wait for the host between programs."""
-    step = Wormhole(Setting(issuer="python"), c).step(mlp_step(1024, 512, dynamic=True))
+    step = Wormhole(issuer="python", constants=c).step(mlp_step(1024, 512, dynamic=True))
     gaps = step.total - step.compute - step.bandwidth
     return gaps * 764 / step.programs / 1e3 if what == "gaps" else 100 * gaps / step.total
 
@@ -166,7 +165,7 @@ def _subdevices(size: str, column: str, c: Constants) -> float:
     """With two queues each half runs a product of its own, beside the other: the time is that of one."""
     grid = (7, 8) if column == "full" else (7, 4)
     product = Product(int(size), int(size), int(size))
-    return Wormhole(Setting(grid=grid), c).blocking([product]).total / 1e3
+    return Wormhole(grid=grid, constants=c).blocking([product]).total / 1e3
 
 
 _PREDICTORS = {

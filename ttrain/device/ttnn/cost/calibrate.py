@@ -11,18 +11,17 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device, Launch
-from ttrain.device.info import NodeOf
-from ttrain.device.measured import Section
+from ttrain.device.info import SILICON, NodeOf
 from ttrain.device.ttnn.cost.lowering import Lowering
-from ttrain.device.ttnn.cost.step_time import FITTED_ALONE, Known, chip_setting
-from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Scatter, Setting, Wormhole
+from ttrain.device.ttnn.cost.step_time import KEPT, card_key, chip_of, is_blackhole
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Scatter, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 REPEATS = 9
@@ -30,27 +29,22 @@ QUEUED = 200  # small programs in a row: enough that filling the queue does not 
 SMALL, LARGE, PRODUCT = (32, 32), (4096, 4096), 4096
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A launch of one node on the device, and what the model takes it for."""
-
-    launch: Launch
-    programs: list[Program]
+Bound = tuple[Launch, list[Program]]  # a launch of one node on the device, and what the model takes it for
 
 
 class Calibration:
-    """Measures on `device`, which is used as `setting` says, nodes that `node_of` records."""
+    """Measures on `device`, used as the chip `fitted` is, nodes that `node_of` records."""
 
     def __init__(
-        self, device: Device, setting: Setting, node_of: NodeOf, clock: Callable[[], float] = time.perf_counter
+        self, device: Device, fitted: Wormhole, node_of: NodeOf, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.device, self.setting, self.node_of, self.clock = device, setting, node_of, clock
+        self.device, self.fitted, self.node_of, self.clock = device, fitted, node_of, clock
         self.changed: dict[str, float] = {}
 
     @property
     def chip(self) -> Wormhole:
         """The model with what is measured by now."""
-        return Wormhole(self.setting, replace(CONSTANTS, **self.changed))
+        return replace(self.fitted, constants=replace(CONSTANTS, **self.changed))
 
     def run(self) -> Constants:
         """Return the constants with those replaced that were measured; `changed` names them."""
@@ -58,39 +52,38 @@ class Calibration:
         small, large = (self._bound("add", shape, shape) for shape in (SMALL, LARGE))
         product, softmax = self._bound("matmul", (PRODUCT, PRODUCT), (PRODUCT, PRODUCT)), self._bound("softmax", LARGE)
         self._dispatch(small)
-        nbytes = sum(program.nbytes for program in large.programs)
+        nbytes = sum(program.nbytes for program in large[1])
         self._set("dram_efficiency", nbytes / self._busy(large) / CONSTANTS.dram_peak, most=1.0)
         self._product(product)
         self._scatter(softmax)
         return self.chip.constants
 
-    def _dispatch(self, small: Measured) -> None:
+    def _dispatch(self, small: Bound) -> None:
         """Measure a call, a program in the queue and a replayed program."""
-        (program,) = small.programs
-        replayed = self._replayed(small.launch) if self.device.supports_capture else None
-        queued = self._timed([small.launch] * QUEUED) / QUEUED
+        launch, (program,) = small
+        replayed = self._replayed(launch)
+        queued = self._timed([launch] * QUEUED) / QUEUED
         work = self.chip.program(program)
-        if replayed is not None:
-            self._set("launch", replayed - max(work.compute, work.bandwidth), least=0.1)
-            if replayed < work.dispatch:  # handing out takes no longer than a program does from start to start
-                self._set(f"{self.setting.dispatch}_dispatch", replayed, least=0.1)
+        self._set("launch", replayed - max(work.compute, work.bandwidth), least=0.1)
+        if replayed < work.dispatch:  # handing out takes no longer than a program does from start to start
+            self._set(f"{self.fitted.dispatch}_dispatch", replayed, least=0.1)
         work = self.chip.program(program)
         if queued > 1.05 * max(work.dispatch, work.busy):
             self._set("native_host", queued)
-        self._set(f"{self.setting.dispatch}_call", self._alone(small.launch) - work.dispatch - work.busy, least=1.0)
+        self._set(f"{self.fitted.dispatch}_call", self._alone(launch) - work.dispatch - work.busy, least=1.0)
 
-    def _scatter(self, softmax: Measured) -> None:
+    def _scatter(self, softmax: Bound) -> None:
         """Measure reads out of order: of softmax's programs, the time of those in order is known by now."""
         chip = self.chip
-        ordered = sum(chip.program(program).busy for program in softmax.programs if not isinstance(program, Scatter))
-        scattered = [program.nbytes for program in softmax.programs if isinstance(program, Scatter)]
+        ordered = sum(chip.program(program).busy for program in softmax[1] if not isinstance(program, Scatter))
+        scattered = [program.nbytes for program in softmax[1] if isinstance(program, Scatter)]
         left = self._busy(softmax) - ordered - (len(scattered) - 1) * chip.constants.launch
         if scattered and left > 0:
             self._set("scatter_efficiency", sum(scattered) / left / CONSTANTS.dram_peak, most=1.0)
 
-    def _product(self, product: Measured) -> None:
+    def _product(self, product: Bound) -> None:
         """Measure cycles of a tile product: those of the matrix unit at this fidelity, or of unpacking operands."""
-        (program,) = product.programs
+        (program,) = product[1]
         assert isinstance(program, Product)
         chip, inner = self.chip, program.k // 32
         c, (share, _) = chip.constants, chip.distribution(program)
@@ -101,11 +94,10 @@ class Calibration:
         else:
             self._set("operand_cycles", cycles)
 
-    def _busy(self, measured: Measured) -> float:
+    def _busy(self, bound: Bound) -> float:
         """Return the microseconds of the cores beyond launching, from a call that is waited for."""
-        chip = self.chip
-        first = chip.program(measured.programs[0])
-        return self._alone(measured.launch) - chip.call - first.dispatch - chip.constants.launch
+        (launch, programs), chip = bound, self.chip
+        return self._alone(launch) - chip.call - chip.program(programs[0]).dispatch - chip.constants.launch
 
     def _set(self, name: str, value: float, least: float = 1e-6, most: float = float("inf")) -> None:
         self.changed[name] = float(min(max(value, least), most))
@@ -131,32 +123,26 @@ class Calibration:
         short, long = map(self._alone, replays)
         return (long - short) / QUEUED
 
-    def _bound(self, op: str, *shapes: tuple[int, ...]) -> Measured:
+    def _bound(self, op: str, *shapes: tuple[int, ...]) -> Bound:
         """Bind a node on bf16 tensors of its own, and launch it once so that its program is built."""
         node, device = self.node_of(op, *(TensorSpec(shape, DType.BF16) for shape in shapes)), self.device
         kernel, (given, made) = device.kernels[node.op.name], node.specs
         ins = [None if spec is None else device.allocate(spec) for spec in given]
         outs = [device.allocate(spec) for spec in made]
         work = [device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
-        measured = Measured(device.bind(kernel, ins, outs, node.attributes, work), Lowering().programs(node))
-        self._timed([measured.launch])
-        return measured
-
-
-def _entry(value: Any) -> dict[str, Any]:
-    constants = {name: float(number) for name, number in value["constants"].items() if name in vars(CONSTANTS)}
-    return {"constants": constants, "date": str(value["date"]), "device": value["device"]}
-
-
-KEPT = Section("wormhole", _entry)
+        launch = device.bind(kernel, ins, outs, node.attributes, work)
+        self._timed([launch])
+        return launch, Lowering().programs(node)
 
 
 def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
-    """Open the card, measure, keep what was found and say it. Raises DeviceUnavailable or DeviceBusy."""
+    """Open the card, measure, keep what was found and say it. Raises UserError, DeviceUnavailable or DeviceBusy."""
     from ttrain.device.ttnn.device import open_device
 
+    if config.mode != SILICON or is_blackhole(config):
+        raise UserError("plan.calibrate=true: measures the cost model of a Wormhole card. Give device=n150 or n300.")
     with closing(open_device(replace(config, mesh=[1, 1], subdevices=1, command_queues=1))) as device:
-        measured = Calibration(device, chip_setting(config, "static"), node_of)
+        measured = Calibration(device, chip_of(config, "static"), node_of)
         measured.run()
         return keep(config, measured.changed, device.describe())
 
@@ -164,26 +150,7 @@ def calibrate(config: TenstorrentConfig, node_of: NodeOf) -> str:
 def keep(config: TenstorrentConfig, changed: dict[str, float], facts: dict[str, Any]) -> str:
     """Keep measured constants for a board and a dispatch type. Return what a person should know of it."""
     date = datetime.now().astimezone().isoformat(timespec="seconds")
-    if not KEPT.keep({_key(config): {"constants": changed, "date": date, "device": facts}}):
+    if not KEPT.keep({card_key(config, config.dispatch): {"constants": changed, "date": date, "device": facts}}):
         raise UserError(f"plan.calibrate=true: {KEPT.path} can't be written. Set TTRAIN_CACHE to another folder.")
     lines = [f"  {name:20} {value:10.4g}  fitted {getattr(CONSTANTS, name):.4g}" for name, value in changed.items()]
     return "\n".join([f"Measured on this card and kept in {KEPT.path}:", *lines])
-
-
-def known_constants(config: TenstorrentConfig) -> Known:
-    """Return the constants for a device: measured here as far as they were, fitted else."""
-    kept, changed, date = KEPT.known(), dict[str, float](), ""
-    # The configured dispatch type comes last, so that it counts where both tell.
-    for key in sorted((_key(config, "worker"), _key(config, "eth")), key=_key(config).__eq__):
-        if key in kept:
-            changed |= kept[key]["constants"]
-            date = kept[key]["date"]
-    if not changed:
-        return FITTED_ALONE
-    source = f"the cost model of a Wormhole chip with {len(changed)} constants measured on this card, {date}"
-    return replace(CONSTANTS, **changed), source
-
-
-def _key(config: TenstorrentConfig, dispatch: str | None = None) -> str:
-    dispatch = dispatch or config.dispatch
-    return f"{config.name} {'worker' if dispatch == 'auto' else dispatch} {config.math_fidelity}"

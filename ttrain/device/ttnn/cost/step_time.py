@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
+from typing import Any
 
+from ttrain.core.errors import UserError
+from ttrain.device.measured import Section
 from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, duration, simplest
 from ttrain.device.ttnn.cost.lowering import Lowering
-from ttrain.device.ttnn.cost.wormhole import BYTES, CONSTANTS, Constants, Product, Setting, StepEstimate, Wormhole
+from ttrain.device.ttnn.cost.wormhole import BYTES, CONSTANTS, Constants, Product, StepEstimate, Wormhole
+from ttrain.device.ttnn.runtime.identity import board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
-# What the grid of a chip leaves to compute: a board of one chip loses one row to harvesting, of two chips two.
-GRIDS = {"n150": {"worker": (8, 8), "eth": (9, 8)}, "n300": {"worker": (7, 8), "eth": (8, 8)}}
 INPUT_CALL = 30e-6  # s to turn one host array into tiles and enqueue it: 20 to 34 us measured on a mocked board
 INPUT_RATE = 8e9  # byte/s from host to card: PCIe 4 with 8 lanes at half its 15.8 GB/s
 FITTED = "the cost model of a Wormhole chip, fitted to published measurements (docs/planning.md), not from a card"
 
-Known = tuple[Constants, str]  # constants, and where they are from
-FITTED_ALONE: Known = (CONSTANTS, FITTED)
+
+def _entry(value: Any) -> dict[str, Any]:
+    constants = {name: float(number) for name, number in value["constants"].items() if name in vars(CONSTANTS)}
+    return {"constants": constants, "date": str(value["date"]), "device": value["device"]}
+
+
+KEPT = Section("wormhole", _entry)  # what was measured on cards of this machine
+
+
+def card_key(config: TenstorrentConfig, dispatch: str) -> str:
+    """Return the key of the constants of a board, by dispatch type and fidelity."""
+    return f"{config.name} {'worker' if dispatch == 'auto' else dispatch} {config.math_fidelity}"
+
+
+def known_constants(config: TenstorrentConfig) -> tuple[Constants, str]:
+    """Return the constants for a device, measured here as far as they were, fitted else; and where they are from."""
+    kept, changed, date = KEPT.known(), dict[str, float](), ""
+    # The configured dispatch type comes last, so that it counts where both tell.
+    own = card_key(config, config.dispatch)
+    for key in sorted((card_key(config, "worker"), card_key(config, "eth")), key=own.__eq__):
+        if key in kept:
+            changed |= kept[key]["constants"]
+            date = kept[key]["date"]
+    if not changed:
+        return CONSTANTS, FITTED
+    source = f"the cost model of a Wormhole chip with {len(changed)} constants measured on this card, {date}"
+    return replace(CONSTANTS, **changed), source
 
 
 class CardStep:
@@ -41,26 +68,36 @@ class CardStep:
         self, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS, source: str = FITTED
     ) -> StepTime:
         """Return the time by the cost model. `source` says where its constants are from."""
-        found = self.sums(Wormhole(chip_setting(config, engine), constants))
+        found = self.sums(chip_of(config, engine, constants))
         device, given = found.total / 1e6, self.host_input
         total = max(device, given) if config.command_queues == 2 else device + given
         dispatch = max(found.host, found.dispatch) / 1e6
         return StepTime(total, dispatch, found.compute / 1e6, found.bandwidth / 1e6, given, found.programs, source)
 
 
-def chip_setting(config: TenstorrentConfig, engine: str) -> Setting:
-    """Return the setting of the model's chip for an engine on a card of this config."""
+def is_blackhole(config: TenstorrentConfig) -> bool:
+    """True for a board whose chip has no cost model."""
+    return board(config).arch == "blackhole"
+
+
+def chip_of(config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> Wormhole:
+    """Return the model's chip as an engine uses it on a card of this config."""
     dispatch = "worker" if config.dispatch == "auto" else config.dispatch
-    grid = GRIDS["n150" if config.name == "n150" else "n300"][dispatch]
+    rows, columns = Wormhole(dispatch).cores
+    grid = (rows + (config.name == "n150"), columns)  # a board of one chip loses one row to harvesting, of two two
     if config.core_grid is not None:
         grid = (min(config.core_grid[0], grid[0]), min(config.core_grid[1], grid[1]))
     issuer = {"traced": "replay", "static": "native"}.get(engine, "python")
-    return Setting(dispatch, config.math_fidelity, grid, issuer)
+    return Wormhole(dispatch, config.math_fidelity, grid, issuer, constants)
 
 
-def wormhole_estimate(work: Work, config: TenstorrentConfig, engine: str, known: Known = FITTED_ALONE) -> Estimate:
+def estimate(config: TenstorrentConfig, work: Work, engine: str) -> Estimate | str:
     """Estimate the step as configured, and beside it every combination of engine, dispatch and queues."""
-    constants, source = known
+    if is_blackhole(config):
+        return "There is no cost model of a Blackhole chip."
+    if config.host_resident:
+        return "The cost model does not know what the host computes for device.host_resident."
+    constants, source = known_constants(config)
     step = CardStep(work, config)
     time = step.time(config, engine, constants, source)
     ways = []
@@ -69,52 +106,42 @@ def wormhole_estimate(work: Work, config: TenstorrentConfig, engine: str, known:
         overrides = f"engine={name} device.dispatch={dispatch} device.command_queues={queues}"
         ways.append(Way(name, overrides, step.time(tried, name, constants).total))
     best = simplest(ways).engine
-    split = split_time(step, config, best, constants)
+    halves, whole = split_time(step, config, best, constants)
+    gains = halves * (1 + TIE) < whole
     note = (
         f"Dispatch would take {duration(time.dispatch)} by itself, {time.dispatch / time.total:.0%} of the step as "
-        f"configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. {split.text(best)}"
+        f"configured, whose bottleneck is {time.bottleneck.replace('_', ' ')}. "
+        f"device.subdevices={'2 for two runs at a time' if gains else 1}: by engine={best} a step of two runs takes "
+        f"{duration(halves)} on the halves of a chip, {duration(whole)} one after the other"
+        f"{'' if gains else ', so halves gain nothing'}."
     )
-    peak = Wormhole(chip_setting(config, engine), constants).peak_flops()
-    more = {"two_runs_ms": {key: 1e3 * value for key, value in vars(split).items()}}
+    peak = chip_of(config, engine, constants).peak_flops()
+    more = {"two_runs_ms": {"side_by_side": 1e3 * halves, "in_turn": 1e3 * whole}}
     return Estimate(work, time, ways, peak, note, more)
 
 
-@dataclass(frozen=True)
-class SplitTime:
-    """Seconds of a step of two runs on one chip: side by side on its halves, or one after the other on all of it."""
+def split_time(
+    step: CardStep, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS
+) -> tuple[float, float]:
+    """Return the seconds of a step of two runs: side by side on the halves of a chip, and one after the other on all.
 
-    side_by_side: float
-    in_turn: float
-
-    @property
-    def gains(self) -> bool:
-        return self.side_by_side * (1 + TIE) < self.in_turn
-
-    def text(self, engine: str) -> str:
-        """Return a sentence with what to choose."""
-        times = (
-            f"by engine={engine} a step of two runs takes {duration(self.side_by_side)} on the halves of a chip, "
-            f"{duration(self.in_turn)} one after the other"
-        )
-        if self.gains:
-            return f"device.subdevices=2 for two runs at a time: {times}."
-        return f"device.subdevices=1: {times}, so halves gain nothing."
-
-
-def split_time(step: CardStep, config: TenstorrentConfig, engine: str, constants: Constants = CONSTANTS) -> SplitTime:
-    """Estimate two runs of the step. Halves have half the columns of cores, half the bandwidth, and one host."""
-    setting = chip_setting(config, engine)
-    rows, columns = setting.cores
-    half = replace(constants, dram_peak=constants.dram_peak / 2)
-    found = step.sums(Wormhole(replace(setting, grid=(rows, max(columns // 2, 1))), half))
+    Halves have half the columns of cores, half the bandwidth, and one host.
+    """
+    chip = chip_of(config, engine, replace(constants, dram_peak=constants.dram_peak / 2))
+    rows, columns = chip.cores
+    found = step.sums(replace(chip, grid=(rows, max(columns // 2, 1))))
     in_turn = 2 * step.time(replace(config, command_queues=1), engine, constants).total
-    return SplitTime(max(found.total, 2 * found.host) / 1e6 + 2 * step.host_input, in_turn)
+    return max(found.total, 2 * found.host) / 1e6 + 2 * step.host_input, in_turn
 
 
 class WormholeModel:
     """A board as a config uses it, for benchmarks where there is no card. See `TimeModel`."""
 
     def __init__(self, config: TenstorrentConfig) -> None:
+        if is_blackhole(config):
+            raise UserError(
+                f"device={config.name}: there is no cost model of a Blackhole chip, and no card here. Give device=n300."
+            )
         self.config = config
 
     def describe(self) -> dict[str, object]:
@@ -126,7 +153,7 @@ class WormholeModel:
         }
 
     def product(self, size: int, dtype: str, engine: str) -> tuple[float, str]:
-        estimate = self._chip(engine).blocking([Product(size, size, size, 1, BYTES[dtype])])
+        estimate = chip_of(self.config, engine).blocking([Product(size, size, size, 1, BYTES[dtype])])
         bound = "call" if estimate.total > 2 * (estimate.compute + estimate.bandwidth) else estimate.bottleneck
         return estimate.total / 1e3, bound
 
@@ -135,7 +162,4 @@ class WormholeModel:
         return 1e3 * time.total, time.bottleneck.replace("_", " ")
 
     def peak_flops(self, engine: str) -> float:
-        return self._chip(engine).peak_flops()
-
-    def _chip(self, engine: str) -> Wormhole:
-        return Wormhole(chip_setting(self.config, engine))
+        return chip_of(self.config, engine).peak_flops()

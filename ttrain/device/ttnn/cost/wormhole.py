@@ -39,7 +39,7 @@ class Constants:
 CONSTANTS = Constants()
 
 
-GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute
+GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute on a board of two chips
 FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matrix unit over the mantissas
 TILE = 32  # rows and columns of a tile
 BYTES = {"fp32": 4.0, "bf16": 2.0, "bf8": 1.0625}  # per element; bf8 shares an exponent among 16 elements
@@ -80,33 +80,11 @@ class Stream:
     tiles: int  # of the largest tensor: the work that cores share
 
 
-@dataclass(frozen=True)
-class Scatter:
+class Scatter(Stream):
     """Rows of tiles are read or written out of order, or read several times: norms, softmax, head moves, lookup."""
 
-    nbytes: float
-    tiles: int
 
-
-Program = Product | Stream | Scatter
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The use of a chip. `grid` is [rows, columns] of cores; None takes what the dispatch type leaves."""
-
-    dispatch: str = "worker"
-    fidelity: str = "HiFi4"
-    grid: tuple[int, int] | None = None
-    issuer: str = "replay"  # what hands programs to the queue: replay of a capture, native (compiled code), python
-
-    @property
-    def cores(self) -> tuple[int, int]:
-        return self.grid or GRIDS[self.dispatch]
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.cores)
+Program = Product | Stream
 
 
 @dataclass(frozen=True)
@@ -141,34 +119,46 @@ class StepEstimate:
         return max(("host", "dispatch", "compute", "bandwidth"), key=lambda name: getattr(self, name))
 
 
+@dataclass(frozen=True)
 class Wormhole:
-    """One chip with one setting."""
+    """One chip as it is used. `grid` is [rows, columns] of cores; None takes what the dispatch type leaves."""
 
-    def __init__(self, setting: Setting = Setting(), constants: Constants = CONSTANTS) -> None:
-        self.setting, self.constants = setting, constants
+    dispatch: str = "worker"
+    fidelity: str = "HiFi4"
+    grid: tuple[int, int] | None = None
+    issuer: str = "replay"  # what hands programs to the queue: replay of a capture, native (compiled code), python
+    constants: Constants = CONSTANTS
+
+    @property
+    def cores(self) -> tuple[int, int]:
+        return self.grid or GRIDS[self.dispatch]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.cores)
 
     @property
     def tile_product(self) -> float:
         """Cycles of the matrix unit for a product of two tiles, if it never waited."""
-        return 2 * TILE**3 / self.constants.flops_per_cycle * FIDELITY_PASSES[self.setting.fidelity]
+        return 2 * TILE**3 / self.constants.flops_per_cycle * FIDELITY_PASSES[self.fidelity]
 
     @property
     def call(self) -> float:
         """Microseconds of a call that is waited for, beside its program."""
-        return self.constants.worker_call if self.setting.dispatch == "worker" else self.constants.eth_call
+        return self.constants.worker_call if self.dispatch == "worker" else self.constants.eth_call
 
     def program(self, program: Program) -> ProgramTime:
         """Return the parts of one program."""
-        c, setting = self.constants, self.setting
+        c = self.constants
         if isinstance(program, Product):
             compute, cores = self._product(program)
             rate = c.dram_efficiency
         else:
-            cores = min(program.tiles, setting.count)
-            compute = -(-program.tiles // setting.count) * c.tile_cycles / c.clock_mhz
+            cores = min(program.tiles, self.count)
+            compute = -(-program.tiles // self.count) * c.tile_cycles / c.clock_mhz
             rate = c.scatter_efficiency if isinstance(program, Scatter) else c.dram_efficiency
-        host = {"replay": 0.0, "native": c.native_host, "python": c.python_host}[setting.issuer]
-        dispatch = c.worker_dispatch if setting.dispatch == "worker" else c.eth_dispatch + c.eth_per_core * cores
+        host = {"replay": 0.0, "native": c.native_host, "python": c.python_host}[self.issuer]
+        dispatch = c.worker_dispatch if self.dispatch == "worker" else c.eth_dispatch + c.eth_per_core * cores
         return ProgramTime(host, dispatch, compute, program.nbytes / (c.dram_peak * rate), c.launch)
 
     def step(self, programs: Sequence[Program]) -> StepEstimate:
@@ -189,7 +179,7 @@ class Wormhole:
     def peak_flops(self) -> float:
         """Return the FLOP/s of the matrix units at this fidelity, if they never waited."""
         c = self.constants
-        return self.setting.count * c.flops_per_cycle / FIDELITY_PASSES[self.setting.fidelity] * c.clock_mhz * 1e6
+        return self.count * c.flops_per_cycle / FIDELITY_PASSES[self.fidelity] * c.clock_mhz * 1e6
 
     def _product(self, product: Product) -> tuple[float, int]:
         """Return (microseconds of the slowest core, cores that work)."""
@@ -197,13 +187,13 @@ class Wormhole:
         share, cores = self.distribution(product)
         inner = tiles(product.k)
         cycles = max(self.tile_product / c.matrix_efficiency, c.operand_cycles)
-        rounds = -(-product.batch // self.setting.count) if product.batch > 1 else 1
+        rounds = -(-product.batch // self.count) if product.batch > 1 else 1
         return share * inner * cycles / c.clock_mhz + rounds * -(-inner // 2) * c.block_latency, cores
 
     def distribution(self, product: Product) -> tuple[int, int]:
         """Return (output tiles of the busiest core, cores that work): the best of a grid, rows only, columns only."""
-        rows, columns = self.setting.cores
-        m, n, count = tiles(product.m), tiles(product.n), self.setting.count
+        rows, columns = self.cores
+        m, n, count = tiles(product.m), tiles(product.n), self.count
         if product.batch > 1:
             blocks = product.batch * m  # a row of output tiles is the smallest share
             return -(-blocks // count) * n, min(blocks, count)
