@@ -9,60 +9,39 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
+from ttrain.core.errors import CaptureError, GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.planned import TileDevice, both_tables, host_device
-from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.runtime.mesh import NOTES, DoubleBuffer, Mesh
-from ttrain.device.ttnn.runtime.subdevices import open_mesh
+from ttrain.device.ttnn.runtime.subdevices import divide
 from ttrain.device.ttnn.runtime.watch import Watch
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput, deliver
 from ttrain.device.ttnn.tensors.store import Store, TileLayout
 
 
-class BufferPool:
-    """Device tensors by offset in place of an arena, made when they are asked for.
+class BufferPool(dict[Any, DeviceTensor]):
+    """Device tensors by offset in place of an arena, made when they are asked for, and views by offset and spec.
 
     An offset means one tensor, which values take turns in.
     """
 
-    def __init__(self, store: Store, matrices: str | None = None) -> None:
-        self._store = store
-        self._matrices = matrices  # dtype that matrices are held in, if not their spec's
-        self._tensors: dict[int, DeviceTensor] = {}
-        self._views: dict[tuple[int, TensorSpec], DeviceTensor] = {}
-
-    def at(self, offset: int, spec: TensorSpec) -> DeviceTensor:
-        """Return the tensor of an offset, seen as `spec`."""
-        if offset not in self._tensors:
-            self._tensors[offset] = self._views[offset, spec] = self._new(spec)
-        if (offset, spec) not in self._views:
-            self._views[offset, spec] = self._tensors[offset].view(spec)
-        return self._views[offset, spec]
-
-    def _new(self, spec: TensorSpec) -> DeviceTensor:
-        if not spec.dtype.is_floating:
-            return IntegerInput(self._store, spec)
-        tensor = DeviceTensor(self._store, spec)
-        if self._matrices is not None and spec.rank == 2:
-            tensor.hold_as(TileLayout(tensor.layout.shape, self._matrices))
-        return tensor
+    matrices: str | None = None  # dtype that matrices are held in, if not their spec's
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
     """Open device=tt|n150|n300|t3000|p150. Raises DeviceUnavailable, DeviceBusy, or ConfigError."""
+    mesh = Mesh.open(config)
     try:
-        mesh = open_mesh(config)
-    except RuntimeError as error:
-        raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
-    return TenstorrentDevice(mesh, config)
-
-
-MENDS = {"silicon": "Reset the card with tt-smi -r, check the links with task=doctor, and start again."}
+        if config.subdevices > 1:
+            divide(mesh, config.subdevices)
+        return TenstorrentDevice(mesh, config)
+    except BaseException:
+        mesh.close()
+        raise
 
 
 class TenstorrentDevice(TileDevice):
@@ -75,12 +54,14 @@ class TenstorrentDevice(TileDevice):
         super().__init__()
         self.mesh, self.config, self.name = mesh, config, config.name
         self.caution = f"SIMULATED on {config.name}: {NOTES['simulator']}." if config.mode == "simulator" else None
-        mend = MENDS.get(config.mode, "Start it again.")
+        reset = "Reset the card with tt-smi -r, check the links with task=doctor, and start again."
+        mend = reset if config.mode == "silicon" else "Start it again."
         self.watch = watch or Watch(config.name, config.step_timeout_s, mesh.launched, mend, self.last_words)
         self.computes, self.chips = config.mode != "mock", mesh.chips
         self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
         self.host = host_device(config, self.computes) if config.host_resident else None
-        self.overlaps = mesh.overlaps and self.host is None
+        # True if the host can go on while a step computes: to write the next inputs, or to launch another replica.
+        self.overlaps = config.command_queues == 2 and self.host is None
         # By the buffers' id, which the pair keeps alive.
         self._double_buffers: dict[int, tuple[Mapping[str, DeviceTensor], DoubleBuffer]] = {}
         self._replicas: list[Device] = []
@@ -115,13 +96,27 @@ class TenstorrentDevice(TileDevice):
         """A pool takes no memory; its tensors do, when they are made."""
         if self._closed:
             raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
-        return BufferPool(self.store, "bfloat8_b" if copies and self.config.weights == "bf8" else None)
+        pool = BufferPool()
+        pool.matrices = "bfloat8_b" if copies and self.config.weights == "bf8" else None
+        return pool
 
     def _allocate(self, nbytes: int) -> BufferPool:
-        return BufferPool(self.store)
+        return BufferPool()
 
     def place(self, arena: BufferPool, offset: int, spec: TensorSpec) -> DeviceTensor:
-        return arena.at(offset, spec)
+        """Return the tensor of an offset, seen as `spec`."""
+        if (offset, spec) not in arena:
+            arena[offset, spec] = arena[offset].view(spec) if offset in arena else self._new(spec, arena.matrices)
+            arena.setdefault(offset, arena[offset, spec])
+        return arena[offset, spec]
+
+    def _new(self, spec: TensorSpec, matrices: str | None) -> DeviceTensor:
+        if not spec.dtype.is_floating:
+            return IntegerInput(self.store, spec)
+        tensor = DeviceTensor(self.store, spec)
+        if matrices is not None and spec.rank == 2:
+            tensor.hold_as(TileLayout(tensor.layout.shape, matrices))
+        return tensor
 
     def launching(self, what: str) -> AbstractContextManager[None]:
         return self.watch(what)
@@ -132,8 +127,8 @@ class TenstorrentDevice(TileDevice):
             buffer.upload(array)
 
     def upload_inputs(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> None:
-        """All inputs, then what the host derives from them. On two queues the second one writes."""
-        with self.watch("the upload of a step's inputs"), self.mesh.writing(self.store):
+        """All inputs, then what the host derives from them."""
+        with self.watch("the upload of a step's inputs"):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
@@ -190,13 +185,11 @@ class TenstorrentDevice(TileDevice):
         return run
 
     def replicas(self) -> list[Device]:
-        if self.mesh.divided is None:
-            return [self]
-        if not self._replicas:
-            self._replicas = [TenstorrentDevice(part, self.config, self.watch) for part in self.mesh.divided.parts]
+        if len(self._replicas) < len(self.mesh.parts):
+            self._replicas = [TenstorrentDevice(part, self.config, self.watch) for part in self.mesh.parts]
             for replica in self._replicas:
                 replica.last_words = self.last_words
-        return self._replicas
+        return self._replicas or [self]
 
     def expect_capture(self) -> None:
         self.context.replayed = True

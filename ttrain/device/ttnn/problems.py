@@ -94,15 +94,34 @@ CAUSES = (
 HOST_TABLES = "device.host_resident=[embedding,head]"
 
 
-def diagnose(error: BaseException, device: TenstorrentConfig, failed: Failed) -> OutOfResources | None:
+def smaller_keys(device: TenstorrentConfig, vocabulary: bool) -> list[str]:
+    """Return keys of the device itself that make a run take less of its memory."""
+    return [HOST_TABLES] if vocabulary and device.mesh == [1, 1] and not device.host_resident else []
+
+
+def diagnose(device: TenstorrentConfig, error: BaseException, failed: Failed) -> OutOfResources | None:
     """Return the resource that an error says is short; None for another kind of error."""
     said = reason(error)
     cause = next((cause for pattern, cause in CAUSES if re.search(pattern, said, re.IGNORECASE)), None)
     if cause is None:
         return None
-    # Overrides, the one that changes least first.
-    chosen = {"DRAM": _dram, "L1": _l1, "small buffers of L1": _l1, "trace region": _trace, "core grid": _grid}
-    keys = chosen[cause](said, device, failed) if cause in chosen else ["device.mesh=[1,1]"]
+    found = re.search(r"trace buffers of size (\d+)", said)
+    needed = math.ceil(int(found[1]) / 2**20) if found else 2 * max(device.trace_region_mb, 32)
+    smaller = {
+        "device.l1_small_kb=0 (kept from every core)": device.l1_small_kb > 0,
+        "device.core_grid=null (more cores share the work)": device.core_grid is not None,
+        "device.fused_kernels=false (smaller kernels)": device.fused_kernels is not False,
+    }
+    core = [*(key for key, helps in smaller.items() if helps), *failed.smaller]
+    grid = ["device.core_grid=null"] if device.core_grid is not None else []
+    keys = {  # overrides, the one that changes least first
+        "DRAM": _dram(said, device, failed),
+        "L1": core,
+        "small buffers of L1": core,
+        "trace region": [f"device.trace_region_mb={needed}", "engine=static (captures nothing)"],
+        "core grid": [*grid, "device.dispatch=worker"] if device.dispatch == "eth" or not grid else grid,
+        "chips": ["device.mesh=[1,1]"],
+    }[cause]
     first = said.splitlines()[0].rstrip(".")[:300]
     if device.dispatch == "eth" and "compute worker grid" in said:
         # ttnn places programs on the cores that Ethernet dispatch leaves, but checks newer ones against those that
@@ -131,23 +150,3 @@ def _dram(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
     if board(device).chips > 1 and device.mesh == [1, 1] and not device.host_resident and failed.rows % 2 == 0:
         meshes.append("device.mesh=[1,2] (half of the batch on each chip)")
     return [*idle, *smaller, *state, *meshes, *last]
-
-
-def _l1(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
-    keys = {
-        "device.l1_small_kb=0 (kept from every core)": device.l1_small_kb > 0,
-        "device.core_grid=null (more cores share the work)": device.core_grid is not None,
-        "device.fused_kernels=false (smaller kernels)": device.fused_kernels is not False,
-    }
-    return [*(key for key, helps in keys.items() if helps), *failed.smaller]
-
-
-def _trace(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
-    found = re.search(r"trace buffers of size (\d+)", said)
-    needed = math.ceil(int(found[1]) / 2**20) if found else 2 * max(device.trace_region_mb, 32)
-    return [f"device.trace_region_mb={needed}", "engine=static (captures nothing)"]
-
-
-def _grid(said: str, device: TenstorrentConfig, failed: Failed) -> list[str]:
-    keys = {"device.core_grid=null": device.core_grid is not None, "device.dispatch=worker": device.dispatch == "eth"}
-    return [key for key, helps in keys.items() if helps] or ["device.dispatch=worker"]

@@ -6,6 +6,8 @@ of its own, and a process whose ttnn was imported for one mode refuses another.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -15,7 +17,6 @@ from typing import Any
 
 from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import at_home, cache_folder
-from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE, installed_ttnn, missing_ttnn, runtime_root
 from ttrain.device.ttnn.runtime.identity import checked_simulator
 from ttrain.device.ttnn.runtime.profile import profiler_variables
 from ttrain.device.ttnn.settings import TenstorrentConfig
@@ -23,31 +24,23 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 DEVICE_NODES = Path("/dev/tenstorrent")
 
 
-def holders(nodes: Path = DEVICE_NODES, processes: Path = Path("/proc")) -> dict[int, str]:
-    """Process id -> command of every process that has a card open, as far as this user may see."""
-    found: dict[int, str] = {}
+def holders(nodes: Path = DEVICE_NODES, processes: Path = Path("/proc")) -> str:
+    """Name every other process that has a card open, as far as this user may see."""
+    found = []
     for entry in processes.glob("[0-9]*"):
         try:
             links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-            if any(link.startswith(f"{nodes}/") for link in links):
+            if any(link.startswith(f"{nodes}/") for link in links) and entry.name != str(os.getpid()):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-                found[int(entry.name)] = command[:80]
+                found.append(f"process {entry.name} ({command[:80]})")
         except OSError:
             continue
-    return {pid: command for pid, command in found.items() if pid != os.getpid()}
+    return ", ".join(found)
 
 
-def holders_text() -> str:
-    """A sentence that names them."""
-    found = holders()
-    if not found:
-        return "No other process of this user holds it; it may hang (tt-smi -r resets it)."
-    return "It is held by " + ", ".join(f"process {pid} ({command})" for pid, command in found.items()) + "."
-
-
-SIMULATOR_VARIABLE = "TT_METAL_SIMULATOR"
-BOARD_FOLDER = Path(__file__).parent.parent / "mock" / "boards"
+MOCK_VARIABLE, SIMULATOR_VARIABLE = "TT_METAL_MOCK_CLUSTER_DESC_PATH", "TT_METAL_SIMULATOR"
 MODE_VARIABLE = "TTRAIN_TTNN_MODE"  # what this process imported ttnn for
+MOCK_FOLDER = Path(__file__).parent.parent / "mock"
 _OTHER_MODES = {
     MOCK_VARIABLE: "device.mode=mock",
     SIMULATOR_VARIABLE: f"device.mode=simulator device.simulator=${SIMULATOR_VARIABLE}",
@@ -69,8 +62,9 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
     if config.profile is not None:
         common |= profiler_variables(at_home(config.profile).resolve())
     if config.mode != "silicon":
-        base = ttnn_folder() / f"{config.mode}-{_wheel_version()}"
-        return common | (_mock(config, wheel, base) if config.mode == "mock" else _simulator(config, base))
+        base = ttnn_folder() / f"{config.mode}-{wheel_version()}"
+        places = {"TT_METAL_CACHE": str(base / "kernels"), "TT_METAL_LOGS_PATH": str(base / "logs")}
+        return common | (_simulator(config, places) if config.mode == "simulator" else _mock(config, wheel, places))
     for key, instead in _OTHER_MODES.items():
         if os.environ.get(key):
             raise DeviceUnavailable(
@@ -89,24 +83,21 @@ def has_card() -> bool:
     return any(DEVICE_NODES.glob("*"))
 
 
-def _mock(config: TenstorrentConfig, wheel: Path, base: Path) -> dict[str, str]:
+def present(config: TenstorrentConfig) -> bool:
+    """True if there is a card, or a simulator that plays one."""
+    return has_card() if config.mode == "silicon" else config.mode != "mock"
+
+
+def _mock(config: TenstorrentConfig, wheel: Path, places: dict[str, str]) -> dict[str, str]:
     """`tt` plays an N150."""
-    runtime_root(base / "root", wheel)
-    return {
-        MOCK_VARIABLE: str(BOARD_FOLDER / f"{'n150' if config.name == 'tt' else config.name}.yaml"),
-        "TT_METAL_RUNTIME_ROOT": str(base / "root"),
-        "TT_METAL_CACHE": str(base / "kernels"),
-        "TT_METAL_LOGS_PATH": str(base / "logs"),
-    }
+    board = MOCK_FOLDER / "boards" / f"{'n150' if config.name == 'tt' else config.name}.yaml"
+    root = runtime_root(Path(places["TT_METAL_CACHE"]).with_name("root"), wheel)
+    return places | {MOCK_VARIABLE: str(board), "TT_METAL_RUNTIME_ROOT": str(root)}
 
 
-def _simulator(config: TenstorrentConfig, base: Path) -> dict[str, str]:
+def _simulator(config: TenstorrentConfig, places: dict[str, str]) -> dict[str, str]:
     """The user's library; its root, cache and dispatch settings may come from the environment."""
-    usual = {
-        "TT_METAL_CACHE": str(base / "kernels"),
-        "TT_METAL_LOGS_PATH": str(base / "logs"),
-        "TT_METAL_DISABLE_SFPLOADMACRO": "1",
-    }
+    usual = places | {"TT_METAL_DISABLE_SFPLOADMACRO": "1"}
     if os.environ.get("TT_METAL_SLOW_DISPATCH_MODE") != "1":
         # Captured steps and a second queue need the dispatch that cards use, with its queue in simulated DRAM.
         usual["TT_METAL_DRAM_BACKED_CQ"] = "1"
@@ -114,11 +105,64 @@ def _simulator(config: TenstorrentConfig, base: Path) -> dict[str, str]:
     return {SIMULATOR_VARIABLE: str(checked_simulator(config)), **found}
 
 
-def _wheel_version() -> str:
+def wheel_version() -> str:
+    """Return the version of ttnn; `local` for a build that is no installed package."""
     try:
         return version("ttnn")
     except PackageNotFoundError:
         return "local"
+
+
+def installed_ttnn() -> Path:
+    """Folder of the installed ttnn, found without importing it. Raises DeviceUnavailable."""
+    found = importlib.util.find_spec("ttnn")
+    if found is None or not found.submodule_search_locations:
+        raise DeviceUnavailable(missing_ttnn())
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def missing_ttnn() -> str:
+    """Return in one line why there is no ttnn here."""
+    python = ".".join(map(str, sys.version_info[:2]))
+    if python in ("3.10", "3.12") and sys.platform.startswith("linux"):
+        return "ttnn is not installed. Run pip install 'ttrain[tt]'."
+    here = f"Python {python} on {sys.platform}"
+    return f"ttnn is not installed, and has no wheel for {here}: use Python 3.12 on Linux x86-64."
+
+
+def runtime_root(folder: Path, wheel: Path) -> Path:
+    """Fill a folder with links to the installed ttnn and a stub compiler; may run twice, also at once.
+
+    A mocked board runs no kernel, yet metal compiles one for every program. The stub writes a program of one
+    instruction. It needs neither a C compiler nor root rights, and it refuses to work for a process that has not asked
+    for a mocked board, so that such a kernel can never reach a card. Raises DeviceUnavailable where that ttnn lacks its
+    runtime.
+    """
+    if not (wheel / "runtime").is_dir():
+        raise DeviceUnavailable(
+            f"ttnn in {wheel} is not whole: it has no runtime/, which a mocked board needs. Run pip install "
+            "--force-reinstall 'ttrain[tt]'."
+        )
+    compiler = folder / "runtime" / "sfpi" / "compiler" / "bin" / "riscv-tt-elf-g++"
+    compiler.parent.mkdir(parents=True, exist_ok=True)
+    for inside in ("", "runtime"):
+        for source in (wheel / inside).iterdir():
+            if source.name not in ("runtime", "sfpi", "__pycache__") and source.suffix != ".py":
+                _link(folder / inside / source.name, source)
+    draft = compiler.with_name(f"{compiler.name}.{os.getpid()}")
+    draft.write_bytes((MOCK_FOLDER / "compiler.sh").read_bytes())
+    draft.chmod(0o755)
+    draft.replace(compiler)
+    return folder
+
+
+def _link(link: Path, source: Path) -> None:
+    """A symbolic link, made anew where it leads elsewhere."""
+    if link.is_symlink() and Path(os.readlink(link)) == source:
+        return
+    draft = link.with_name(f"{link.name}.{os.getpid()}")
+    draft.symlink_to(source)
+    draft.replace(link)
 
 
 def import_ttnn(config: TenstorrentConfig) -> Any:
@@ -138,11 +182,10 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
     os.environ.update(wanted)
     os.environ[MODE_VARIABLE] = mode
     try:
-        import ttnn
+        return importlib.import_module("ttnn")
     except ImportError as error:
         told = missing_ttnn() if error.name == "ttnn" else f"ttnn can not be imported: {error}"
         raise DeviceUnavailable(told) from error
-    return ttnn
 
 
 # What ttnn says where a board does not open as asked for -> what to do.

@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import TtrainError
 from ttrain.device.info import Finding
-from ttrain.device.ttnn.mock.stub_compiler import installed_ttnn, missing_ttnn
-from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, holders, ttnn_folder
+from ttrain.device.ttnn.runtime import environment
+from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, installed_ttnn
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
 DRIVER = Path("/sys/module/tenstorrent/version")
@@ -31,42 +30,40 @@ def examine() -> Iterator[Finding]:
     yield ttnn
     if ttnn.state == "ok":
         yield _compiler()
-    if driver := _text(DRIVER):
-        yield Finding("driver", "ok", f"tenstorrent {driver}")
-    else:
-        yield Finding("driver", "missing", "the kernel module tenstorrent is not loaded", "a card needs it: tt-kmd")
+    driver = _text(DRIVER)
+    fix = "a card needs it: tt-kmd"
+    yield _found("driver", driver and f"tenstorrent {driver}", "the kernel module tenstorrent is not loaded", fix)
     cards = sorted(path.name for path in DEVICE_NODES.glob("[0-9]*"))
+    said = cards and f"{len(cards)} in {DEVICE_NODES}: {', '.join(cards)}"
+    fix = "use device=cpu, or device.mode=mock for a dry run"
+    yield _found("cards", said, f"nothing in {DEVICE_NODES}", fix)
     if cards:
-        yield Finding("cards", "ok", f"{len(cards)} in {DEVICE_NODES}: {', '.join(cards)}")
         yield from _state_of_cards()
-    else:
-        fix = "use device=cpu, or device.mode=mock for a dry run"
-        yield Finding("cards", "missing", f"nothing in {DEVICE_NODES}", fix)
     if ttnn.state == "ok":
         if cards:
             yield from _open_cards()
-        mocked = probe("mock", "n150", OPEN_SECONDS)
-        yield _answer("mocked boards", mocked, f"remove {ttnn_folder()} and try again")
+        yield _opened("mocked boards", "mock", "n150", f"remove {environment.ttnn_folder()} and try again")[0]
     yield _simulator()
+
+
+def _found(subject: str, said: Any, otherwise: str, fix: str, state: str = "missing") -> Finding:
+    return Finding(subject, "ok", str(said)) if said else Finding(subject, state, otherwise, fix)
 
 
 def _ttnn() -> Finding:
     try:
         installed_ttnn()
-        return Finding("ttnn", "ok", version("ttnn"))
-    except PackageNotFoundError:
-        return Finding("ttnn", "ok", "a build of its own")
+        return Finding("ttnn", "ok", environment.wheel_version())
     except Exception:
-        return Finding("ttnn", "missing", missing_ttnn(), "pip install 'ttrain[tt]' with Python 3.12 on Linux x86-64")
+        fix = "pip install 'ttrain[tt]' with Python 3.12 on Linux x86-64"
+        return Finding("ttnn", "missing", environment.missing_ttnn(), fix)
 
 
 def _compiler() -> Finding:
     places = [installed_ttnn() / "runtime" / "sfpi", SYSTEM_COMPILER]
     found = next((place for place in places if (place / "compiler").exists()), None)
-    if found is not None:
-        return Finding("kernel compiler", "ok", str(found))
     fix = "a card needs it: install Tenstorrent's sfpi package; mocked boards bring a stub"
-    return Finding("kernel compiler", "missing", f"no SFPI in {places[0]} or {places[1]}", fix)
+    return _found("kernel compiler", found, f"no SFPI in {places[0]} or {places[1]}", fix)
 
 
 def _state_of_cards() -> Iterator[Finding]:
@@ -75,11 +72,9 @@ def _state_of_cards() -> Iterator[Finding]:
         facts = {name: _text(card / f"tt_{name}") or _text(card / "device" / f"tt_{name}") for name in _CARD_FACTS}
         known = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value)
         yield Finding(f"card {card.name}", "ok", known or "its driver tells nothing")
-    if held := ", ".join(f"process {pid} ({command})" for pid, command in holders().items()):
-        fix = "wait for it or end it; a run on a held card ends with exit code 75"
-        yield Finding("held by", "broken", held, fix)
-    else:
-        yield Finding("held by", "ok", "nobody that this user may see")
+    held = environment.holders()
+    fix = "wait for it or end it; a run on a held card ends with exit code 75"
+    yield _found("held by", not held and "nobody that this user may see", held, fix, "broken")
     locks = len([*LOCKS.glob("TT_UMD_LOCK*")])
     left = " left by processes that ended; the driver takes them over" if locks and not held else " of the driver"
     yield Finding("locks", "ok", f"{locks}{left}")
@@ -94,30 +89,29 @@ def _text(path: Path) -> str:
 
 def _open_cards() -> Iterator[Finding]:
     """Open a chip by itself, then all of them over the links between them."""
-    result = probe("silicon", "tt", OPEN_SECONDS)
-    yield _answer("opening a card", result, "reset it with tt-smi -r, then run task=doctor again")
-    chips = result.get("opened", {}).get("chips", 1)
+    card, chips = _opened("opening a card", "silicon", "tt", "reset it with tt-smi -r, then run task=doctor again")
+    yield card
     if chips > 1:
         fix = "check the cables and reset all cards with tt-smi -r; one chip is enough for device.mesh=[1,1]"
-        yield _answer("fabric links", probe("silicon", "tt", OPEN_SECONDS, chips), fix)
+        yield _opened("fabric links", "silicon", "tt", fix, chips)[0]
 
 
-def _answer(subject: str, result: dict[str, Any], fix: str) -> Finding:
+def _opened(subject: str, mode: str, name: str, fix: str, together: int = 1) -> tuple[Finding, int]:
+    """Open a device; return the finding, and how many chips there are."""
+    result = probe(mode, name, OPEN_SECONDS, together)
     if "error" in result:
-        return Finding(subject, "broken", result["error"], fix)
+        return Finding(subject, "broken", result["error"], fix), 1
     facts = result["opened"]
     rows, columns = facts["cores"]
-    return Finding(subject, "ok", f"{facts['arch']}, {rows}x{columns} cores, {facts['chips']} chip(s)")
+    return Finding(subject, "ok", f"{facts['arch']}, {rows}x{columns} cores, {facts['chips']} chip(s)"), facts["chips"]
 
 
 def _simulator() -> Finding:
     given = os.environ.get(SIMULATOR_VARIABLE)
     if given is None:
         return Finding("simulator", "missing", f"{SIMULATOR_VARIABLE} is not set", "only mode=simulator needs one")
-    if Path(given).exists():
-        return Finding("simulator", "ok", given)
     fix = f"set {SIMULATOR_VARIABLE} to the path of the library, or unset it"
-    return Finding("simulator", "broken", f"no such file: {given}", fix)
+    return _found("simulator", Path(given).exists() and given, f"no such file: {given}", fix, "broken")
 
 
 def probe(mode: str, name: str, seconds: float, chips: int = 1) -> dict[str, Any]:

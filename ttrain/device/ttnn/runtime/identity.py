@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import ConfigError, DeviceUnavailable
+from ttrain.core.errors import DeviceUnavailable
 from ttrain.core.folders import at_home
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -44,20 +44,25 @@ def board(config: TenstorrentConfig) -> Board:
     return BOARDS.get(config.name, BOARDS["n150"])
 
 
+def memory(config: TenstorrentConfig) -> tuple[int, str]:
+    """Return the bytes of a chip's memory, and where the number is from."""
+    return DRAM[board(config).arch], "the board's DRAM"
+
+
 def arch_of(handle: Any) -> str:
     """The architecture of an open mesh, such as wormhole_b0."""
     return str(handle.arch()).rpartition(".")[2].lower()
 
 
 def check_board(tt: Any, handle: Any, config: TenstorrentConfig) -> None:
-    """Raise DeviceUnavailable where the chips are no part of the board that is named; `tt` takes any."""
+    """Check the chips of an open mesh."""
     if config.name in BOARDS:
         cluster = str(tt.cluster.get_cluster_type()).rpartition(".")[2]
         require_board(config, arch_of(handle), int(tt.get_num_devices()), cluster)
 
 
 def require_board(config: TenstorrentConfig, arch: str, chips: int = MANY, cluster: str = "CUSTOM") -> None:
-    """Check facts instead, as far as they are known."""
+    """Raise DeviceUnavailable where chips are no part of the board that is named, as far as known; `tt` takes any."""
 
     def fits(board: Board) -> bool:
         named = cluster in board.clusters or cluster.startswith(_UNNAMED)
@@ -80,39 +85,23 @@ _ENTRY = b"libttsim_init"  # that every such library exports
 
 
 def checked_simulator(config: TenstorrentConfig) -> Path:
-    """The path to hand to ttnn. Raises ConfigError or DeviceUnavailable for what is no simulator of the board named."""
-    if config.simulator is None:
-        raise ConfigError("device.mode=simulator: needs device.simulator=<path of the simulator library>.")
+    """The path to hand to ttnn. Raises DeviceUnavailable for what is no simulator of the board named."""
     # Not resolved: ttnn goes by the ending of the name, and looks for the descriptor beside the link.
-    given = Path(os.path.abspath(at_home(config.simulator)))
+    given = Path(os.path.abspath(at_home(config.simulator or "")))
+    folder, problem = given if given.is_dir() else given.parent, "is no simulator"
+    found: re.Match[str] | None = None
     try:
-        arch = _arch(given)
+        content = b"" if given.is_dir() else given.read_bytes()
+        library = given.suffix == ".so" and content.startswith(b"\x7fELF") and _ENTRY in content
+        if library or (given / "run.sh").is_file():
+            descriptor, problem = folder / DESCRIPTOR, f"its {DESCRIPTOR} names no arch_name"
+            found = re.search(r"^arch_name:\s*(\w+)", descriptor.read_text("utf-8", "replace"), re.MULTILINE)
     except OSError as error:
-        raise _refusal(config, f"{error.filename} can't be read ({error.strerror})") from None
-    if arch is None:
-        raise _refusal(config, "is no simulator")
-    if not arch:
-        raise _refusal(config, f"its {DESCRIPTOR} names no arch_name")
-    require_board(config, arch)
+        problem = f"{error.filename} can't be read ({error.strerror})"
+    if found is None:
+        raise DeviceUnavailable(
+            f"device.simulator={config.simulator}: {problem}. Give a simulator's library (libttsim.so), which lies "
+            f"beside the chip's {DESCRIPTOR}."
+        )
+    require_board(config, found[1].lower())
     return given
-
-
-def _refusal(config: TenstorrentConfig, problem: str) -> DeviceUnavailable:
-    return DeviceUnavailable(
-        f"device.simulator={config.simulator}: {problem}. Give a simulator's library (libttsim.so), which lies beside "
-        f"the chip's {DESCRIPTOR}."
-    )
-
-
-def _arch(given: Path) -> str | None:
-    """Return the architecture, such as wormhole_b0: empty where it is not named, None for what is no simulator."""
-    if given.is_dir():
-        known = (given / "run.sh").is_file()
-    else:
-        content = given.read_bytes()
-        known = given.suffix == ".so" and content.startswith(b"\x7fELF") and _ENTRY in content
-    if not known:
-        return None
-    descriptor = (given if given.is_dir() else given.parent) / DESCRIPTOR
-    found = re.search(r"^arch_name:\s*(\w+)", descriptor.read_text("utf-8", "replace"), re.MULTILINE)
-    return "" if found is None else found[1].lower()

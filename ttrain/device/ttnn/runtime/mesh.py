@@ -6,15 +6,13 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from ttrain.core.errors import EXIT_DEVICE_BUSY, CaptureError, ConfigError, DeviceBusy, DeviceUnavailable
 from ttrain.device.base import Launch, chain
-from ttrain.device.ttnn.runtime.environment import holders_text, import_ttnn, opening_failure, reason
+from ttrain.device.ttnn.runtime.environment import holders, import_ttnn, opening_failure, reason, wheel_version
 from ttrain.device.ttnn.runtime.identity import arch_of, check_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.store import Store, TileLayout
@@ -34,11 +32,9 @@ class Mesh:
         rows, columns = config.mesh
         self.chips = rows * columns
         self.mocked = config.mode == "mock"
-        self.queues = config.command_queues
         self.queue = 0  # that launches
         self.part: int | None = None  # which sub-device, where this is one
         self.traces: list[tuple[Any, list[Any]]] = []  # with the tensors that replays write
-        self._consumed: Any = None  # event after which the inputs of the last step may be overwritten
         self.precision = self.matrix_unit(config.math_fidelity, config.fp32_accumulate)
         size = handle.compute_with_storage_grid_size()
         self.cores = (size.y, size.x)
@@ -53,18 +49,23 @@ class Mesh:
                     "Give at most that, or null for all."
                 )
             self.grid = tt.CoreGrid(y=rows, x=columns)
-        self.divided: Any = None  # the SubDevices that launch by themselves, where there are some
+        self.manager: Any = None  # of sub-devices
+        self.parts: list[Mesh] = []  # the mesh as each of them sees it
 
     @classmethod
     def open(cls, config: TenstorrentConfig) -> Mesh:
         """Raises DeviceUnavailable, DeviceBusy where another process holds a card for too long, or ConfigError."""
         tt = import_ttnn(config)
-        handle = _opened(tt, config)
+        handle: Any = None
         try:
+            handle = _opened(tt, config)
             check_board(tt, handle, config)
             return cls(tt, handle, config)
-        except BaseException:
-            tt.close_mesh_device(handle)
+        except BaseException as error:
+            if handle is not None:
+                tt.close_mesh_device(handle)
+            if isinstance(error, RuntimeError):
+                raise DeviceUnavailable(f"device={config.name}: {opening_failure(error)}") from error
             raise
 
     def matrix_unit(self, fidelity: str, wide: bool) -> Any:
@@ -72,32 +73,6 @@ class Mesh:
         options = {"math_approx_mode": False, "fp32_dest_acc_en": wide, "packer_l1_acc": True}
         passes = getattr(self.tt.MathFidelity, fidelity)
         return self.tt.init_device_compute_kernel_config(self.handle.arch(), math_fidelity=passes, **options)
-
-    @property
-    def overlaps(self) -> bool:
-        """True if the host can go on while a step computes: to write the next inputs, or to launch another replica."""
-        return self.queues == 2
-
-    @contextmanager
-    def writing(self, store: Store) -> Iterator[None]:
-        """Host writes inside go through the second queue where there is one, between two steps of queue 0."""
-        if self.queues == 1 or self.part is not None:
-            yield
-            return
-        # Without a replay that said when its inputs are free, everything launched so far has to be over.
-        with self.second_queue(store, self.record(0) if self._consumed is None else self._consumed):
-            yield
-        self.wait(0, self.record(1))
-
-    @contextmanager
-    def second_queue(self, store: Store, free: Any) -> Iterator[None]:
-        """Host writes inside go through the second queue, after the event `free`."""
-        self.wait(1, free)
-        store.queue = 1
-        try:
-            yield
-        finally:
-            store.queue = 0
 
     def record(self, queue: int) -> Any:
         """An event that happens when a queue has done all it was given so far."""
@@ -107,11 +82,6 @@ class Mesh:
         """Hold a queue back until an event. A mocked board crashes on that, so its queues are not ordered."""
         if not self.mocked:
             self.tt.wait_for_event(queue, event)
-
-    def consumed(self) -> None:
-        """The step that reads the inputs has been launched."""
-        if self.queues == 2 and self.part is None:
-            self._consumed = self.record(0)
 
     def synchronize(self) -> None:
         self.tt.synchronize_device(self.handle)
@@ -137,9 +107,9 @@ class Mesh:
         tt.end_trace_capture(self.handle, trace, cq_id=self.queue)
         if self.mocked:
             tt.release_trace(self.handle, trace)
-            return chain(run, self.consumed)
+            return run
         self.traces.append((trace, self.settled()))
-        return chain(partial(tt.execute_trace, self.handle, trace, cq_id=self.queue, blocking=False), self.consumed)
+        return partial(tt.execute_trace, self.handle, trace, cq_id=self.queue, blocking=False)
 
     def settled(self) -> list[Any]:
         """Return what a sub-device kept alive until now; call it when everything launched is done."""
@@ -193,16 +163,13 @@ class Mesh:
         if self.mocked and self.part is not None:
             note = f"{note}; {DRY_RUN}"
         return {
-            "mode": self.config.mode,
+            **{key: getattr(self.config, key) for key in ("mode", "mesh", "math_fidelity", "fp32_accumulate")},
             "arch": arch_of(self.handle),
             "cores": list(self.cores),
-            "mesh": list(self.config.mesh),
-            "queues": self.queues,
-            **({} if self.part is None else {"subdevice": self.part}),
-            "math_fidelity": self.config.math_fidelity,
-            "fp32_accumulate": self.config.fp32_accumulate,
-            "ttnn": version("ttnn"),
+            "queues": self.config.command_queues,
+            "ttnn": wheel_version(),
             "memory_bytes": self.memory()["total"],
+            **({} if self.part is None else {"subdevice": self.part}),
             **({} if note is None else {"note": note}),
         }
 
@@ -214,8 +181,10 @@ class Mesh:
         self.settled()
         if self.part is not None:
             return
-        if self.divided is not None:
-            self.divided.close()
+        if self.manager is not None:
+            if not self.mocked:
+                self.handle.clear_loaded_sub_device_manager()
+            self.handle.remove_sub_device_manager(self.manager)
         self.tt.close_mesh_device(self.handle)
         if self.chips > 1:
             self.tt.set_fabric_config(self.tt.FabricConfig.DISABLED)
@@ -227,7 +196,6 @@ _BUFFER_CHANGES = {"buffer_allocate": 1, "buffer_deallocate": -1}
 def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     """The handle of an open mesh, by a thread that is waited for only so long."""
     rows, columns = config.mesh
-    kinds = {"worker": tt.DispatchCoreType.WORKER, "eth": tt.DispatchCoreType.ETH}
     # Newer ops place programs on cores that a mocked board gives to its dispatch unless workers dispatch.
     dispatch = "worker" if config.dispatch == "auto" and config.mode != "silicon" else config.dispatch
     options: dict[str, Any] = {
@@ -236,7 +204,7 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
         "num_command_queues": config.command_queues,
     }
     if dispatch != "auto":
-        options["dispatch_core_config"] = tt.DispatchCoreConfig(kinds[dispatch])
+        options["dispatch_core_config"] = tt.DispatchCoreConfig(getattr(tt.DispatchCoreType, dispatch.upper()))
     result: dict[str, Any] = {}
 
     def work() -> None:
@@ -252,12 +220,14 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     thread.join(config.open_timeout_s)
     if thread.is_alive():
         atexit.register(_leave, thread)
+        held = holders()
         raise DeviceBusy(
-            f"device={config.name}: the card did not open within {config.open_timeout_s} s. {holders_text()} "
+            f"device={config.name}: the card did not open within {config.open_timeout_s} s. "
+            f"{f'It is held by {held}' if held else 'No other process of this user holds it; tt-smi -r resets it'}. "
             "Try again later, or give device.open_timeout_s more seconds."
         )
     if "error" in result:
-        raise DeviceUnavailable(f"device={config.name}: {opening_failure(result['error'])}") from result["error"]
+        raise result["error"]
     return result["handle"]
 
 
@@ -289,13 +259,12 @@ class DoubleBuffer:
             return pairs[key][1]
 
         # New tensors may get memory that launches under way still use: the first write waits for all of them.
-        free = self._mesh.record(0) if self._taken is None else self._taken
-        store.redirect = redirect
+        self._mesh.wait(1, self._mesh.record(0) if self._taken is None else self._taken)
+        store.queue, store.redirect = 1, redirect
         try:
-            with self._mesh.second_queue(store, free):
-                upload()
+            upload()
         finally:
-            store.redirect = None
+            store.queue, store.redirect = 0, None
         written = self._mesh.record(1)
 
         def take() -> None:

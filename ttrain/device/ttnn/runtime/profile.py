@@ -76,31 +76,33 @@ def read_report(path: Path) -> list[Dispatch]:
                     f"{' or '.join(_BUSY)} and {_GAP}. Give {' or '.join(REPORTS)}."
                 )
             rows = ({name: (row.get(name) or "").strip() for name in row if name} for row in reader)
-            return [found for row in rows if (found := _dispatch(path, reader.line_num, row)) is not None]
+            return [found for row in rows if (found := _dispatch(row)) is not None]
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror or error}.") from None
     except csv.Error as error:
         raise UserError(f"{path}: is no CSV file: {error}.") from None
+    except ValueError as error:
+        raise UserError(f"{path}, line {reader.line_num}: {error}.") from None
 
 
-def _dispatch(path: Path, line: int, row: dict[str, str]) -> Dispatch | None:
-    """Read a row; return None for an op that ran on the host alone, which has no duration on a device."""
+def _dispatch(row: dict[str, str]) -> Dispatch | None:
+    """Read a row; return None for an op that ran on the host alone, which has no duration on a device.
+
+    Raises ValueError.
+    """
     busy = next((name for name in _BUSY if row.get(name, "") not in _ABSENT), None)
     if busy is None:
         return None
-    try:
-        return Dispatch(
-            op=row.get(_NAMES[0]) or row.get(_NAMES[1]) or "not named",
-            device=int(_number(row, "DEVICE ID")),
-            cores=int(_number(row, "CORE COUNT")),
-            busy=_number(row, busy),
-            gap=max(_number(row, _GAP, least=-math.inf), 0.0),
-            start=int(_number(row, _START)),
-            end=int(_number(row, _END)),
-            replayed=row.get("METAL TRACE REPLAY SESSION ID", "") not in _ABSENT,
-        )
-    except ValueError as error:
-        raise UserError(f"{path}, line {line}: {error}.") from None
+    return Dispatch(
+        op=row.get(_NAMES[0]) or row.get(_NAMES[1]) or "not named",
+        device=int(_number(row, "DEVICE ID")),
+        cores=int(_number(row, "CORE COUNT")),
+        busy=_number(row, busy),
+        gap=max(_number(row, _GAP, least=-math.inf), 0.0),
+        start=int(_number(row, _START)),
+        end=int(_number(row, _END)),
+        replayed=row.get("METAL TRACE REPLAY SESSION ID", "") not in _ABSENT,
+    )
 
 
 def _number(row: dict[str, str], name: str, least: float = 0.0) -> float:
@@ -110,17 +112,9 @@ def _number(row: dict[str, str], name: str, least: float = 0.0) -> float:
         number = float(text) if text not in _ABSENT else 0.0
     except ValueError:
         number = math.nan
-    if not math.isfinite(number) or number < least:
+    if not least <= number < math.inf:
         raise ValueError(f"{name} is {text[:40]!r}; a number{' of 0 or more' if least == 0 else ''} was expected")
     return number
-
-
-def after(dispatches: Sequence[Dispatch], earlier: Sequence[Dispatch]) -> list[Dispatch]:
-    """Return the programs that started on their device after every program of an earlier report had ended."""
-    last: dict[int, int] = {}
-    for one in earlier:
-        last[one.device] = max(last.get(one.device, 0), one.end or one.start)
-    return [one for one in dispatches if one.start > last.get(one.device, -1)]
 
 
 LONGEST = 5
@@ -128,7 +122,7 @@ LONGEST = 5
 
 @dataclass(frozen=True)
 class OpTime:
-    """All dispatches of one op; nanoseconds over all steps."""
+    """Dispatches added up; nanoseconds over all steps."""
 
     op: str
     count: int
@@ -136,51 +130,36 @@ class OpTime:
     busy: float
     gap: float  # that the device idled before it
 
+    @classmethod
+    def of(cls, op: str, runs: Sequence[Dispatch]) -> OpTime:
+        busy, gap = sum(one.busy for one in runs), sum(one.gap for one in runs)
+        return cls(op, len(runs), max(one.cores for one in runs), busy, gap)
+
     @property
     def time(self) -> float:
         return self.busy + self.gap
 
 
-@dataclass(frozen=True)
 class DispatchProfile:
     """Programs of one device over `steps` steps. Times are nanoseconds over all of them."""
 
-    device: int
-    steps: int
-    ops: tuple[OpTime, ...]  # the busiest first
-    longest_gaps: tuple[tuple[float, str, str], ...]  # nanoseconds, the op before and the op after
-    replayed: int  # dispatches that a captured step replayed
-
-    @classmethod
-    def of(cls, dispatches: Sequence[Dispatch], steps: int) -> DispatchProfile:
+    def __init__(self, dispatches: Sequence[Dispatch], steps: int) -> None:
         """Sum up the first device; its first gap is from before the steps and counts for nothing.
 
         Raises UserError where nothing ran on any.
         """
         if not dispatches:
             raise UserError("task=profile: the report holds no program that ran on a device.")
-        device = min(one.device for one in dispatches)
-        first, *rest = [one for one in dispatches if one.device == device]
+        self.steps, self.device = steps, min(one.device for one in dispatches)
+        first, *rest = (one for one in dispatches if one.device == self.device)
         mine = [replace(first, gap=0.0), *rest]
-        ops = []
-        for op in dict.fromkeys(one.op for one in mine):
-            same = [one for one in mine if one.op == op]
-            cores = max(one.cores for one in same)
-            ops.append(OpTime(op, len(same), cores, sum(one.busy for one in same), sum(one.gap for one in same)))
+        ops = [OpTime.of(op, [one for one in mine if one.op == op]) for op in dict.fromkeys(one.op for one in mine)]
+        self.ops, self.whole = sorted(ops, key=lambda time: -time.busy), OpTime.of("all", mine)
         gaps = sorted(((now.gap, before.op, now.op) for before, now in pairwise(mine) if now.gap), reverse=True)
-        ops.sort(key=lambda time: -time.busy)
-        return cls(device, steps, tuple(ops), tuple(gaps[:LONGEST]), sum(one.replayed for one in mine))
-
-    @property
-    def whole(self) -> OpTime:
-        """All ops added up."""
-        count, busy, gap = (sum(getattr(op, name) for op in self.ops) for name in ("count", "busy", "gap"))
-        return OpTime("all", count, 0, busy, gap)
-
-    @property
-    def overhead(self) -> float:
-        """Share of the time in which the device waited for its next program."""
-        return self.whole.gap / self.whole.time if self.whole.time else 0.0
+        self.longest_gaps = gaps[:LONGEST]  # nanoseconds, the op before and the op after
+        # The share of the time in which the device waited for its next program.
+        self.overhead = self.whole.gap / self.whole.time if self.whole.time else 0.0
+        self.replayed = sum(one.replayed for one in mine)  # dispatches that a captured step replayed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -201,7 +180,7 @@ class DispatchProfile:
         whole, steps = self.whole, self.steps
         columns = ("op", "dispatches", "cores", "busy", "idle before", "share of time")
         rows = [
-            (op.op, f"{op.count / steps:g}", str(op.cores or ""), f"{op.busy / steps / 1e3:.1f} us",
+            (op.op, f"{op.count / steps:g}", str(op.cores), f"{op.busy / steps / 1e3:.1f} us",
              f"{op.gap / steps / 1e3:.1f} us", f"{op.time / whole.time:.1%}" if whole.time else "")
             for op in (*self.ops, whole)
         ]  # fmt: skip
@@ -217,21 +196,28 @@ class DispatchProfile:
         ]
 
 
+def read_profile(report: Path, steps: int) -> DispatchProfile:
+    """Read a report that a profiler wrote."""
+    return DispatchProfile(read_report(report), steps)
+
+
 class TtnnProfiler:
     """Steps on a device whose profiler writes below a folder. See `Profiler`."""
 
     def __init__(self, config: TenstorrentConfig, folder: Path) -> None:
         self.folder = Path(config.profile or folder)
         self.config: DeviceConfig = replace(config, profile=str(self.folder))
-        self._earlier: Sequence[Dispatch] = ()
+        self._ended: dict[int, int] = {}  # by device, the cycle until which nothing counts
 
     def warm(self, device: Any) -> None:
         """Leave out the programs that ran until now."""
-        self._earlier = self._read(device)
+        for one in self._read(device):
+            self._ended[one.device] = max(self._ended.get(one.device, 0), one.end or one.start)
 
     def profile(self, device: Any, steps: int) -> DispatchProfile:
         """Return the profile of the steps run since `warm`."""
-        return DispatchProfile.of(after(self._read(device), self._earlier), steps)
+        mine = [one for one in self._read(device) if one.start > self._ended.get(one.device, -1)]
+        return DispatchProfile(mine, steps)
 
     def _read(self, device: Any) -> Sequence[Dispatch]:
         """Read what the device's profiler has recorded so far."""

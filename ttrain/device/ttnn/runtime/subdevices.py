@@ -20,8 +20,7 @@ from ttrain.core.errors import ConfigError, DeviceUnavailable
 from ttrain.device.ttnn.kernels.common import in_parts
 from ttrain.device.ttnn.runtime.environment import reason
 from ttrain.device.ttnn.runtime.mesh import Mesh
-from ttrain.device.ttnn.settings import TenstorrentConfig
-from ttrain.device.ttnn.tensors.store import TILE, TileLayout, up_to_tile
+from ttrain.device.ttnn.tensors.store import TILE, TileLayout
 
 Range = tuple[int, int, int, int]  # first column, first row, last column, last row
 
@@ -33,57 +32,33 @@ def divided(rows: int, columns: int, count: int) -> list[Range]:
     return [(at * columns // count, 0, (at + 1) * columns // count - 1, rows - 1) for at in range(count)]
 
 
-def open_mesh(config: TenstorrentConfig) -> Mesh:
-    """The chips of a config, divided where it says so. Raises what `Mesh.open` does."""
-    mesh = Mesh.open(config)
-    if config.subdevices > 1:
-        try:
-            mesh.divided = SubDevices(mesh, config.subdevices)
-        except BaseException:
-            mesh.close()
-            raise
-    return mesh
-
-
-class SubDevices:
-    """Loads a manager of sub-devices. `parts` are the mesh as each of them sees it.
+def divide(mesh: Mesh, count: int) -> None:
+    """Load a manager of sub-devices, and give the mesh its `parts`. Raises DeviceUnavailable where ttnn can't.
 
     A mocked board crashes on loading one, and its second queue can't launch: there the manager is only made, and all
     parts launch on queue 0.
     """
-
-    def __init__(self, mesh: Mesh, count: int) -> None:
-        """Raises DeviceUnavailable where ttnn can't divide the chip."""
-        tt, self._handle = mesh.tt, mesh.handle
-        ranges = divided(*mesh.cores, count)
-        cores = [
-            tt.CoreRangeSet({tt.CoreRange(tt.CoreCoord(x, y), tt.CoreCoord(last_x, last_y))})
-            for x, y, last_x, last_y in ranges
-        ]
-        try:
-            self._manager = self._handle.create_sub_device_manager([tt.SubDevice([part]) for part in cores], 0)
-            if not mesh.mocked:
-                self._handle.load_sub_device_manager(self._manager)
-        except RuntimeError as error:
-            raise DeviceUnavailable(f"device.subdevices={count}: {reason(error)}") from error
-        self._loaded = not mesh.mocked
-        self.parts = [self._part(mesh, index, part, cores[index]) for index, part in enumerate(ranges)]
-
-    def _part(self, mesh: Mesh, index: int, part: Range, cores: Any) -> Mesh:
-        tt, (x, y, last_x, last_y) = mesh.tt, part
-        grid = tt.CoreGrid(y=last_y - y + 1, x=last_x - x + 1)
-        found = copy.copy(mesh)
-        found.part, found.queue = index, index if self._loaded else 0
-        sub_device = tt.SubDeviceId(index) if self._loaded else None
-        found.tt = CoreSubsetRuntime(tt, cores, grid, found.queue, sub_device, mesh.matrix_unit("HiFi4", True))
-        found.grid = found.whole_grid = grid
-        found.cores, found.traces, found.divided = (grid.y, grid.x), [], None
-        return found
-
-    def close(self) -> None:
-        if self._loaded:
-            self._handle.clear_loaded_sub_device_manager()
-        self._handle.remove_sub_device_manager(self._manager)
+    tt, ranges = mesh.tt, divided(*mesh.cores, count)
+    cores = [
+        tt.CoreRangeSet({tt.CoreRange(tt.CoreCoord(x, y), tt.CoreCoord(last_x, last_y))})
+        for x, y, last_x, last_y in ranges
+    ]
+    try:
+        manager = mesh.handle.create_sub_device_manager([tt.SubDevice([part]) for part in cores], 0)
+        if not mesh.mocked:
+            mesh.handle.load_sub_device_manager(manager)
+    except RuntimeError as error:
+        raise DeviceUnavailable(f"device.subdevices={count}: {reason(error)}") from error
+    mesh.manager = manager
+    for index, (x, y, last_x, last_y) in enumerate(ranges):
+        grid, part = tt.CoreGrid(y=last_y - y + 1, x=last_x - x + 1), copy.copy(mesh)
+        part.part, part.queue = index, 0 if mesh.mocked else index
+        sub_device = None if mesh.mocked else tt.SubDeviceId(index)
+        exact = mesh.matrix_unit("HiFi4", True)
+        part.tt = CoreSubsetRuntime(tt, cores[index], grid, part.queue, sub_device, exact)
+        part.grid = part.whole_grid = grid
+        part.cores, part.traces, part.parts = (grid.y, grid.x), [], []
+        mesh.parts.append(part)
 
 
 Constant = Callable[[Any, TileLayout, Callable[[], np.ndarray]], Any]
@@ -120,27 +95,23 @@ class CoreSubsetRuntime:
         self.constant: Constant
         self._kept: list[Any] = []
         one, three = (partial(self._split_heads, parts) for parts in (1, 3))
+        self.linear = partial(self._product, tt.linear)
+        self.sum, self.max = partial(self._reduce, "sum", 0.0), partial(self._reduce, "max", -1e30)
         self.experimental = SimpleNamespace(view=tt.experimental.view, nlp_create_qkv_heads=one)
         heads = {"split_query_key_value_and_split_heads": three, "concatenate_heads": self._merge_heads}
         self.transformer = SimpleNamespace(**heads)
-        self.operations = SimpleNamespace(moreh=SimpleNamespace(layer_norm_backward=None, softmax_backward=None))
 
     def __getattr__(self, name: str) -> Any:
         given = getattr(self._tt, name)
         if name in _TOLD:
-            given = self._on_cores(given)
+            given = partial(self._on_cores, given)
         elif callable(given) and not isinstance(given, type) and name not in _HOST:
             given = partial(_refuse, name)
         setattr(self, name, given)
         return given
 
-    def _on_cores(self, op: Callable[..., Any]) -> Callable[..., Any]:
-        options = {"sub_core_grids": self._cores, "cq_id": self._queue}
-
-        def call(*arguments: Any, **given: Any) -> Any:
-            return self._keep(op(*arguments, **given, **options))
-
-        return call
+    def _on_cores(self, op: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
+        return self._keep(op(*arguments, **given, sub_core_grids=self._cores, cq_id=self._queue))
 
     def _keep(self, result: Any) -> Any:
         self._kept.append(result)
@@ -156,30 +127,22 @@ class CoreSubsetRuntime:
 
     # Products.
 
-    def matmul(self, a: Any, b: Any, **options: Any) -> Any:
-        batch = math.prod(tuple(b.shape)[:-2])
-        if batch == 1:
-            return self._product(self._tt.matmul, a, b, **options)
-        return self._matrix_by_matrix(a, b, batch, **options)
-
     def pick(self, a: Any, b: Any, **options: Any) -> Any:
         """A product of bf16 matrices of which one holds a single 1 in every row or column: no bit is lost."""
         return self.matmul(a, b, compute_kernel_config=self._exact, **options)
-
-    def linear(self, a: Any, b: Any, **options: Any) -> Any:
-        return self._product(self._tt.linear, a, b, **options)
 
     def _product(self, op: Callable[..., Any], a: Any, b: Any, **options: Any) -> Any:
         options |= {"core_grid": self._grid, "cq_id": self._queue, **self._place}
         return self._keep(op(a, b, **options))
 
-    def _matrix_by_matrix(self, a: Any, b: Any, batch: int, **options: Any) -> Any:
+    def matmul(self, a: Any, b: Any, **options: Any) -> Any:
         """ttnn places products of two batches at the first core, so every pair of matrices is a launch."""
+        batch = math.prod(tuple(b.shape)[:-2])
+        if batch == 1:
+            return self._product(self._tt.matmul, a, b, **options)
         out, lead = options.pop("optional_output_tensor", None), tuple(a.shape)[:-2]
-        parts = []
-        for index in range(batch):
-            one, two = (self._matrix(whole, index) for whole in (a, b))
-            parts.append(self._product(self._tt.matmul, one, two, **options))
+        pairs = ([self._matrix(whole, index) for whole in (a, b)] for index in range(batch))
+        parts = [self._product(self._tt.matmul, *pair, **options) for pair in pairs]
         result = self.reshape(self._join(parts, 0), (*lead, *tuple(parts[0].shape)[-2:]))
         return result if out is None else self.copy(result, out)
 
@@ -197,13 +160,7 @@ class CoreSubsetRuntime:
 
     # Reductions: told their cores, but where a tensor has padding they clear it at the first core.
 
-    def sum(self, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        return self._reduce("sum", x, dim, 0.0, **options)
-
-    def max(self, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-        return self._reduce("max", x, dim, -1e30, **options)
-
-    def _reduce(self, name: str, x: Any, dim: Any, empty: float, **options: Any) -> Any:
+    def _reduce(self, name: str, empty: float, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
         """Reduce axes, which are kept; the result is [1, 1] where all are reduced."""
         shape = tuple(x.shape)
         axes = range(len(shape)) if dim is None else [dim] if isinstance(dim, int) else dim
@@ -211,15 +168,14 @@ class CoreSubsetRuntime:
         result = tuple(1 if axis in reduced else size for axis, size in enumerate(shape))
         if shape[-1] % TILE or shape[-2] % TILE:
             x = self._filled(x, shape, empty)
-        call = self._on_cores(getattr(self._tt, name))
-        total = call(x, dim=sorted(reduced), keepdim=True, **options)
+        total = self._on_cores(getattr(self._tt, name), x, dim=sorted(reduced), keepdim=True, **options)
         if tuple(total.shape) != result:  # the padding of an axis that stays
-            total = self._tt.reshape(total, result, _padded(result))
+            total = self._tt.reshape(total, result, TileLayout(result).padded)
         return self.reshape(total, (1, 1)) if dim is None else total
 
     def _filled(self, x: Any, shape: tuple[int, ...], empty: float) -> Any:
         """All of a tensor's tiles as one without padding, `empty` where the padding was."""
-        padded = _padded(shape)
+        padded = TileLayout(shape).padded
         layout = TileLayout(padded[-2:], str(x.dtype).rpartition(".")[2].lower())
         rows, columns = (np.arange(size) for size in layout.shape)
         inside = np.outer(rows < shape[-2], columns < shape[-1]).astype(np.float32)
@@ -307,7 +263,3 @@ class CoreSubsetRuntime:
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise ConfigError(f"device.subdevices: ttnn.{name} can't be kept on a part of the chip. Give device.subdevices=1.")
-
-
-def _padded(shape: Sequence[int]) -> tuple[int, ...]:
-    return (*shape[:-2], up_to_tile(shape[-2]), up_to_tile(shape[-1]))

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ttrain.core.errors import DeviceHang
 
@@ -50,29 +50,25 @@ class Watch:
         """`progress` counts the ops that were started; `mend` is a sentence; None waits for ever."""
         self._device, self._seconds, self._progress, self._mend = device, seconds, progress, mend
         self._last_words, self._end = last_words, end
-        self._next = ""
         self._inside: list[str] = []  # what was entered and not left, the outermost first
         self._sections = 0
         self._thread: threading.Thread | None = None  # while there is something to watch
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
-    def __call__(self, what: str) -> Watch:
-        self._next = what
-        return self
-
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
         with self._lock:
-            self._inside.append(self._next)
-            if len(self._inside) > 1:
-                return
-            self._sections += 1
-            if self._thread is None and self._seconds is not None:
-                self._thread = threading.Thread(target=self._run, name="device watch", daemon=True)
-                self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._inside.pop()
+            self._inside.append(what)
+            if len(self._inside) == 1:
+                self._sections += 1
+                if self._thread is None and self._seconds is not None:
+                    self._thread = threading.Thread(target=self._run, name="device watch", daemon=True)
+                    self._thread.start()
+        try:
+            yield
+        finally:
+            self._inside.pop()
 
     @property
     def what(self) -> str:
