@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE
 from ttrain.device.ttnn.runtime import environment
 
 
@@ -23,6 +22,6 @@ def no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environment, "DEVICE_NODES", tmp_path / "nothing")
     monkeypatch.setattr(environment, "runtime_root", lambda folder, wheel: folder)
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
-    for key in (MOCK_VARIABLE, environment.SIMULATOR_VARIABLE, environment.MODE_VARIABLE, "TT_METAL_CACHE"):
+    for key in (*environment._OTHER_MODES, environment.MODE_VARIABLE, "TT_METAL_CACHE"):
         monkeypatch.setenv(key, "")  # so that it is undone
         monkeypatch.delenv(key)

@@ -29,10 +29,9 @@ from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.steps.step_graph import StepGraph
 
 SIZES = {
-    "nano-gpt": {"layers": 6, "heads": 6, "width": 384, "context": 256, "vocabulary": 96},
-    "gpt2": {"layers": 2, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50257},
-    "llama": {"layers": 2, "heads": 6, "kv_heads": 2, "width": 384, "hidden": 1024, "context": 256, "qk_norm": True},
-    "short": {"layers": 1, "heads": 6, "width": 384, "context": 33, "vocabulary": 96},
+    "nano-gpt": {"layers": 2, "heads": 2, "width": 64, "context": 64, "vocabulary": 96},
+    "many ids": {"layers": 1, "heads": 2, "width": 64, "context": 64, "vocabulary": 2081},
+    "llama": {"layers": 1, "heads": 2, "kv_heads": 1, "width": 64, "hidden": 96, "context": 64, "qk_norm": True},
     "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
 }
 READS = {CAUSAL: (1, 1), PAIRS: (4, 2)}
@@ -84,6 +83,7 @@ def measure(device: TenstorrentDevice, case: dict[str, Any]) -> dict[str, Any]:
         "dram": facts[-1]["dram_bytes"],
         "host": facts[-1].get("host_bytes", 0),
         "captures": engine.counters.captures,
+        "parameters": sum(parameter.count for parameter in model.parameters().values()),
         "zero": all(not np.any(value) for value in result.values()),
     }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,9 @@ def model_of(order: dict[str, Any], compute: DType) -> Any:
     return gpt(compute, **{"layers": 1, "heads": 2, "width": 32, "context": 32, "vocabulary": 65, **sizes})
 
 
-def packed(prefix: str, outcome: Outcome) -> dict[str, np.ndarray]:
-    arrays = {"losses": np.asarray(outcome.losses), "norms": np.asarray(outcome.norms)}
-    arrays |= {f"gradient:{name}": value for name, value in outcome.gradients.items()}
-    arrays |= {f"state:{name.replace('/', '|')}": value for name, value in outcome.state.items()}
-    return {f"{prefix}:{name}": value for name, value in arrays.items()}
+def arrays(outcome: Outcome) -> dict[str, np.ndarray]:
+    found = {"losses": np.asarray(outcome.losses), "norms": np.asarray(outcome.norms)}
+    return found | outcome.state | {f"gradient of {name}": value for name, value in outcome.gradients.items()}
 
 
 def main(out: str, text: str) -> None:
@@ -53,12 +52,11 @@ def main(out: str, text: str) -> None:
             turns(model_of(order, compute), make(), part, weights=first + index, **how)
             for index, part in enumerate(device.replicas())
         ]
-        arrays: dict[str, np.ndarray] = {}
+        outcomes = []
         for index, there in enumerate(side_by_side(runs)):
             here = run(model_of(order, DType.FP32), make(), cpu(), weights=first + index, **common)
-            number = str(index or "")
-            arrays |= {**packed(f"there{number}", there), **packed(f"here{number}", here)}
-        np.savez(Path(out), **arrays)
+            outcomes.append((arrays(here), arrays(there)))
+        Path(out).write_bytes(pickle.dumps(outcomes))
     finally:
         device.close()
 

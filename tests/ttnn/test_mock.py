@@ -13,38 +13,59 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests import forked
 
-pytestmark = pytest.mark.timeout(600)  # one child builds every model on a mocked board
-BF16 = {"precision": "bf16"}
-N150: dict[str, dict[str, Any]] = {
-    "mlp": {"model": "mlp"},
-    "mlp dynamic": {"model": "mlp", "engine": "dynamic"},
+Order = dict[str, Any]
+BF16, TRACED = {"precision": "bf16"}, {"engine": "traced"}
+MLP, ODD = {"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}
+STEPS: dict[str, Order] = {
+    "mlp": MLP,
+    "mlp dynamic": {**MLP, "engine": "dynamic"},
     "nano-gpt": {"model": "nano-gpt", **BF16},
-    "nano-gpt dynamic": {"model": "nano-gpt", "engine": "dynamic", **BF16},
     "nano-gpt pure": {"model": "nano-gpt", "precision": "bf16_true"},
-    "odd": {"model": "odd", "dropout": 0.1, **BF16},
-    "gpt2": {"model": "gpt2", "rows": 1, **BF16},
+    "odd": ODD,
+    "many ids": {"model": "many ids", **BF16},
     "llama": {"model": "llama", **BF16},
     "centred": {"model": "centred"},
     # Last: captured steps keep the device from fused updates.
-    "mlp traced": {"model": "mlp", "engine": "traced"},
-    "centred traced": {"model": "centred", "engine": "traced"},
+    "mlp traced": {**MLP, **TRACED},
+    "centred traced": {"model": "centred", **TRACED},
 }
-AGILLM = {"model": "agillm", "reads": "pairs"}
-READS: dict[str, dict[str, Any]] = {
+
+
+def agillm(preset: str, **config: Any) -> Order:
+    return {"model": "agillm", "config": {"preset": preset, "vocabulary": 97, "context": 70, **config}}
+
+
+READS: dict[str, Order] = {
     "nano-gpt": {"model": "nano-gpt", "reads": "causal", **BF16},
-    "fp32 traced": {"model": "short", "reads": "causal", "engine": "traced"},
+    "fp32 traced": {"model": "odd", "reads": "causal", **TRACED},
     "llama": {"model": "llama", "reads": "causal", **BF16},
-    "agillm": {**AGILLM, "config": {"preset": "nano_1x"}, "reads": "causal", **BF16},
-    "agillm pairs": {**AGILLM, "config": {"preset": "nano_3x"}, "engine": "traced", **BF16},
-    "standard bias": {**AGILLM, "config": {"preset": "nano_3x", "alibi": "standard"}},
+    "agillm": {**agillm("nano_1x"), "reads": "causal", **BF16},
+    "agillm pairs": {**agillm("nano_3x"), "reads": "pairs", **TRACED, **BF16},
+    "standard bias": {**agillm("nano_3x", alibi="standard"), "reads": "pairs"},
 }
-for _case in READS.values():
-    if "config" in _case:
-        _case["config"] |= {"vocabulary": 97, "context": 70}
-# Device ops of one step, forward to update. Written op by op, those of nano-gpt take 978 and 362; without rows of its
-# own for RMS norm, rotation and gates, llama takes 686.
-LIMITS = {"mlp": 22, "nano-gpt": 342, "nano-gpt pure": 329, "gpt2": 162, "llama": 361}
-READ_LIMITS = {"nano-gpt": 340, "llama": 214, "agillm": 140, "agillm pairs": 145}  # of a token
+# Device ops of one step, forward to update, and of a token that is read.
+LIMITS = {"mlp": 22, "nano-gpt": 130, "nano-gpt pure": 117, "many ids": 90, "llama": 361}
+READ_LIMITS = {"nano-gpt": 340, "llama": 214, "agillm": 140, "agillm pairs": 145}
+TINY = {"pad_vocabulary": 32, "vocabulary": 300, "context": 64}
+SEVERAL = (MLP, {**STEPS["nano-gpt"], "rows": 8}, STEPS["many ids"], STEPS["llama"], ODD)  # with rows per chip
+# What each must take: cores, settings of the device, and cases.
+BOARDS: dict[str, tuple[list[int], Order, tuple[Order, ...]]] = {
+    "n300, one chip": ([7, 8], {"board": "n300"}, (
+        MLP, *({**agillm(name, **TINY, **more), **BF16}
+               for name, more in (("femto_12x", {}), ("nano_3x", {"recompute": "block"}))),
+    )),
+    "n300": ([7, 8], {"board": "n300", "mesh": [1, 2]}, SEVERAL),
+    "t3000": ([7, 8], {"board": "t3000", "mesh": [2, 4]}, (MLP, STEPS["llama"], ODD)),
+    "p150": ([10, 13], {"board": "p150"}, (MLP, ODD)),
+    "dispatch from Ethernet cores": ([8, 8], {"board": "n300", "dispatch": "eth"}, ()),
+    # The next inputs are prefetched, for which the copies into place are the only further launches.
+    "two queues": ([8, 8], {"board": "n150", "command_queues": 2}, (ODD, MLP, {**MLP, **TRACED})),
+    "part of the cores": ([8, 8], {"board": "n150", "core_grid": [4, 3], "product": 512}, (MLP,)),
+    "sub-devices": ([8, 8], {"board": "n150", "subdevices": 2, "command_queues": 2}, tuple(
+        {**model, "part": part, "columns": True} for part in (0, 1) for model in (MLP, ODD)
+    )),
+}  # fmt: skip
+Costs = dict[str, dict[str, Any]]
 
 
 @cache
@@ -55,120 +76,62 @@ def child(cache_folder: str, order: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def on_board(
-    kernels: str, board: str, *cases: dict[str, Any], **settings: Any
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    facts, *costs = child(kernels, json.dumps({"board": board, "cases": cases, **settings}))
-    return facts, costs
-
-
 @pytest.fixture(scope="session")
-def n150(kernels: str) -> dict[str, dict[str, Any]]:
-    cases = N150 | {f"reading {name}": case for name, case in READS.items()}
+def n150(kernels: str) -> Costs:
+    cases = STEPS | {f"reading {name}": case for name, case in READS.items()}
     facts, product, *costs = child(kernels, json.dumps({"board": "n150", "cases": [*cases.values()], "product": 512}))
     assert facts == {"cores": [8, 8], "computes": False}
     return {"product": product, **dict(zip(cases, costs, strict=True))}
 
 
-@pytest.mark.parametrize("name", N150)
-def test_steps_are_accepted_and_settle(n150: dict[str, dict[str, Any]], name: str) -> None:
+def check_settled(cost: dict[str, Any], traced: bool) -> None:
     """Programs are built by the second step; the child forbids new ones after that."""
-    cost = n150[name]
     assert cost["zero"], "a mocked board computes nothing"
-    if "dynamic" not in name:
-        assert (cost["later_allocations"], cost["later_dram"]) == (0, 0)
-    assert cost["captures"] == ("traced" in name)
+    assert (cost["later_allocations"], cost["later_dram"], cost["captures"]) == (0, 0, traced)
 
 
-def test_device_ops_of_a_step_and_of_a_token(n150: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_accepted_and_settle(n150: Costs, name: str) -> None:
+    if "dynamic" in name:
+        assert n150[name]["zero"]
+    else:
+        check_settled(n150[name], "traced" in name)
+
+
+def test_device_ops_of_a_step_and_of_a_token(n150: Costs) -> None:
     limits = LIMITS | {f"reading {name}": limit for name, limit in READ_LIMITS.items()}
     assert {name: n150[name]["ops"] for name, limit in limits.items() if n150[name]["ops"] > limit} == {}
-
-
-def test_steps_that_read_are_captured(n150: dict[str, dict[str, Any]]) -> None:
-    """The step of a chunk, and that of a token."""
-    captures = {name: n150[f"reading {name}"]["captures"] for name in READS}
+    captures = {name: n150[f"reading {name}"]["captures"] for name in READS}  # of a chunk's step, and of a token's
     assert captures == {name: 2 * (case.get("engine") == "traced") for name, case in READS.items()}
 
 
-# What the boards of several chips must take, with rows per chip; a gpt2 sequence has 1024 tokens.
-ACCEPTED: tuple[dict[str, Any], ...] = (
-    {"model": "mlp"},
-    {"model": "nano-gpt", "rows": 32, **BF16},
-    {"model": "gpt2", "rows": 1, **BF16},
-    {"model": "llama", **BF16},
-    {"model": "odd", "dropout": 0.1, **BF16},
-)
-TINY_AGILLM: tuple[dict[str, Any], ...] = tuple(
-    {"model": "agillm", "config": {"pad_vocabulary": 32, **config}, **BF16}
-    for config in (
-        {"preset": "femto_12x", "vocabulary": 300, "context": 64},
-        {"preset": "nano_3x", "vocabulary": 300, "context": 64},
-        {"preset": "micro_3x", "vocabulary": 1000, "context": 128, "recompute": "block"},
-    )
-)
-
-
-@pytest.mark.parametrize(
-    ("board", "mesh", "cores", "cases"),
-    [
-        ("n300", [1, 1], [7, 8], (ACCEPTED[0], *TINY_AGILLM)),
-        ("n300", [1, 2], [7, 8], ACCEPTED),
-        ("t3000", [2, 4], [7, 8], (ACCEPTED[0], ACCEPTED[3], ACCEPTED[4])),
-        ("p150", [1, 1], [10, 13], (ACCEPTED[0], ACCEPTED[-1])),
-    ],
-    ids=["n300, one chip", "n300", "t3000", "p150"],
-)
-def test_other_boards(kernels: str, n150: Any, board: str, mesh: Any, cores: Any, cases: tuple[Any, ...]) -> None:
-    facts, costs = on_board(kernels, board, *cases, mesh=mesh)
+@pytest.mark.parametrize("name", BOARDS)
+def test_boards_and_ways_to_use_them(kernels: str, n150: Costs, name: str) -> None:
+    cores, settings, cases = BOARDS[name]
+    facts, *costs = child(kernels, json.dumps({**settings, "cases": cases}))
     assert facts["cores"] == cores
-    assert len(costs) == len(cases)
-    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
-    several = mesh != [1, 1]
-    assert (costs[0]["ops"] > n150["mlp"]["ops"]) is several  # gradients are summed over the chips
+    if "product" in settings:
+        assert (n150["product"]["columns"], costs.pop(0)["columns"]) == ([[0, 7]], [[0, 2]])
+    for cost, case in zip(costs, cases, strict=True):
+        check_settled(cost, "engine" in case)
+    if cases and "subdevices" not in settings:  # gradients are summed over the chips
+        assert (costs[cases.index(MLP)]["ops"] > n150["mlp"]["ops"]) is ("mesh" in settings or name == "two queues")
+    if "subdevices" in settings:  # not loaded, so products start at the first core; all others are on their columns
+        assert all(max(last for _, last in cost["columns"]) == 3 for cost in costs[:2])
+        assert all({first for first, _ in cost["columns"]} == {0, 4} for cost in costs[2:])
 
 
 def test_large_agillm_on_one_chip_of_an_n300(kernels: str) -> None:
-    """`large` with embedding and heads in host memory, fp32 masters on the card: it fits with room to spare."""
-    config = {"preset": "large", "vocabulary": 128_815, "context": 128, "recompute": "block", "pad_vocabulary": 32}
-    hosted = {"model": "agillm", "config": config, "rows": 1, "steps": 3, **BF16}
-    _, (large,) = on_board(kernels, "n300", hosted, host_resident=["embedding", "head"])
-    assert (large["later_allocations"], large["later_dram"]) == (0, 0)
-    # 302.5M parameters on the card at 4 + 4 + 4 bytes for fp32 masters and moments, 2 + 2 for copies and gradients.
-    core = 698_389_088 - 3 * 128_815 * 1024 - 2 * 128_815 - 2 * 1024 - 2
-    assert 16 * core < large["dram"] < 1.1 * 16 * core < 12 * 2**30 / 2
+    """Two layers of `large` with embedding and heads in host memory, fp32 masters on the card."""
+    config = {"preset": "large", "layers": 2, "vocabulary": 128_815, "context": 128, "pad_vocabulary": 32}
+    hosted = {"model": "agillm", "config": {**config, "recompute": "block"}, "rows": 1, "steps": 3, **BF16}
+    order = {"board": "n300", "host_resident": ["embedding", "head"], "cases": [hosted]}
+    _, large = child(kernels, json.dumps(order))
+    check_settled(large, False)
+    # Parameters on the card take 4 + 4 + 4 bytes for fp32 masters and moments, 2 + 2 for copies and gradients.
+    core = large["parameters"] - 3 * 128_815 * 1024 - 2 * 128_815 - 2 * 1024 - 2
+    assert 16 * core < large["dram"] < 1.2 * 16 * core
     assert large["host"] > 16 * 3 * 128_815 * 1024
-
-
-def test_dispatch_from_ethernet_cores_leaves_the_whole_grid(kernels: str) -> None:
-    assert on_board(kernels, "n300", dispatch="eth")[0]["cores"] == [8, 8]
-
-
-def test_two_queues(kernels: str) -> None:
-    """The next inputs are prefetched, for which the copies into place are the only further launches."""
-    cases = [{"model": "odd", "dropout": 0.1, **BF16}, {"model": "mlp"}, {"model": "mlp", "engine": "traced"}]
-    _, costs = on_board(kernels, "n150", *cases, command_queues=2)
-    assert [cost["captures"] for cost in costs] == [0, 0, 1]
-    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
-
-
-def test_a_core_grid_limits_products(kernels: str, n150: dict[str, dict[str, Any]]) -> None:
-    assert n150["product"]["columns"] == [[0, 7]]
-    _, (found, cost) = on_board(kernels, "n150", {"model": "mlp"}, core_grid=[4, 3], product=512)
-    assert found["columns"] == [[0, 2]]
-    assert (cost["later_allocations"], cost["later_dram"]) == (0, 0)
-
-
-def test_a_dry_run_of_sub_devices(kernels: str) -> None:
-    """Not loaded, so products start at the first core; all other launches are on the replica's columns."""
-    models: list[dict[str, Any]] = [{"model": "mlp"}, {"model": "odd", "dropout": 0.1, **BF16}]
-    cases = [{**model, "part": part, "columns": True} for part in (0, 1) for model in models]
-    _, costs = on_board(kernels, "n150", *cases, subdevices=2, command_queues=2)
-    assert all((cost["later_allocations"], cost["later_dram"]) == (0, 0) for cost in costs)
-    for cost in costs[:2]:
-        assert max(last for _, last in cost["columns"]) == 3
-    for cost in costs[2:]:
-        assert {first for first, _ in cost["columns"]} == {0, 4}
 
 
 def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, tmp_path: Path) -> None:

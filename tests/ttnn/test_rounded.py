@@ -13,6 +13,8 @@ import torch
 from tests.ttnn.runs import adamw, golden, gpt, mlp, run, same, sgd
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.ttnn.kernels import update as rows
+from ttrain.device.ttnn.kernels.elementwise import key_of
+from ttrain.device.ttnn.tensors.store import Store, TileLayout
 from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.train.steps.step_graph import StepGraph
@@ -80,49 +82,39 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (25, 7), (3, 33, 5)])
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
     """Of many elements with the same value, the right share goes up."""
-    from ttrain.device.ttnn.tensors.store import TileLayout
-
     c = golden().context
     seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     ups, count = 0, 0
     layout = TileLayout(shape)
     for number in range(1, 1 + max(30000 // int(np.prod(shape)), 1)):
         seed.upload(np.asarray(number, np.int64))
-        rounding = rows.Rounding(c, (0,), number, seed)
+        rounding = rows.rounding_of(c, (0,), number, seed)
         value = 1 + 0.3 * 2**-7
         slot = type("Slot", (), {"t": c.tt.from_torch(torch.full(shape, value), c.tt.float32, c.tt.TILE_LAYOUT)})()
-        rounding.of(layout, 0)(0, slot)
+        rounding(layout, 0)(0, slot)
         result = c.tt.to_torch(slot.t)
         assert set(result.unique().tolist()) <= {1.0, 1 + 2**-7}
         ups, count = ups + int((result > 1).sum()), count + result.numel()
     assert abs(ups / count - 0.3) < 5 * np.sqrt(0.21 / count)
 
 
-def test_chips_that_hold_the_same_weights_round_them_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks differ from chip to chip, rounding does not: replicas stay equal."""
-    from ttrain.device.ttnn.kernels.elementwise import key_of
-    from ttrain.device.ttnn.tensors.device_tensor import Derived
-
+def test_chips_of_a_mesh_round_alike_drop_otherwise_and_take_one_number_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas stay equal. An input may have one number for each chip, such as an id."""
     device: Any = golden()
     seed = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     seed.upload(np.asarray(5, np.int64))
     written: list[np.ndarray] = []
-    monkeypatch.setattr(Derived, "upload", lambda self, array: written.append(array.ravel()))
+    monkeypatch.setattr(Store, "filled", lambda self, layout, values: written.append(values().ravel()))
     device.store.chips = 2
     for stream, per_chip in ((1, True), (2, False)):
-        key_of(device.context, seed, stream, per_chip).refresh()  # type: ignore[attr-defined]
-    mask, rounding = written[-3], written[-1]
+        key_of(device.context, seed, stream, per_chip)
+    mask, rounding = written
     assert len(mask) == len(rounding) == 2
     assert mask[0] != mask[1] and rounding[0] == rounding[1]
-
-
-def test_chips_of_a_mesh_take_one_number_each() -> None:
-    """Such as ids of a batch of 2 with a context of 1: an input whose share of a chip is one number is no scalar."""
-    device: Any = golden()
-    device.store.chips = 2
     ids = device.place(device.allocate_arena(8, "x"), 0, TensorSpec((1, 1), DType.INT64))
     ids.upload(np.asarray([[3], [4]]))
-    assert ids.array.ravel().tolist() == [3, 4] and ids.value is None
+    ids.in_layout(TileLayout((1, 1), "int32"))
+    assert written[-1].tolist() == [3, 4]
 
 
 def test_a_run_holds_the_matrices_of_its_copies_in_block_floats() -> None:

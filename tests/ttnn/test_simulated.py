@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ttrain.core.errors import ConfigError, DeviceUnavailable
-from ttrain.device.ttnn.mock.stub_compiler import MOCK_VARIABLE
+from ttrain.core.errors import DeviceUnavailable
+from ttrain.device.ttnn.problems import problems
 from ttrain.device.ttnn.runtime import environment
+from ttrain.device.ttnn.runtime.environment import MOCK_VARIABLE
 from ttrain.device.ttnn.runtime.identity import BOARDS, check_board, checked_simulator
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -84,33 +84,23 @@ def test_a_board_of_another_architecture_is_refused_before_ttnn_is_asked(tmp_pat
         assert all(f"device={board}" in str(caught.value) for board in fitting)
 
 
-# What ttnn 0.81 tells of machines: architecture, chips that it sees, the name of the cluster.
+# What ttnn 0.81 tells of machines (architecture, chips that it sees, name of the cluster), and which boards they have.
 MACHINES = {
-    "one simulated Wormhole": ("wormhole_b0", 1, "N150"),
-    "n150": ("wormhole_b0", 1, "N150"),
-    "four n150": ("wormhole_b0", 4, "N150"),
-    "n300": ("wormhole_b0", 2, "N300"),
-    "t3000": ("wormhole_b0", 8, "T3K"),
-    "galaxy": ("wormhole_b0", 32, "GALAXY"),
-    "p100": ("blackhole", 1, "P100"),
-    "p150": ("blackhole", 1, "P150"),
-    "four p150": ("blackhole", 4, "P150_X4"),
-    "no name": ("wormhole_b0", 2, "CUSTOM"),
-}
-TAKEN = {
-    ("one simulated Wormhole", "n150"), ("n150", "n150"), ("four n150", "n150"), ("n300", "n300"), ("t3000", "n300"),
-    ("t3000", "t3000"), ("p150", "p150"), ("four p150", "p150"), ("no name", "n150"), ("no name", "n300"),
+    ("wormhole_b0", 1, "N150"): {"n150"}, ("wormhole_b0", 4, "N150"): {"n150"}, ("wormhole_b0", 2, "N300"): {"n300"},
+    ("wormhole_b0", 8, "T3K"): {"n300", "t3000"}, ("wormhole_b0", 32, "GALAXY"): set(), ("blackhole", 1, "P100"): set(),
+    ("blackhole", 1, "P150"): {"p150"}, ("blackhole", 4, "P150_X4"): {"p150"},
+    ("wormhole_b0", 2, "CUSTOM"): {"n150", "n300"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_machine_is_taken_for_the_boards_that_it_has(machine: str) -> None:
-    arch, chips, cluster = MACHINES[machine]
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_a_machine_is_taken_for_the_boards_that_it_has(machine: tuple[str, int, str]) -> None:
+    arch, chips, cluster = machine
     found = SimpleNamespace(get_cluster_type=lambda: f"ClusterType.{cluster}")
     tt = SimpleNamespace(cluster=found, get_num_devices=lambda: chips)
     handle = SimpleNamespace(arch=lambda: f"Arch.{arch.upper()}")
     for name in [*BOARDS, "tt"]:
-        if name == "tt" or (machine, name) in TAKEN:
+        if name in MACHINES[machine] | {"tt"}:
             check_board(tt, handle, TenstorrentConfig(name=name))
         else:
             with pytest.raises(DeviceUnavailable, match=rf"device={name}: has .* but this machine has {chips} {arch}"):
@@ -122,51 +112,14 @@ def test_variables_of_the_other_mode_are_not_passed_on(
     no_card: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str
 ) -> None:
     """ttnn would run a mocked board's empty kernels on the simulator that the environment names."""
-    both = (MOCK_VARIABLE, environment.SIMULATOR_VARIABLE)
-    for key in both:
-        monkeypatch.setenv(key, "/some/where")
+    library = simulator(tmp_path / "wh")
+    mine, path = (MOCK_VARIABLE, "n150.yaml") if mode == "mock" else (environment.SIMULATOR_VARIABLE, str(library))
+    both = dict.fromkeys((MOCK_VARIABLE, environment.SIMULATOR_VARIABLE), "/some/where")
+    monkeypatch.setattr(os, "environ", {**os.environ, **both})
+    monkeypatch.setattr(environment.importlib, "import_module", str)
     monkeypatch.delitem(sys.modules, "ttnn", raising=False)
-    seen: dict[str, str] = {}
-
-    class Finder:
-        @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-            if name == "ttnn":
-                seen.update({key: os.environ[key] for key in both if key in os.environ})
-                raise ImportError("seen enough", name="stub")
-
-    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    for key in ("TT_METAL_RUNTIME_ROOT", "TT_METAL_CACHE", "TT_METAL_LOGS_PATH", "TT_METAL_LOGGER_LEVEL"):
-        monkeypatch.setenv(key, "x")  # so that it is undone
-    with pytest.raises(DeviceUnavailable, match="seen enough"):
-        environment.import_ttnn(TenstorrentConfig(mode=mode, simulator=str(simulator(tmp_path / "wh"))))
-    assert list(seen) == [MOCK_VARIABLE if mode == "mock" else environment.SIMULATOR_VARIABLE]
-    assert "/some/where" not in seen.values()
-
-
-def trained(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *overrides: str) -> tuple[int, str]:
-    """A run on the reference functions of ttnn, which is told to be a simulator."""
-    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    from tests.ttnn.doubles.golden import GoldenMesh
-    from ttrain.cli import main
-    from ttrain.config import registry
-    from ttrain.device.ttnn.device import TenstorrentDevice
-    from ttrain.device.ttnn.runtime.mesh import NOTES
-
-    class SimulatedMesh(GoldenMesh):
-        def describe(self) -> dict[str, Any]:
-            return {"mode": "simulator", "note": NOTES["simulator"]}
-
-    def opened(config: TenstorrentConfig) -> TenstorrentDevice:
-        return TenstorrentDevice(SimulatedMesh(), config)
-
-    row = registry.Component("device", "n150", TenstorrentConfig, opened)
-    monkeypatch.setitem(registry._ROWS, ("device", "n150"), row)
-    monkeypatch.chdir(folder)
-    capsys.readouterr()
-    code = main(list(overrides))
-    shown = capsys.readouterr()
-    return code, shown.err + shown.out
+    assert environment.import_ttnn(TenstorrentConfig(mode=mode, simulator=str(library))) == "ttnn"
+    assert [key for key in both if key in os.environ] == [mine] and os.environ[mine].endswith(path)
 
 
 SIMULATED = "SIMULATED on n150: the numbers come from a simulator, not from a card"
@@ -175,26 +128,38 @@ SIMULATED = "SIMULATED on n150: the numbers come from a simulator, not from a ca
 def test_a_simulated_run_says_so_at_start_in_the_bar_at_the_end_and_wherever_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    overrides = ["device=n150", "device.mode=simulator", f"device.simulator={simulator(tmp_path / 'wh')}", "model=mlp"]
-    overrides += ["data=regression", "model.width=32", "train.batch_size=32", "train.steps=3", "optimizer=sgd"]
-    code, said = trained(tmp_path, monkeypatch, capsys, *overrides, "run.dir=outputs/run")
-    assert code == 0, said
-    start, _, end = said.partition("First step")
+    """On the reference functions of ttnn, which are told to be a simulator."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    from tests.ttnn.doubles.golden import GoldenMesh
+    from ttrain.cli import main
+    from ttrain.config import registry
+    from ttrain.device.ttnn.device import TenstorrentDevice
+
+    row = registry.Component("device", "n150", TenstorrentConfig, lambda c: TenstorrentDevice(GoldenMesh(config=c), c))
+    monkeypatch.setitem(registry._ROWS, ("device", "n150"), row)
+    monkeypatch.chdir(tmp_path)
+
+    def said(*overrides: str) -> str:
+        capsys.readouterr()
+        code = main(list(overrides))
+        shown = capsys.readouterr()
+        assert code == 0, shown.err
+        return shown.err + shown.out
+
+    given = ["device=n150", "device.mode=simulator", f"device.simulator={simulator(tmp_path / 'wh')}", "model=mlp"]
+    given += ["data=regression", "model.width=32", "train.batch_size=32", "train.steps=3", "optimizer=sgd"]
+    start, _, rest = said(*given, "run.dir=outputs/run").partition("First step")
     assert f"WARNING: {SIMULATED}" in start
-    assert "SIMULATED: " in said  # before the bar
-    assert SIMULATED in end and "WARNING" in end
+    assert "SIMULATED: " in start + rest  # before the bar
+    assert SIMULATED in rest and "WARNING" in rest
     run = tmp_path / "outputs" / "run"
-    summary = json.loads((run / "summary.json").read_text("utf-8"))
-    assert summary["caution"].startswith(SIMULATED)
+    assert json.loads((run / "summary.json").read_text("utf-8"))["caution"].startswith(SIMULATED)
     assert SIMULATED in (run / "events.jsonl").read_text("utf-8")
-    for task, place in (("runs", None), ("report", run / "report.html")):
-        code, listed = trained(tmp_path, monkeypatch, capsys, f"task={task}", *(["run=outputs/run"] if place else []))
-        assert code == 0, listed
-        text = listed if place is None else place.read_text("utf-8")
-        assert SIMULATED in text
-    shutil.rmtree(run)
+    assert SIMULATED in said("task=runs")
+    said("task=report", "run=outputs/run")
+    assert SIMULATED in (run / "report.html").read_text("utf-8")
 
 
 def test_a_simulator_still_needs_to_be_named() -> None:
-    with pytest.raises(ConfigError, match="needs device.simulator="):
-        checked_simulator(simulated(None))
+    (said,) = problems(simulated(None), 2)
+    assert "needs device.simulator=" in said

@@ -163,58 +163,42 @@ def test_pure_bf16_trains() -> None:
     np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=2e-2)
 
 
-def test_masks_move_with_the_seed() -> None:
-    """A replay must not repeat yesterday's mask: losses of a model that does not learn differ from step to step."""
-    losses = [
-        run(gpt(dropout=0.5, layers=1), sgd(lr=0.0), golden(), engine=engine, steps=4).losses
-        for engine in ("static", "traced")
-    ]
-    assert losses[0] == losses[1]
-    assert len(set(losses[0])) == 4
-
-
-def built(device: Any, engine: str, model: Any, **how: Any) -> tuple[Any, dict[str, Any]]:
-    """A step graph on a device, and all of its steps."""
-    run = Session(model, adamw(), 2, engine=engine, device=device, **how)
-    others = {"evaluate": run.graph.trace_evaluate, "logits": run.graph.trace_logits}
-    return model, run.steps | {name: run.engine.build(name, trace) for name, trace in others.items()}
-
-
-HOSTED: list[list[str]] = [[], ["embedding", "head"]]
-
-
-@pytest.mark.parametrize("hosted", HOSTED, ids=["on the card", "partly in host memory"])
-@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
-def test_evaluation_and_sampling_between_steps(engine: str, hosted: list[str]) -> None:
+def evaluated(model: Any, steps: Any, number: int) -> list[float]:
     """Steps of one engine keep their tensors apart: whoever runs in between, training goes on as without."""
+    given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
+    trained = steps["train"]({**given, **weight, "seed": 1, "lr": 0.01, "step": number})["loss"]
+    loss = steps["evaluate"]({**given, **weight})["loss"]
+    scores = steps["logits"]({"tokens": given["tokens"][:1], "position": number})["logits"]
+    return [trained, loss, float(np.abs(scores).sum())]
+
+
+def accumulated(model: Any, steps: Any, number: int) -> list[float]:
+    """Gradients are summed in host memory too, and the norm is over both sides."""
+    losses = [
+        steps[name]({**batch(model, 2, 2 * number + part), "loss_weight": 1 / 74, "seed": number})["loss"]
+        for part, name in enumerate(("accumulate_first", "accumulate_next"))
+    ]
+    norm = steps["norm"]({})["grad_norm"]
+    steps["update"]({"lr": 0.01, "step": number, "grad_norm": norm})
+    return [*losses, norm]
+
+
+@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
+@pytest.mark.parametrize(
+    ("take", "how", "hosted"),
+    [
+        (evaluated, {}, []),
+        (evaluated, {}, ["embedding", "head"]),
+        (accumulated, {"gradient_accumulation": 2, "guarded": True}, ["embedding"]),
+    ],
+    ids=["evaluation on the card", "evaluation partly in host memory", "micro-batches partly in host memory"],
+)
+def test_other_steps_than_training(engine: str, take: Any, how: dict[str, Any], hosted: list[str]) -> None:
     outcomes = []
     for device, kind in ((cpu(), "static"), (golden(host_resident=hosted), engine)):
-        model, steps = built(device, kind, gpt(tied=False, vocabulary=50, width=40, context=20, layers=1))
-        seen = []
-        for number in range(1, 4):
-            given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
-            seen.append(steps["train"]({**given, **weight, "seed": 1, "lr": 0.01, "step": number})["loss"])
-            seen.append(steps["evaluate"]({**given, **weight})["loss"])
-            scores = steps["logits"]({"tokens": given["tokens"][:1], "position": number})["logits"]
-            seen.append(float(np.abs(scores).sum()))
-        outcomes.append(seen)
+        model = gpt(tied=take is accumulated, vocabulary=50, width=40, context=20, layers=1)
+        run = Session(model, adamw(), 2, engine=kind, device=device, **how)
+        others = {"evaluate": run.graph.trace_evaluate, "logits": run.graph.trace_logits}
+        steps = run.steps | {name: run.engine.build(name, trace) for name, trace in others.items()}
+        outcomes.append([take(model, steps, number) for number in range(1, 4)])
     np.testing.assert_allclose(outcomes[1], outcomes[0], rtol=1e-4)
-
-
-@pytest.mark.parametrize("engine", ["dynamic", "static", "traced"])
-def test_micro_batches_and_a_guarded_update_with_tables_in_host_memory(engine: str) -> None:
-    """Gradients are summed in host memory too, and the norm is over both sides."""
-    results = []
-    for device, kind in ((cpu(), "static"), (golden(host_resident=["embedding"]), engine)):
-        small = gpt(vocabulary=50, width=40, context=20, layers=1)
-        model, steps = built(device, kind, small, gradient_accumulation=2, guarded=True)
-        seen = []
-        for number in range(1, 4):
-            for part, name in enumerate(("accumulate_first", "accumulate_next")):
-                given = batch(model, 2, 2 * number + part)
-                seen.append(steps[name]({**given, "loss_weight": 1 / 74, "seed": number})["loss"])
-            norm = steps["norm"]({})["grad_norm"]
-            steps["update"]({"lr": 0.01, "step": number, "grad_norm": norm})
-            seen.append(norm)
-        results.append(seen)
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)

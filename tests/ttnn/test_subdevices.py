@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
 from tests.ops.harness import every_op
-from tests.ttnn import runs, test_rows
+from tests.ttnn import test_rows
 from tests.ttnn.doubles.golden import GoldenMesh
 from tests.ttnn.runs import adamw, cosine, cpu, gpt, llama, run
 from ttrain.core.errors import ConfigError
@@ -78,15 +78,9 @@ def test_an_op_that_can_not_be_told_is_refused_by_name() -> None:
         part().mesh.tt.sort(None)
 
 
-@pytest.mark.parametrize("cores", [(8, 8), (7, 8), (10, 13), (9, 8), (9, 7)])
-def test_the_grid_is_divided_without_overlap(cores: tuple[int, int]) -> None:
-    rows, columns = cores
-    seen = np.zeros(cores, int)
-    for x, y, last_x, last_y in divided(rows, columns, 2):
-        seen[y : last_y + 1, x : last_x + 1] += 1
-    assert (seen == 1).all()
-
-
-def test_golden_devices_are_whole() -> None:
-    device = runs.golden()
-    assert device.replicas() == [device]
+def test_the_grid_is_divided_without_overlap() -> None:
+    for cores in [(8, 8), (7, 8), (10, 13), (9, 8), (9, 7)]:
+        seen = np.zeros(cores, int)
+        for x, y, last_x, last_y in divided(*cores, 2):
+            seen[y : last_y + 1, x : last_x + 1] += 1
+        assert (seen == 1).all()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 import time
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -22,30 +22,18 @@ pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 from tests.ttnn.runs import golden, mlp, sgd, turns
 
 
-class Ended:
-    """Stands for os._exit."""
-
-    def __init__(self) -> None:
-        self.codes: list[int] = []
-        self.event = threading.Event()
-
-    def __call__(self, code: int) -> None:
-        self.codes.append(code)
-        self.event.set()
-
-
-def watched(seconds: float | None, progress: Any = lambda: 0, **changes: Any) -> tuple[Watch, Ended, list[DeviceHang]]:
-    ended, told = Ended(), list[DeviceHang]()
-    return Watch("n300", seconds, progress, "Reset it.", changes.get("words", [told.append]), ended), ended, told
+def watched(seconds: float | None, progress: Any = lambda: 0, words: Any = None) -> tuple[Watch, Queue[int], list[Any]]:
+    """Return a watch, the exit codes with which it ended the process, and what it told."""
+    ended, told = Queue[int](), list[DeviceHang]()
+    return Watch("n300", seconds, progress, "Reset it.", [told.append, *(words or [])], ended.put), ended, told
 
 
 def test_a_call_that_never_returns_ends_the_process_after_everybody_was_told(capsys: Any) -> None:
     watch, ended, told = watched(0.3)
     start = time.monotonic()
     with watch("step train"), watch("an upload"):
-        assert ended.event.wait(100)
-    assert time.monotonic() - start >= 0.3
-    assert ended.codes == [EXIT_DEVICE_BUSY] == [75]
+        assert ended.get(timeout=100) == EXIT_DEVICE_BUSY == 75
+    assert time.monotonic() - start >= 0.3 and ended.empty()
     (hang,) = told
     assert str(hang).startswith("device=n300: step train (an upload) has neither returned")
     assert "0.3 s" in str(hang) and "Reset it." in str(hang) and "device.step_timeout_s" in str(hang)
@@ -59,25 +47,25 @@ def test_steps_that_take_long_but_go_on_are_no_hang() -> None:
     count = iter(range(10**9))
     moving, ended, _ = watched(0.2, progress=lambda: next(count))
     with moving("step train"):
-        assert not ended.event.wait(0.8)
+        time.sleep(0.8)
     short, ended_too, _ = watched(0.5)
     for _ in range(20):
         with short("step train"):
             time.sleep(0.03)
     time.sleep(0.4)
-    assert ended.codes == ended_too.codes == []
+    assert ended.empty() and ended_too.empty()
 
 
 def test_last_words_that_fail_or_take_for_ever_keep_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(hang: DeviceHang) -> None:
         raise OSError("full")
 
-    told: list[DeviceHang] = []
+    later: list[DeviceHang] = []
     monkeypatch.setattr(module, "_LAST_WORDS_SECONDS", 0.2)
-    watch, ended, _ = watched(0.1, words=[fail, told.append, lambda hang: time.sleep(30)])
+    watch, ended, _ = watched(0.1, words=[fail, later.append, lambda hang: time.sleep(30)])
     with watch("step train (the capture of train)"):
-        assert ended.event.wait(100)
-    assert len(told) == 1 and ended.codes == [75]
+        assert ended.get(timeout=100) == 75
+    assert len(later) == 1
 
 
 def test_a_closed_device_leaves_no_thread_that_keeps_its_runtime() -> None:
@@ -119,32 +107,26 @@ def test_calls_that_may_hang_are_watched_under_a_name(call: str, engine: str, wh
     assert seen == [what]
 
 
-# A plugin: a device on the reference functions of ttnn, which needs no card, of which a product sleeps for ever; once,
-# where TTRAIN_HANG_ONCE names a file.
+# A plugin: a device on the reference functions of ttnn, which needs no card, of which a product sleeps for ever.
 HANGING = """
-import os, time
-from pathlib import Path
+import time
 from ttrain.config import registry
-from ttrain.device.ttnn import device as module
-from tests.ttnn.doubles import golden
+from tests.ttnn.doubles.golden import open_golden
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
-once, calls = os.environ.get("TTRAIN_HANG_ONCE"), 0
+calls = 0
 
 def opened(config):
-    mesh = golden.GoldenMesh()
-    linear = mesh.tt.linear
+    device = open_golden(config)
+    linear = device.mesh.tt.linear
     def product(*arguments, **options):
         global calls
         calls += 1
-        if calls > 14 and not (once and Path(once).exists()):
-            if once:
-                Path(once).touch()
-            while True:
-                time.sleep(3600)
+        while calls > 14:
+            time.sleep(3600)
         return linear(*arguments, **options)
-    mesh.tt.linear = product
-    return module.TenstorrentDevice(mesh, config)
+    device.mesh.tt.linear = product
+    return device
 
 registry.register("device", "hanging", config=TenstorrentConfig, target=opened)
 """
@@ -155,28 +137,12 @@ RUN = [
 ]  # fmt: skip
 
 
-def hanging(folder: Path, *words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[Any]]:
-    """The end of a run, and its events."""
-    (folder / "hanging_device.py").write_text(HANGING, "utf-8")
-    paths = {"PYTHONPATH": f"{forked.ROOT}:{folder}", "TTRAIN_CACHE": str(folder / "cache")}
-    done = forked.run("ttrain", *RUN, *words, cwd=folder, OMP_NUM_THREADS="1", **paths, **environment)
-    lines = (folder / "run" / "events.jsonl").read_text("utf-8").splitlines()
-    return done, [json.loads(line) for line in lines]
-
-
 def test_a_run_whose_device_hangs_ends(tmp_path: Path) -> None:
-    done, events = hanging(tmp_path)
+    (tmp_path / "hanging_device.py").write_text(HANGING, "utf-8")
+    paths = {"PYTHONPATH": f"{forked.ROOT}:{tmp_path}", "TTRAIN_CACHE": str(tmp_path / "cache")}
+    done = forked.run("ttrain", *RUN, cwd=tmp_path, OMP_NUM_THREADS="1", **paths)
     assert done.returncode == EXIT_DEVICE_BUSY, done.stderr
     assert "device=hanging: step train" in done.stderr and "resume=auto run.dir=" in done.stderr
-    assert (events[-1]["kind"], events[-1]["error"]) == ("failed", "DeviceHang")
+    (*_, last) = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text("utf-8").splitlines())
+    assert (last["kind"], last["error"]) == ("failed", "DeviceHang")
     RunDirectory.open(tmp_path / "run").close()  # its lock is free
-
-
-@pytest.mark.slow
-def test_a_supervised_run_whose_device_hung_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    done, events = hanging(tmp_path, "supervise.backoff=0", TTRAIN_HANG_ONCE=str(tmp_path / "hung"))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "hung").exists()
-    (restart,) = [event for event in events if event["kind"] == "restart"]
-    assert restart["exit_code"] == EXIT_DEVICE_BUSY and "has neither returned" in restart["message"]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["step"] == 6

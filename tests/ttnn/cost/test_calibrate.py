@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from benchmarks.wormhole.reproduce import scatter, stream
 from ttrain.cli import main
 from ttrain.device.base import Kernel, Launch
 from ttrain.device.null.device import NullDevice
-from ttrain.device.ttnn.cost.calibrate import KEPT, Calibration, keep, known_constants
-from ttrain.device.ttnn.cost.step_time import FITTED
-from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, Product, Program, Setting, Wormhole
+from ttrain.device.ttnn.cost.calibrate import Calibration, keep
+from ttrain.device.ttnn.cost.step_time import FITTED, KEPT, known_constants
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Product, Program, Wormhole
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.tasks.plan import _recorded
 
@@ -28,46 +27,36 @@ TRUTH = replace(
 
 
 class Chip(NullDevice):
-    """Runs nothing; its clock moves as the model says for the given constants. Three stages, as on a chip."""
+    """Runs nothing; its clock moves as the model says."""
 
-    def __init__(self, constants: Constants, setting: Setting) -> None:
+    def __init__(self, model: Wormhole) -> None:
         super().__init__()
-        self.model, self.constants, self.setting = Wormhole(setting, constants), constants, setting
-        self.now = self.handed = self.done = 0.0  # microseconds
-        self.held: list[Program] | None = None
+        self.model, self.now, self.issuer = model, 0.0, model.issuer  # microseconds
+        self.queue: list[Program] = []
 
     def clock(self) -> float:
         return self.now / 1e6
 
-    def start(self, program: Program, host: float) -> None:
-        if self.held is not None:
-            self.held.append(program)
-            return
-        self.now += host
-        times = self.model.program(program)
-        self.handed = max(self.now, self.handed) + times.dispatch
-        self.done = max(self.handed, self.done) + times.busy
-
     def synchronize(self) -> None:
-        call = self.constants.eth_call if self.setting.dispatch == "eth" else self.constants.worker_call
-        waited = self.done > self.now
-        self.now = max(self.now, self.done) + (call - self.constants.native_host if waited else 0.0)
+        if self.queue:
+            found = replace(self.model, issuer=self.issuer).step(self.queue)
+            self.now += found.total + self.model.call - found.host / len(self.queue)
+        self.queue, self.issuer = [], self.model.issuer
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        self.held = held = []
         for launch in launches:
             launch()
-        self.held = None
-        return partial(self.run, held)
+        programs, self.queue = self.queue, []
 
-    def run(self, programs: Sequence[Program]) -> None:
-        for number, program in enumerate(programs):
-            self.start(program, self.constants.native_host if number == 0 else 0.0)
+        def replay() -> None:
+            self.queue, self.issuer = programs, "replay"
+
+        return replay
 
     @property
     def kernels(self) -> dict[str, Kernel]:  # type: ignore[override]
         def row(programs: Callable[..., list[Program]]) -> Kernel:
-            return Kernel(lambda ins, *_: partial(self.run, programs(*(buffer.spec.shape for buffer in ins))))
+            return Kernel(lambda ins, *_: lambda: self.queue.extend(programs(*(buffer.spec.shape for buffer in ins))))
 
         return {
             "add": row(lambda a, b: [stream(a, b, a)]),
@@ -79,9 +68,10 @@ class Chip(NullDevice):
 @pytest.mark.parametrize("dispatch", ["worker", "eth"])
 def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
     """And a step is predicted with it."""
-    setting = Setting(dispatch, issuer="native")
-    chip = Chip(TRUTH, setting)
-    measured = Calibration(chip, setting, _recorded, clock=chip.clock)
+    fitted = Wormhole(dispatch, issuer="native")
+    true = replace(fitted, constants=TRUTH)
+    chip = Chip(true)
+    measured = Calibration(chip, fitted, _recorded, clock=chip.clock)
     found = measured.run()
     names = {"launch", "native_host", "dram_efficiency", "matrix_efficiency", "scatter_efficiency", f"{dispatch}_call"}
     assert names <= measured.changed.keys()
@@ -90,9 +80,9 @@ def test_what_is_measured_is_what_the_chip_was_made_of(dispatch: str) -> None:
     # What was not measured stays as fitted.
     assert found.python_host == CONSTANTS.python_host and found.clock_mhz == CONSTANTS.clock_mhz
     programs = [Product(2048, 512, 512), stream((2048, 512), (2048, 512)), scatter((1024, 1024), (1024, 1024))] * 4
-    expected = Wormhole(setting, TRUTH).step(programs).total
-    assert Wormhole(setting, found).step(programs).total == pytest.approx(expected, rel=0.05)
-    assert Wormhole(setting).step(programs).total != pytest.approx(expected, rel=0.05)
+    expected = true.step(programs).total
+    assert measured.chip.step(programs).total == pytest.approx(expected, rel=0.05)
+    assert fitted.step(programs).total != pytest.approx(expected, rel=0.05)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Launch, chain
 from ttrain.device.ttnn.device import TenstorrentDevice
-from ttrain.device.ttnn.runtime.mesh import Mesh
+from ttrain.device.ttnn.runtime.mesh import NOTES, Mesh
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.store import shares_memory
 
@@ -56,13 +56,8 @@ class GoldenRuntime:
 
         self._ttnn = ttnn
         self.calls: dict[str, int] = {}
-        self._dtypes = {
-            ttnn.float32: torch.float32,
-            ttnn.bfloat16: torch.bfloat16,
-            ttnn.bfloat8_b: torch.bfloat16,
-            ttnn.int32: torch.int32,
-            ttnn.uint32: torch.int32,
-        }
+        floats = {ttnn.float32: torch.float32, ttnn.bfloat16: torch.bfloat16, ttnn.bfloat8_b: torch.bfloat16}
+        self._dtypes = {**floats, ttnn.int32: torch.int32, ttnn.uint32: torch.int32}
         given = ttnn.operations.moreh
         names = ("softmax_backward", "layer_norm_backward", "adamw")
         moreh = {name: self._op(f"moreh.{name}", getattr(given, name)) for name in names}
@@ -93,11 +88,10 @@ class GoldenRuntime:
         assert (host.dtype, host.layout, host.shape) == (tensor.dtype, tensor.layout, tensor.shape)
         tensor.data.copy_(host.data)
 
-    def synchronize_device(self, mesh: Any, cq_id: int = 0) -> None:
+    def synchronize_device(self, *_: Any, **__: Any) -> None:
         return
 
-    def init_device_compute_kernel_config(self, *_: Any, **__: Any) -> None:
-        return
+    init_device_compute_kernel_config = synchronize_device
 
     def get_memory_view(self, *_: Any) -> Any:
         return SimpleNamespace(num_banks=12)
@@ -209,14 +203,9 @@ class GoldenRuntime:
 
 # The references of ttnn know only some of the activations that ride on a binary op.
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "EXP": torch.exp,
-    "LOG": torch.log,
-    "NEG": torch.neg,
-    "SQRT": torch.sqrt,
-    "RSQRT": torch.rsqrt,
+    **{name: getattr(torch, name.lower()) for name in ("EXP", "LOG", "NEG", "SQRT", "RSQRT", "SIGMOID")},
     "RECIP": torch.reciprocal,
     "GTZ": lambda x: (x > 0).to(x.dtype),
-    "SIGMOID": torch.sigmoid,
     "SILU": torch.nn.functional.silu,
 }
 
@@ -264,7 +253,7 @@ class GoldenMesh(Mesh):
         super().__init__(runtime or GoldenRuntime(), handle, config or TenstorrentConfig())
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        return chain(*launches, self.consumed)
+        return chain(*launches)
 
     def memory(self) -> dict[str, int]:
         return {"in_use": 0, "peak": 0, "total": 0}
@@ -276,7 +265,7 @@ class GoldenMesh(Mesh):
         return {"device_ops": self.launched()}
 
     def describe(self) -> dict[str, Any]:
-        return {"mode": "golden", "note": "reference functions of ttnn on torch tensors"}
+        return {"mode": self.config.mode, "note": NOTES.get(self.config.mode, "reference functions on torch tensors")}
 
     def close(self) -> None:
         return
@@ -284,4 +273,4 @@ class GoldenMesh(Mesh):
 
 def open_golden(config: TenstorrentConfig) -> TenstorrentDevice:
     """Return the device of this config, answering by reference functions."""
-    return TenstorrentDevice(GoldenMesh(), config)
+    return TenstorrentDevice(GoldenMesh(config=config), config)
