@@ -7,6 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
@@ -205,35 +207,32 @@ def _opened(tt: Any, config: TenstorrentConfig) -> Any:
     }
     if dispatch != "auto":
         options["dispatch_core_config"] = tt.DispatchCoreConfig(getattr(tt.DispatchCoreType, dispatch.upper()))
-    result: dict[str, Any] = {}
+    opening = Future[Any]()
 
     def work() -> None:
         try:
             if rows * columns > 1:
                 tt.set_fabric_config(tt.FabricConfig.FABRIC_1D)
-            result["handle"] = tt.open_mesh_device(tt.MeshShape(rows, columns), **options)
+            opening.set_result(tt.open_mesh_device(tt.MeshShape(rows, columns), **options))
         except BaseException as error:
-            result["error"] = error
+            opening.set_exception(error)
 
-    thread = threading.Thread(target=work, name="open ttnn device", daemon=True)
-    thread.start()
-    thread.join(config.open_timeout_s)
-    if thread.is_alive():
-        atexit.register(_leave, thread)
+    threading.Thread(target=work, name="open ttnn device", daemon=True).start()
+    try:
+        return opening.result(config.open_timeout_s)
+    except FutureTimeout:
+        atexit.register(_leave, opening)
         held = holders()
         raise DeviceBusy(
             f"device={config.name}: the card did not open within {config.open_timeout_s} s. "
             f"{f'It is held by {held}' if held else 'No other process of this user holds it; tt-smi -r resets it'}. "
             "Try again later, or give device.open_timeout_s more seconds."
-        )
-    if "error" in result:
-        raise result["error"]
-    return result["handle"]
+        ) from None
 
 
-def _leave(opening: threading.Thread) -> None:
+def _leave(opening: Future[Any]) -> None:
     """End the process where the device still does not open: tearing ttnn down would wait for it."""
-    if opening.is_alive():
+    if not opening.done():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(EXIT_DEVICE_BUSY)
