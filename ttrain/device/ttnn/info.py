@@ -15,8 +15,8 @@ def _answer(name: str) -> Callable[..., Any]:
     """Return a method that calls a function of this folder, whose module is imported then."""
     module, _, function = name.partition(":")
 
-    def method(self: DeviceInfo, *given: Any) -> Any:
-        return getattr(import_module(f"{__package__}.{module}"), function)(*given)
+    def method(self: DeviceInfo, *given: Any, **named: Any) -> Any:
+        return getattr(import_module(f"{__package__}.{module}"), function)(*given, **named)
 
     return method
 

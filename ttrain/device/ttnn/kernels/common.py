@@ -103,7 +103,7 @@ def row(
 
     def declare(build: Build) -> Build:
         def made(c: Context) -> Kernel:
-            def bind(ins: Tensors, outs: Tensors, attributes: Attributes, work: Tensors) -> Launch:
+            def bind(ins: Specs, outs: Specs, attributes: Attributes, work: Specs) -> Launch:
                 written = () if delivery is Delivery.INPLACE else outs
                 launch = partial(build, c, *ins, *written, *work, **attributes)
                 return launch() if bound else launch

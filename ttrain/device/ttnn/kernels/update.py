@@ -272,7 +272,8 @@ def _update(
     lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
     rounded = lists.pop() if copies else []
     scalars = ins[-4:-1]  # lr, step and the clip factor
-    update = _RULES.get(rule.name, stepwise)(c, rule, *scalars)
+    chain_of: Callable[..., Update] = _RULES.get(rule.name, stepwise)
+    update = chain_of(c, rule, *scalars)
     rounding = rounding_of(c, stochastic, stream, ins[-1]) if stochastic else None
     launches, numbered = [], 0
     joined = [stacked(c.store, tensors) for tensors in lists]
