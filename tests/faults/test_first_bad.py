@@ -153,7 +153,7 @@ def test_an_applied_step_names_the_gradient_and_a_resumed_run_the_tensor(
     assert train("run.dir=run", *WORDS, "optimizer.clip_norm=null") == 1
     errors = capsys.readouterr().err
     assert "From the loss backwards, the first bad gradient is gradient layers.1." in errors
-    assert "With guard.nonfinite=skip guard.max_skips=1 a resumed run names" in errors
+    assert "guard.nonfinite=skip guard.max_skips=1 names the first bad tensor of the step" in errors
     assert main(["run.dir=run", "resume=auto", "guard.nonfinite=skip", "guard.max_skips=1"]) == 1
     assert "Step 5:" in (errors := capsys.readouterr().err)
     assert "The first tensor with NaN or Inf is the gradient that relu_grad makes in layers.1 (" in errors

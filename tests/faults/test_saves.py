@@ -24,8 +24,8 @@ from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.logging.events import read_events
+from ttrain.train.loop.checkpoints import Checkpoints, yield_processor
 from ttrain.train.loop.context import RunContext
-from ttrain.train.loop.saver import Saver, yield_processor
 from ttrain.train.runs.resume import find_resume_point, hold_run
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig
@@ -112,33 +112,41 @@ class _File:
         self._file.close()
 
 
-def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Saver, State]:
+def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Callable[[int], Checkpoints], State]:
     run = RunDirectory.claim(str(folder), "test")
     (folder / "metrics.jsonl").touch()
     loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append))
     state: Any = State(1.0)
-    return run, Saver(RunContext(TrainConfig(async_save=False, keep_last=1), state, run, loggers)), state
+    context = RunContext(TrainConfig(async_save=False, keep_last=1), state, run, loggers)
+    writer = Checkpoints(context, lambda progress, loss: content(progress.step))
+
+    def save(step: int) -> Checkpoints:
+        context.progress.step = step
+        writer.save()
+        return writer
+
+    return run, save, state
 
 
 def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No space, read-only and I/O errors: the previous checkpoint loads, the failure is told and logged."""
     with monkeypatch.context() as patch:
-        run, writer, _ = saver(tmp_path / "count", [])
+        run, save, _ = saver(tmp_path / "count", [])
         disk = Disk(patch)
-        writer.save(content(1))
+        save(1)
         operations = disk.count
         run.close()
     assert operations > 20
     told = 0
     for number in range(1, operations + 1):
         folder, said = tmp_path / str(number), []
-        run, writer, state = saver(folder, said)
-        writer.save(content(1))
+        run, save, state = saver(folder, said)
+        save(1)
         state.arrays = State(2.0).arrays
         with monkeypatch.context() as patch:
             disk = Disk(patch)
             disk.fail_at, disk.error = number, (errno.ENOSPC, errno.EROFS, errno.EIO)[number % 3]
-            writer.save(content(2))
+            writer = save(2)
         newest, skipped = newest_complete(folder / "checkpoints")
         assert newest is not None and all("cut off" in reason for _, reason in skipped)
         loaded = State()
@@ -149,7 +157,7 @@ def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: py
             told += 1
             assert os.strerror(disk.error) in said[0] and said[0].startswith("WARNING")
             assert [event["kind"] for event in read_events(folder)] == ["save_failed"]
-        writer.save(content(3))  # the disk is well again
+        save(3)  # the disk is well again
         assert newest_complete(folder / "checkpoints")[0].step == 3 and not writer.failed  # type: ignore[union-attr]
         run.close()
     assert told >= operations - 6  # those that come after the new checkpoint has its place
@@ -199,7 +207,7 @@ def test_every_byte_region_flipped_is_detected(two: Path) -> None:
             if position % 16 == 0:
                 found, skipped = newest_complete(two)
                 assert found is not None and found.step == 1
-                assert [path for path, _ in skipped] == [newest] and file.name.split(".")[0] in skipped[0].reason
+                assert [path for path, _ in skipped] == [newest] and file.name.split(".")[0] in skipped[0][1]
         file.write_bytes(original)
     read_checkpoint(newest)
     assert checked > 200

@@ -28,7 +28,7 @@ from ttrain.testing.models import ModelTrial
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
-from ttrain.train.runs.export import WeightState
+from ttrain.train.runs.export import weight_state
 from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.steps import session as run_session
 from ttrain.train.steps.step_graph import StepGraph
@@ -130,7 +130,7 @@ def test_sampling_and_export_have_it(tmp_path: Path) -> None:
     reader = State(open_cpu(), StepGraph(Centred(), AdamW(AdamWConfig()), ROWS).state_tensors(training=False))
     saved.load(reader, optimizer=False)
     assert np.array_equal(reader.read("mean"), session.state.read("mean"))
-    exported = save_checkpoint(tmp_path / "exported", WeightState(saved.weights(), Centred()), CONTENT)
+    exported = save_checkpoint(tmp_path / "exported", weight_state(saved.weights(), Centred()), CONTENT)
     assert exported.weights().keys() == {"linear.weight", "linear.bias", "mean"}
     assert np.array_equal(exported.weights()["mean"], session.state.read("mean"))
 

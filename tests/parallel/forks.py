@@ -174,7 +174,7 @@ def _late(rank: int) -> None:
 def _no_room(rank: int) -> None:
     """The first shard of rank 1 can't be written. Held-out data is not for it to hash: rank 0 does."""
     from ttrain.tasks.training import attempt
-    from ttrain.train.loop import saver
+    from ttrain.train.checkpoint import save as saver
 
     if rank:
         attempt.held_out_hash = lambda *given: 1 / 0

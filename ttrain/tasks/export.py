@@ -176,24 +176,25 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 
 
 def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) -> None:
-    from ttrain.train.checkpoint.progress import Progress, position_after
+    from ttrain.train.checkpoint.progress import Progress
     from ttrain.train.checkpoint.save import CheckpointContent
-    from ttrain.train.runs.export import WeightState, write_run
+    from ttrain.train.runs.export import weight_state, write_run
     from ttrain.train.runs.record import environment_record
+    from ttrain.train.steps.phases import PhaseSchedule
 
     stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     step = given.step or 0
     progress = Progress(step=step, compacted=report is not None)
-    progress.read = position_after(step, stored)
+    progress.read = PhaseSchedule.of(given.config.train, stored["model"].get("context")).read(0, step)
     told = (given.tokenizer_json, None, given.tokenizer_config)
     content = CheckpointContent(step, stored, progress.to_dict(), *told)
     command = given.config.source.command()
     attempt = {**environment_record(stored, {}, {}, None, command), "exported_from": given.origin}
     if report is not None:
         attempt["compacted"] = report
-    written = write_run(folder, WeightState(given.values, given.model), content, attempt)
-    print(f"{written}: a run with the parameters of {given.origin}, without optimizer state.")
+    write_run(folder, weight_state(given.values, given.model), content, attempt)
+    print(f"{folder}: a run with the parameters of {given.origin}, without optimizer state.")
     if given.tokenizer_json is None:
         print("It has no tokenizer, so it can't be sampled. Give export.tokenizer=<tokenizer.json>.")

@@ -119,16 +119,12 @@ class PeftAdapter:
                 raise ValueError("r must be a whole number above 0, lora_alpha be above 0, lora_dropout in [0, 1)")
             _selects(config, "")  # raises for keys of other types
         except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
-            raise CheckpointError(
-                f"lora.from={folder} holds no adapters of PEFT that can be read: {CONFIG}: {error}. Give the "
-                f"folder with {CONFIG} and {FILE}."
-            ) from None
+            told = f"holds no adapters of PEFT that can be read: {CONFIG}: {error}"
+            raise CheckpointError(f"lora.from={folder} {told}. Give the folder with {CONFIG} and {FILE}.") from None
         if other:
             told = ", ".join(f"{key}={value!r}" for key, value in other.items())
-            raise CheckpointError(
-                f"lora.from={folder}: {CONFIG} has {told}: only plain LoRA is understood. Let PEFT merge the adapters "
-                "(merge_and_unload) and give the merged folder as model.from."
-            )
+            mend = "Let PEFT merge the adapters (merge_and_unload) and give the merged folder as model.from"
+            raise CheckpointError(f"lora.from={folder}: {CONFIG} has {told}: only plain LoRA is understood. {mend}.")
         return cls(Path(folder), config)
 
     def adopted(self, lora: LoraConfig, given: Iterable[str]) -> LoraConfig:
@@ -141,10 +137,8 @@ class PeftAdapter:
         found = replace(lora, rank=self.config["r"], alpha=float(self.config["lora_alpha"]))
         for key in ("rank", "alpha"):
             if f"lora.{key}" in given and getattr(lora, key) != getattr(found, key):
-                raise CheckpointError(
-                    f"lora.from={self.folder} has {key} {getattr(found, key)}, not {getattr(lora, key)}. "
-                    "Leave the key out, or give other adapters."
-                )
+                told = f"has {key} {getattr(found, key)}, not {getattr(lora, key)}"
+                raise CheckpointError(f"lora.from={self.folder} {told}. Leave the key out, or give other adapters.")
         return replace(
             found,
             targets=lora.targets if "lora.targets" in given else targets,
@@ -157,10 +151,8 @@ class PeftAdapter:
             {str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in read_file(self.folder / FILE)}
         )
         if spare := [layer for layer in layers if not _selects(self.config, layer)]:
-            raise CheckpointError(
-                f"lora.from={self.folder}: {FILE} has matrices of {listed(spare)}, which {CONFIG} leaves out. Give the "
-                "two files as PEFT wrote them."
-            )
+            told = f"{FILE} has matrices of {listed(spare)}, which {CONFIG} leaves out"
+            raise CheckpointError(f"lora.from={self.folder}: {told}. Give the two files as PEFT wrote them.")
         return layers
 
     def values(self, model: Any) -> dict[str, Array]:
@@ -168,12 +160,6 @@ class PeftAdapter:
         content, named = Weights.widened(read_file(self.folder / FILE)), peft_names(model)
         parameters = model.parameters()
         shapes = {name: parameters[path].shape for path, name in named.items()}
-        if not (shapes.keys() & content.keys()):
-            theirs, ours = (min(each, default="nothing") for each in (map(str, content), shapes))
-            raise CheckpointError(
-                f"lora.from={self.folder} is of another model or other lora.targets: none of its {len(content)} "
-                f"matrices is one of this model's; it has {theirs}, this model {ours}."
-            )
         problems = mismatches(content, shapes, "no adapter of this model")
         values = {path: content[name] for path, name in named.items() if name in content}
         problems += [f"{named[path]}: holds NaN or infinity" for path in values if not np.isfinite(values[path]).all()]
@@ -198,10 +184,7 @@ class PeftAdapter:
     def _check_base(self, model: Any, read: Callable[[str], Array]) -> None:
         digest = metadata_of(self.folder / FILE).get(_BASE)
         if digest is not None and digest != base_digest(model, read):
-            raise CheckpointError(
-                f"lora.from={self.folder} was trained beside another model than the one that is given. Give the "
-                "weights that it was trained with."
-            )
+            raise CheckpointError(f"lora.from={self.folder} was trained beside another model. Give that one's weights.")
 
 
 def _selects(config: Mapping[str, Any], layer: str) -> bool:

@@ -69,10 +69,7 @@ class Checkpoint:
         """
         present = {entry.name for entry in self.path.iterdir()} - {MANIFEST}
         if extra := sorted(present - self.files.keys()):
-            raise CheckpointError(
-                f"{self.path} holds {extra[0]!r}, which its manifest does not list. A checkpoint holds safetensors and "
-                f"JSON only; remove that file if you put it there."
-            )
+            raise CheckpointError(f"{self.path} holds {extra[0]!r}, which its manifest does not list. Remove it.")
         for name, entry in self.files.items():
             _verify_file(self.path / name, entry, name in known)
         return self
@@ -121,19 +118,22 @@ class Checkpoint:
         kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
         found = tensors_in(self.path / file for file in self.files_of(*kinds))
-        matched = match({name: tensor.shape for name, tensor in found.items()}, wanted, state, self.config)
-        if matched.problem is not None:
+        shapes = {name: tensor.shape for name, tensor in found.items()}
+        try:
+            zeros, averages, notes = match(shapes, wanted, state, self.config)
+        except CheckpointError as error:
             what = "model and optimizer" if optimizer else "model"
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
-            raise CheckpointError(f"{self.path} does not fit this {what}: {matched.problem}{mend if optimizer else ''}")
+            told = f"{self.path} does not fit this {what}: {error}{mend if optimizer else ''}"
+            raise CheckpointError(told) from None
         for name, tensor in found.items():
             if name in wanted:
                 state.write(name, np.asarray(tensor))
-        for name in matched.zeros:
+        for name in zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
-        for name in matched.averages:
+        for name in averages:
             state.write(name, state.read(name.rpartition("/")[0]))
-        return matched.notes
+        return notes
 
     @property
     def has_averages(self) -> bool:
@@ -185,10 +185,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from None
     manifest = parsed_object(file, data)
     if manifest.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {manifest['format']!r}; this version of ttrain reads {FORMAT}. "
-            "Give it to the version that wrote it, or train again."
-        )
+        raise CheckpointError(f"{path} has checkpoint format {manifest['format']!r}; this ttrain reads {FORMAT}.")
     try:
         listed = manifest["files"].items()
         files = {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in listed}
@@ -198,9 +195,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise CheckpointError(
-                f"{file} lists {name!r}. It holds .safetensors and .json files in its own folder only."
-            )
+            raise CheckpointError(f"{file} lists {name!r}, which is no .safetensors or .json in its own folder only.")
     if "config.json" not in files:
         raise CheckpointError(f"{file} lists no config.json.")
     if data != sealed({key: value for key, value in manifest.items() if key != "sha256"}).encode():
@@ -222,51 +217,38 @@ def sealed(manifest: dict[str, Any]) -> str:
 Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 
-@dataclass(frozen=True)
-class StateMatch:
-    """`problem` tells what does not fit, or is None.
+def match(
+    stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]
+) -> tuple[list[str], list[str], tuple[str, ...]]:
+    """Return tensors of the state that start as zeros, averages that start as their weights, and what to tell of both.
 
-    Then `zeros` are tensors of the state that the checkpoint has no values for, `averages` those that start as their
-    parameters are, and `notes` what to tell of them.
+    Names and shapes have to be equal, else CheckpointError, but for the optimizer's tensors of parameters that are
+    frozen on one side. A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with
+    zeros, as it would in a new run; what is stored for one that is frozen now is left out. Averages may begin and end
+    with any attempt.
     """
-
-    problem: str | None
-    zeros: tuple[str, ...] = ()
-    averages: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def match(stored: Shapes, wanted: Shapes, state: State, config: Mapping[str, Any]) -> StateMatch:
-    """Names and shapes have to be equal, but for the optimizer's tensors of parameters that are frozen on one side.
-
-    A parameter that was frozen when the checkpoint was written (`config` is that run's) starts with zeros, as it would
-    in a new run; what is stored for one that is frozen now is left out. Averages may begin and end with any attempt.
-    """
-    optimizer = {name for name in state.names(Kind.OPTIMIZER) if name in wanted}
     before = {key: _strings(config.get("optimizer"), key) for key in ("freeze", "unfreeze")}
-    missing, kept = sorted(optimizer - stored.keys()), {name for name in stored if _averages(name)}
+    kept = {name for name in stored if _averages(name)}
+    missing = sorted(name for name in state.names(Kind.OPTIMIZER) if name in wanted and name not in stored)
     averages = [name for name in missing if _averages(name)]
     zeros = [name for name in missing if name not in averages and frozen(_parameter(name), **before)]
     trained = {_parameter(name) for name in state.names(Kind.GRADIENT)}
     idle = set(state.names(Kind.PARAMETER)) - trained if trained else set()
     unused = [name for name in sorted(stored.keys() - wanted.keys()) if _parameter(name) in idle or name in kept]
-    rest = {name: shape for name, shape in stored.items() if name not in unused}
-    needed = {name: shape for name, shape in wanted.items() if name not in zeros and name not in averages}
-    if rest != needed:
-        return StateMatch(_difference(rest, needed))
-    notes = []
-    if zeros:
-        notes.append(
-            f"Frozen until now, so their optimizer state starts from zero: {listed(_parameters(zeros))}. Optimizers "
-            "that correct moments by the step's number, such as AdamW, make their first updates larger than usual."
-        )
-    if averages:
-        notes.append("No averages of the weights were kept until now, so they start as the weights are.")
-    if kept and not kept & wanted.keys():
-        notes.append("Averages of the weights are kept no more; those of the checkpoint are dropped.")
-    if unused := [name for name in unused if name not in kept]:
-        notes.append(f"Frozen from now on, so what the optimizer kept is dropped: {listed(_parameters(unused))}.")
-    return StateMatch(None, tuple(zeros), tuple(averages), tuple(notes))
+    _require_equal(
+        {name: shape for name, shape in stored.items() if name not in unused},
+        {name: shape for name, shape in wanted.items() if name not in zeros and name not in averages},
+    )
+    dropped, gone = [name for name in unused if name not in kept], set() if kept & wanted.keys() else kept
+    notes = {
+        "Frozen until now, so their optimizer state starts from zero: {}. Optimizers that correct moments by the "
+        "step's number, such as AdamW, make their first updates larger than usual.": zeros,
+        "No averages of the weights were kept until now, so they start as the weights are.": averages,
+        "Averages of the weights are kept no more; those of the checkpoint are dropped.": gone,
+        "Frozen from now on, so what the optimizer kept is dropped: {}.": dropped,
+    }
+    told = (note.format(listed(dict.fromkeys(map(_parameter, names)))) for note, names in notes.items() if names)
+    return zeros, averages, tuple(told)
 
 
 def _averages(name: str) -> bool:
@@ -284,19 +266,15 @@ def _parameter(name: str) -> str:
     return name.rpartition("/")[0]
 
 
-def _parameters(names: list[str]) -> list[str]:
-    return list(dict.fromkeys(map(_parameter, names)))
-
-
-def _difference(stored: Shapes, wanted: Shapes) -> str:
-    parts = []
-    if missing := sorted(wanted.keys() - stored.keys()):
-        parts.append(f"it lacks {listed(missing)}")
-    if extra := sorted(stored.keys() - wanted.keys()):
-        parts.append(f"it also holds {listed(extra)}")
-    reshaped = [
-        f"{n} {stored[n]} instead of {wanted[n]}" for n in sorted(wanted) if n in stored and stored[n] != wanted[n]
-    ]
-    if reshaped:
-        parts.append(f"other shapes: {listed(reshaped)}")
-    return "; ".join(parts) + "."
+def _require_equal(stored: Shapes, wanted: Shapes) -> None:
+    parts = {
+        "it lacks": sorted(wanted.keys() - stored.keys()),
+        "it also holds": sorted(stored.keys() - wanted.keys()),
+        "other shapes:": [
+            f"{name} {stored[name]} instead of {shape}"
+            for name, shape in sorted(wanted.items())
+            if stored.get(name, shape) != shape
+        ],
+    }
+    if any(parts.values()):
+        raise CheckpointError("; ".join(f"{told} {listed(names)}" for told, names in parts.items() if names) + ".")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
-from ttrain.core.files import read_object
+from ttrain.core.files import read_json, read_object
 from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
 from ttrain.train.checkpoint.tensor_files import LazyTensor, tensors_of
@@ -32,9 +32,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
     folder = at_home(given)
     if folder.exists() or not _NAME.fullmatch(given):
         if not (folder / CONFIG).is_file():
-            raise UserError(
-                f"is no folder with a {CONFIG}. Give a folder as save_pretrained of Transformers writes it."
-            )
+            raise UserError(f"is no folder with a {CONFIG}. Give one as save_pretrained of Transformers writes it.")
         return folder
     by_hand = f"Bring it with `hf download {given} --local-dir <folder>` and give the folder."
     try:
@@ -58,10 +56,7 @@ def find_folder(given: str, weights: bool = False) -> Path:
 
 def holds_model(folder: Path) -> bool:
     """True for a folder of Transformers' form: one that ttrain writes has no `model_type`."""
-    try:
-        return (folder / CONFIG).is_file() and "model_type" in read_object(folder / CONFIG)
-    except CheckpointError:
-        return False
+    return "model_type" in read_json(folder / CONFIG)
 
 
 def read_architecture(folder: Path) -> dict[str, Any]:
@@ -76,14 +71,9 @@ def read_architecture(folder: Path) -> dict[str, Any]:
     if config.get("auto_map"):
         raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")
     if config.get("quantization_config"):
-        raise CheckpointError(
-            "its weights are quantized, which ttrain does not train. Give the folder of the original."
-        )
+        raise CheckpointError("its weights are quantized, which ttrain does not train. Give the original.")
     if (folder / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(
-            f"it holds adapters too ({ADAPTER_CONFIG}), which Transformers adds to the model. Move them to a folder of "
-            "their own and give that as lora.from."
-        )
+        raise CheckpointError(f"it holds adapters too ({ADAPTER_CONFIG}). Give those apart, as lora.from.")
     name, family = _FAMILIES[kind]
     try:
         sizes = {"name": name, **family.config_from_transformers(config)}
@@ -135,10 +125,7 @@ def missing_weights(folder: Path) -> str | None:
         return None
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
-        return (
-            f"{folder} holds its weights as pickles ({pickles[0]}), which could run code and are not read. Save the "
-            "model as safetensors."
-        )
+        return f"{folder} holds pickles ({pickles[0]}), which could run code. Save the model as safetensors."
     return f"{folder} has no {WEIGHTS}. Bring the whole folder."
 
 
@@ -158,9 +145,7 @@ def read_folder(folder: Path) -> dict[str, LazyTensor]:
         wrong = [name for name, file in indexed.items() if name not in found or found[name].path.name != file]
         wrong += [name for name in found if name not in indexed]
         if wrong:
-            raise CheckpointError(
-                f"{folder / INDEX} and its files do not agree about {wrong[0]}. Bring the folder anew."
-            )
+            raise CheckpointError(f"{folder / INDEX} and its files do not agree about {wrong[0]}. Bring it anew.")
     return found
 
 
@@ -171,7 +156,5 @@ def _weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{folder / INDEX} has no weight_map. Bring the folder anew.")
     for name in names.values():
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-            raise CheckpointError(
-                f"{folder / INDEX} names {name!r}; weights are read from .safetensors beside it only."
-            )
+            raise CheckpointError(f"{folder / INDEX} names {name!r}; weights are read from .safetensors beside it.")
     return dict(names)

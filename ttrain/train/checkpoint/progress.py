@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.train.protocols import Dataset
-from ttrain.train.settings import TrainConfig
-from ttrain.train.steps.phases import PhaseSchedule, Position
+from ttrain.train.steps.phases import Position
 
 _ROWS = 64  # of held-out data, read at a time
 
@@ -88,13 +87,6 @@ class Progress:
                 expected = getattr(hints[name], "__name__", hints[name])
                 raise CheckpointError(f"the progress holds {name}={value!r}, expected {expected}. It was changed.")
         return cls(**stored)
-
-
-def position_after(step: int, config: dict[str, Any]) -> Position:
-    """Return where the step after so many steps reads under a stored config."""
-    names = {declared.name for declared in fields(TrainConfig)}
-    train = TrainConfig(**{name: value for name, value in config["train"].items() if name in names})
-    return PhaseSchedule.of(train, config["model"].get("context")).read(0, step)
 
 
 def held_out_hash(dataset: Dataset, samples: int) -> str:

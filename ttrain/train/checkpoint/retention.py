@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import hold_for_reading, lock_file, read_json
@@ -24,17 +24,7 @@ _HELD = "config.json"  # the file of a checkpoint that who reads it holds; nothi
 _STEP_NAME = re.compile(r"step_\d{8,}")
 
 
-DRY_RUN = (
-    "was a dry run on a device that computes no values: nothing was trained, so it has no checkpoint. Train on a "
-    "device that computes, with another run.dir."
-)
-
-
-class Skipped(NamedTuple):
-    """A checkpoint that can't be used."""
-
-    path: Path
-    reason: str
+Skipped = list[tuple[Path, str]]  # checkpoints that can't be used, each with the reason
 
 
 def is_dry_run(run: Path) -> bool:
@@ -42,38 +32,42 @@ def is_dry_run(run: Path) -> bool:
     return read_json(run / "summary.json").get("computes") is False
 
 
-def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
+def refuse_dry_run(run: Path) -> None:
+    """Raises CheckpointError for a run on a device that computes no values."""
+    if is_dry_run(run):
+        raise CheckpointError(
+            f"{run} was a dry run on a device that computes no values: nothing was trained, so it has no checkpoint. "
+            "Train on a device that computes, with another run.dir."
+        )
+
+
+def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], Skipped]:
     """Checkpoints by ascending step, read from their manifests, and the directories that have no valid one."""
-    found, skipped = [], []
+    found, skipped = list[Checkpoint](), Skipped()
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(UNFINISHED):
-            skipped.append(Skipped(path, "the save was cut off"))
+            skipped.append((path, "the save was cut off"))
         elif _STEP_NAME.fullmatch(path.name):
             try:
                 found.append(read_manifest(path))
             except CheckpointError as error:
                 if path.exists():  # else the run that goes on has removed it just now
-                    skipped.append(Skipped(path, str(error)))
+                    skipped.append((path, str(error)))
     return sorted(found, key=lambda checkpoint: checkpoint.step), skipped
 
 
-def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[Skipped]]:
+def newest_complete(folder: Path) -> tuple[Checkpoint | None, Skipped]:
     """The checkpoint with the highest step that verifies, and every one that was passed over, with the reason."""
-    newest, skipped = _first_readable(folder.parent, lambda: _newest_first(folder))
-    return newest, sorted(skipped, key=lambda entry: entry.path.name, reverse=True)
+    newest, skipped = _first_readable(folder, lambda found: found[::-1])
+    return newest, sorted(skipped, reverse=True)
 
 
-def _newest_first(folder: Path) -> tuple[list[Checkpoint], list[Skipped]]:
-    found, skipped = list_checkpoints(folder)
-    return found[::-1], skipped
-
-
-def best_checkpoint(folder: Path) -> Checkpoint | None:
+def best_checkpoint(found: list[Checkpoint]) -> Checkpoint | None:
     """The checkpoint with the lowest val_loss, by the manifests; the earlier of two equal ones.
 
     Those that were measured on other held-out data than the newest one do not compare with it.
     """
-    scored = [checkpoint for checkpoint in list_checkpoints(folder)[0] if checkpoint.val_loss is not None]
+    scored = [checkpoint for checkpoint in found if checkpoint.val_loss is not None]
     same = [each for each in scored if each.progress.get("held_out") == scored[-1].progress.get("held_out")]
     return min(same, key=lambda each: (each.val_loss or 0.0, each.step), default=None)
 
@@ -87,15 +81,15 @@ def prune_checkpoints(
     hours.
     """
     found, _ = list_checkpoints(folder)
-    kept = {checkpoint.path for checkpoint in found[-keep_last:]}
-    best = best_checkpoint(folder) if keep_best else None
-    if best is not None:
-        kept.add(best.path)
+    best = best_checkpoint(found) if keep_best else None
+    kept = found[-keep_last:] + ([] if best is None else [best])
     if keep_every is not None:
-        kept |= {checkpoint.path for checkpoint in found if checkpoint.step % keep_every == 0}
-    if keep_hours is not None:
-        kept |= {checkpoint.path for checkpoint in _spaced(found, 3600 * keep_hours)}
-    return [checkpoint.path for checkpoint in found if checkpoint.path not in kept and _remove(checkpoint.path)]
+        kept += [checkpoint for checkpoint in found if checkpoint.step % keep_every == 0]
+    spaced: list[Checkpoint] = []  # the first one, and each that was saved at least so long after the one before
+    for checkpoint in found if keep_hours is not None else ():
+        if not spaced or checkpoint.saved_at - spaced[-1].saved_at >= 3600 * (keep_hours or 0):
+            spaced.append(checkpoint)
+    return [each.path for each in found if each not in kept + spaced and _remove(each.path)]
 
 
 def _remove(checkpoint: Path) -> bool:
@@ -129,32 +123,26 @@ def hold(checkpoint: Checkpoint) -> Checkpoint | None:
 
 
 def _first_readable(
-    run: Path, candidates: Callable[[], tuple[list[Checkpoint], list[Skipped]]]
-) -> tuple[Checkpoint | None, list[Skipped]]:
-    """The first of the candidates that can be read, held, and those passed over; looks again where one goes away."""
+    folder: Path, preferred: Callable[[list[Checkpoint]], list[Checkpoint]]
+) -> tuple[Checkpoint | None, Skipped]:
+    """The first that can be read, held, of the `preferred` ones, and all passed over; looks again where one goes away.
+
+    `preferred` chooses from those that are there by their manifests.
+    """
     for _ in range(_TRIES):
-        found, skipped = candidates()
-        for candidate in found:
+        found, skipped = list_checkpoints(folder)
+        for candidate in preferred(found):
             try:
                 held = hold(candidate)
             except CheckpointError as error:
-                skipped.append(Skipped(candidate.path, str(error)))
+                skipped.append((candidate.path, str(error)))
                 continue
             if held is None:
                 break
             return held, skipped
         else:
             return None, skipped
-    raise CheckpointError(f"{run} removes its checkpoints faster than they can be read. Stop it first.")
-
-
-def _spaced(found: list[Checkpoint], seconds: float) -> list[Checkpoint]:
-    """The first checkpoint, and each that was saved at least so long after the one chosen before."""
-    chosen: list[Checkpoint] = []
-    for checkpoint in found:
-        if not chosen or checkpoint.saved_at - chosen[-1].saved_at >= seconds:
-            chosen.append(checkpoint)
-    return chosen
+    raise CheckpointError(f"{folder.parent} removes its checkpoints faster than they can be read. Stop it first.")
 
 
 def put_back_replaced(folder: Path) -> None:
@@ -199,14 +187,13 @@ def checkpoint_bytes(state: StateValues, frozen: bool = True) -> int:
     return SMALL_FILES + sum(state.spec(name).nbytes for name in state.names(*kinds))
 
 
-def check_space(folder: Path, state: StateValues) -> None:
-    """Raises CheckpointError unless two checkpoints fit on the disk: the newest is kept until the next is verified."""
-    needed = checkpoint_bytes(state) + checkpoint_bytes(state, frozen=False)
+def check_space(folder: Path, needed: int) -> None:
+    """Raises CheckpointError unless so many bytes fit on the disk."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise CheckpointError(
-            f"{folder} has {format_bytes(free)} free, and two checkpoints of this model need {format_bytes(needed)}. "
-            f"Make room or give another run.dir."
+            f"{folder} has {format_bytes(free)} free, and checkpoints of this model need {format_bytes(needed)}. "
+            "Make room or give another run.dir."
         )
 
 
@@ -216,35 +203,33 @@ def find_checkpoint(run: Path, which: str, say: Callable[[str], object] = lambda
     While what is returned is held its files stay, also where the run goes on training and would remove them. `say` is
     told of damaged ones that `last` passed over.
     """
-    found, skipped = _first_readable(run, lambda: _candidates(run, which))
-    if found is not None:
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
+    checkpoint, skipped = _first_readable(folder, partial(_candidates, run, which))
+    if checkpoint is not None:
         for path, reason in skipped:
             if which == "last" and not path.name.startswith(UNFINISHED):
                 say(f"WARNING: Skipped {path}: {reason}")
-        return found
+        return checkpoint
     if which != "last":
-        raise CheckpointError(skipped[-1].reason)
+        raise CheckpointError(skipped[-1][1])
     reasons = "".join(f"\n  {path}: {reason}" for path, reason in skipped)
     raise CheckpointError(f"{run} has no complete checkpoint yet.{reasons}")
 
 
-def _candidates(run: Path, which: str) -> tuple[list[Checkpoint], list[Skipped]]:
-    """Checkpoints that `which` may mean, by their manifests and the preferred one first, and those without one."""
-    folder = run / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"{run} is not a run of ttrain: it has no checkpoints/. Give the folder of a run.")
-    found, skipped = _newest_first(folder)
-    if not found and is_dry_run(run):
-        raise CheckpointError(f"{run} {DRY_RUN}")
+def _candidates(run: Path, which: str, found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that `which` may mean, the preferred one first."""
+    if not found:
+        refuse_dry_run(run)
     if which == "last":
-        return found, skipped
+        return found[::-1]
     if which == "best":
-        best = best_checkpoint(folder)
-        if best is None:
+        if (best := best_checkpoint(found)) is None:
             raise CheckpointError(f"{run} has no checkpoint with a val/loss. Give last instead of best.")
-        return [best], skipped
+        return [best]
     named = [checkpoint for checkpoint in found if checkpoint.step == int(which)]
     if not named:
-        steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found)) or "none"
+        steps = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
         raise CheckpointError(f"{run} has no checkpoint of step {which}. It has: {steps}.")
-    return named, skipped
+    return named

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,15 +72,13 @@ def save_checkpoint(
         read_manifest(beside).verify(known)
         _take_place(beside, target)
         sync_file(folder)
-    except NonFiniteError:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
     except (OSError, CheckpointError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
         raise TtrainError(
             f"The checkpoint of step {content.step} could not be saved in {folder}: {error}. "
             f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
         ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
     return read_manifest(target)
 
 
@@ -131,9 +130,13 @@ def _write_tensors(folder: Path, state: StateValues, of: str = "", frozen: bool 
         names = state.names(kind) if frozen or kind is not Kind.FROZEN else []
         shards = list(in_shards({name: state.spec(name).nbytes for name in names}, SHARD_BYTES))
         for number, names in enumerate(shards, 1):
-            name, data = f"{stem}{of}-{number:05d}-of-{len(shards):05d}.safetensors", _serialize(state, names)
-            files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
+            name = f"{stem}{of}-{number:05d}-of-{len(shards):05d}.safetensors"
+            files[name] = _write_file(folder / name, _serialize(state, names))
     return files
+
+
+def _write_file(path: Path, data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": write_synced(path, data)}
 
 
 def _write_files(
@@ -151,16 +154,10 @@ def _write_files(
             link_or_copy(earlier.path / name, folder / name)
             known[name] = earlier.files[name]
     known |= {} if others is None else others()
-    files |= known
-
-    def write(name: str, data: bytes) -> None:
-        files[name] = {"bytes": len(data), "sha256": write_synced(folder / name, data)}
-
-    write("config.json", to_json(content.config).encode())
-    if content.tokenizer is not None:
-        write("tokenizer.json", content.tokenizer.encode())
-    if content.tokenizer_config:
-        write("tokenizer_config.json", to_json(content.tokenizer_config).encode())
+    texts = {"config.json": to_json(content.config), "tokenizer.json": content.tokenizer}
+    texts["tokenizer_config.json"] = to_json(content.tokenizer_config) if content.tokenizer_config else None
+    written = {name: _write_file(folder / name, text.encode()) for name, text in texts.items() if text is not None}
+    files |= known | written
     facts = {"step": content.step, "progress": content.progress, "val_loss": content.val_loss}
     manifest = {"format": FORMAT, **facts, "saved_at": round(time.time(), 3), "files": files}
     write_synced(folder / MANIFEST, sealed(manifest).encode())
@@ -202,41 +199,43 @@ def _take_place(beside: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-class HostCopy:
-    """The saved part of a state in host memory, as it is now; with or without the values that are frozen.
+class KeptValues:
+    """Tensors that stay as they are, each read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, tuple[Kind, TensorSpec, Callable[[], Array]]]) -> None:
+        self._tensors = tensors
+
+    def names(self, *kinds: Kind) -> list[str]:
+        return [name for name, (kind, _, _) in self._tensors.items() if not kinds or kind in kinds]
+
+    def spec(self, name: str) -> TensorSpec:
+        return self._tensors[name][1]
+
+    def read(self, name: str) -> Array:
+        return self._tensors[name][2]()
+
+
+def host_copy(state: StateValues, frozen: bool = True, ranks: Ranks | None = None) -> KeptValues:
+    """Copy the saved part of a state into host memory, with or without the values that are frozen.
 
     Several ranks divide it: each has the parts that it alone holds, and some of the tensors that all hold.
     """
-
-    def __init__(self, state: StateValues, frozen: bool = True, ranks: Ranks | None = None) -> None:
-        ranks = ranks or Ranks()
-        kinds = [kind for kind in SAVED_KINDS if frozen or kind is not Kind.FROZEN]
-        self._kept: dict[str, tuple[Kind, TensorSpec, Array]] = {}
-        of = {name: kind for kind in kinds for name in state.names(kind)}
-        divided = cast(State, state)
-        parts = {name: divided.own_parts(name) for name in of} if ranks.count > 1 else dict.fromkeys(of)
-        whole = {name: state.spec(name).nbytes for name, own in parts.items() if own is None}
-        mine = shared_out(whole, ranks)
-        for name, kind in of.items():
-            spec = state.spec(name)
-            if name in mine:
-                self._kept[name] = kind, spec, state.read(name)
-            for part in parts[name] or ():
-                values = divided.read_part(name, part)
-                if part == (0, spec.size):
-                    self._kept[name] = kind, spec, values.reshape(spec.shape)
-                else:
-                    cut = stored_part_name(name, part, spec.shape)
-                    self._kept[cut] = kind, spec.with_shape(len(values)), values
-
-    def names(self, *kinds: Kind) -> list[str]:
-        return [name for name, (kind, _, _) in self._kept.items() if not kinds or kind in kinds]
-
-    def spec(self, name: str) -> TensorSpec:
-        return self._kept[name][1]
-
-    def read(self, name: str) -> Array:
-        return self._kept[name][2]
+    ranks, divided = ranks or Ranks(), cast(State, state)
+    kept: dict[str, tuple[Kind, TensorSpec, Callable[[], Array]]] = {}
+    of = {name: kind for kind in SAVED_KINDS if frozen or kind is not Kind.FROZEN for name in state.names(kind)}
+    parts = {name: divided.own_parts(name) for name in of} if ranks.count > 1 else dict.fromkeys(of)
+    mine = shared_out({name: state.spec(name).nbytes for name, own in parts.items() if own is None}, ranks)
+    for name, kind in of.items():
+        spec = state.spec(name)
+        found = {name: (spec, state.read(name))} if name in mine else {}
+        for part in parts[name] or ():
+            values = divided.read_part(name, part)
+            if part == (0, spec.size):
+                found[name] = spec, values.reshape(spec.shape)
+            else:
+                found[stored_part_name(name, part, spec.shape)] = spec.with_shape(len(values)), values
+        kept |= {each: (kind, cut, partial(np.asarray, values)) for each, (cut, values) in found.items()}
+    return KeptValues(kept)
 
 
 def shared_out(sizes: Mapping[str, int], ranks: Ranks) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.core.files import replace_file
+from ttrain.core.files import read_json, replace_file
 from ttrain.core.names import listed
 from ttrain.models.identity import whole
 from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
@@ -59,10 +59,8 @@ def _read_pt(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=_mappable(path))
     except Exception as error:  # the bytes of a damaged file can make the reader fail in any way
         reason = getattr(error, "strerror", None) or type(error).__name__
-        raise CheckpointError(
-            f"{path} is not a .pt file that can be read ({reason}): it is damaged, or holds more than tensors and "
-            "plain values, which could run code. Save the state dictionaries alone with torch.save."
-        ) from None
+        told = "it is damaged, or holds more than tensors and plain values, which could run code"
+        raise CheckpointError(f"{path} is not a .pt file that can be read ({reason}): {told}.") from None
 
 
 def _mappable(path: Path) -> bool:
@@ -110,7 +108,7 @@ def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
     texts = {**content, **(metadata_of(path) if path.suffix == ".safetensors" else {})}
-    beside, tokenizer = _beside(path), texts.get(_TOKENIZER)
+    beside, tokenizer = read_json(path.with_name("config.json")), texts.get(_TOKENIZER)
     model = _object(texts.get(_MODEL))
     if model is None and isinstance(beside.get("model"), dict):  # a shard of a checkpoint of ours
         model, file = beside["model"], path.with_name("tokenizer.json")
@@ -131,14 +129,6 @@ def metadata_of(path: Path) -> dict[str, str]:
         with safe_open(path, framework="numpy") as file:
             return dict(file.metadata() or {})
     except (SafetensorError, OSError):
-        return {}
-
-
-def _beside(path: Path) -> dict[str, Any]:
-    """The config.json in a file's folder."""
-    try:
-        return _object(path.with_name("config.json").read_text("utf-8")) or {}
-    except (OSError, UnicodeDecodeError):
         return {}
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -71,22 +72,16 @@ class Evaluation:
             return self._evaluated(stopped, waiting)
 
     def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
-        if self._counts is None:
-            self._counts = self._counted(stopped)
+        if self._counts is None and (counted := self._totals(stopped, waiting, self._count)) is not None:
+            self._counts = Counter({name: int(count) for name, count in counted.items()})
+            self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
+            if not self.tokens:
+                raise DataError(f"{self._what} has no target in {self.samples} sample(s), so there is no loss of it.")
         if self._counts is None:
             return None
-        if not self._counts[LOSS_WEIGHT]:
-            raise DataError(f"{self._what} has no target in {self.samples} sample(s), so there is no loss of it.")
-        sums: dict[str, float] = {}
-        weights, ranks = loss_weights(self._counts), self._world.ranks
-        for first in range(0, self._batch_count, ranks.count):
-            if self._stopped(stopped):
-                return None
-            waiting.at(first * self._rows, self.samples)
-            own = self._sums(self._batch(min(first + ranks.rank, self._batch_count - 1)), weights)
-            for found in self._world.gather([own])[: self._batch_count - first]:
-                for name, value in found.items():
-                    sums[name] = sums.get(name, 0.0) + value
+        sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
+        if sums is None:
+            return None
         found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
         loss = found.pop("loss")
         if not math.isfinite(loss):
@@ -96,40 +91,29 @@ class Evaluation:
             found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
         return EvaluationResult(loss, found)
 
-    @property
-    def _batch_count(self) -> int:
-        return -(-self.samples // self._rows)
-
-    def _batch(self, index: int) -> Batch:
-        """Samples in their order; the last batch may have fewer rows than the others."""
-        first = index * self._rows
-        return self._dataset.batch("val", 0, first, min(self._rows, self.samples - first))
-
-    def _stopped(self, stopped: Callable[[], bool]) -> bool:
-        """Return whether any rank is to stop."""
-        return self._world.largest({"stopped": float(stopped())})["stopped"] > 0
-
-    def _counted(self, stopped: Callable[[], bool]) -> Counter[str] | None:
-        """The targets that each weight averages over, in all batches of all ranks; None if `stopped` became true.
-
-        Each rank counts its own batches.
-        """
-        own: Counter[str] = Counter()
-        ranks = self._world.ranks
-        for first in range(0, self._batch_count, ranks.count):
-            if self._stopped(stopped):
+    def _totals(
+        self, stopped: Callable[[], bool], waiting: Waiting, of_batch: Callable[[Batch], Mapping[str, float]]
+    ) -> dict[str, float] | None:
+        """Add up the numbers of all batches, which ranks take turns at; None if `stopped` became true on any rank."""
+        totals: dict[str, float] = {}
+        ranks, batches = self._world.ranks, -(-self.samples // self._rows)
+        for first in range(0, batches, ranks.count):
+            if self._world.largest({"stopped": float(stopped())})["stopped"] > 0:
                 return None
-            index = first + ranks.rank
-            batch = self._batch(min(index, self._batch_count - 1))
-            counts = {**self._prepare(batch)[1], _BYTES: 0 if self._count_bytes is None else self._count_bytes(batch)}
-            own.update({name: count * (index < self._batch_count) for name, count in counts.items()})
-        total: Counter[str] = Counter()
-        for found in self._world.gather([own]):
-            total.update({name: int(count) for name, count in found.items()})
-        self.tokens, self.bytes = total[LOSS_WEIGHT], total.pop(_BYTES)
-        return total
+            waiting.at(first * self._rows, self.samples)
+            # Samples in their order; the last batch may have fewer rows than the others.
+            start = self._rows * min(first + ranks.rank, batches - 1)
+            batch = self._dataset.batch("val", 0, start, min(self._rows, self.samples - start))
+            for found in self._world.gather([of_batch(batch)])[: batches - first]:
+                for name, value in found.items():
+                    totals[name] = totals.get(name, 0) + value
+        return totals
 
-    def _sums(self, batch: Batch, weights: Mapping[str, float]) -> dict[str, float]:
+    def _count(self, batch: Batch) -> dict[str, float]:
+        """Return the targets that each weight averages over, and their bytes."""
+        return {**self._prepare(batch)[1], _BYTES: 0 if self._count_bytes is None else self._count_bytes(batch)}
+
+    def _sums(self, weights: Mapping[str, float], batch: Batch) -> dict[str, float]:
         """The step's sums over a batch that may have fewer rows than the step.
 
         Its rows fill the step again and again. Where targets are ids, all but the first time they count for nothing;
@@ -144,5 +128,5 @@ class Evaluation:
         if masked or rows == self._rows:
             return sums
         times, rest = divmod(self._rows, rows)
-        extra = self._sums({name: array[:rest] for name, array in batch.items()}, weights) if rest else {}
+        extra = self._sums(weights, {name: array[:rest] for name, array in batch.items()}) if rest else {}
         return {name: (value - extra.get(name, 0.0)) / times for name, value in sums.items()}

@@ -94,9 +94,14 @@ class LearningGuard:
             return False
         problems, doubts = self.found() if self._rate else ([], [])
         self.forget()
-        note = _doubts_note(step, doubts) if doubts else ""
+        told, wrong = (listed(each, between="; ") for each in (doubts, problems))
+        mend = " optimizer.stochastic_rounding=true keeps them on average." if "bf16" in told else ""
+        note = f"Step {step}: {told}; such updates may be lost in rounding.{mend}" if doubts else ""
         if problems:
-            raise TtrainError(f"{_problems_message(step, problems)} {note}".strip())
+            raise TtrainError(
+                f"Step {step}: the updates do not reach the model: {wrong}. This is a fault of the device or engine; "
+                f"try engine=dynamic, or guard.check_learning=null to train on regardless. {note}".strip()
+            )
         if doubts:
             self._context.events.warn("not_moving", note, step)
         return False
@@ -147,17 +152,3 @@ class LearningGuard:
 
     def _sample(self, name: str) -> Array:
         return self._state.sample(name, _SAMPLE)
-
-
-def _doubts_note(number: int, doubts: list[str]) -> str:
-    """Return one warning for all tensors whose updates hardly move them."""
-    mend = " optimizer.stochastic_rounding=true keeps them on average." if any("bf16" in it for it in doubts) else ""
-    return f"Step {number}: {listed(doubts, between='; ')}; such updates may be lost in rounding.{mend}"
-
-
-def _problems_message(number: int, problems: list[str]) -> str:
-    """Return why a run can't go on whose updates move nothing."""
-    return (
-        f"Step {number}: the updates do not reach the model: {listed(problems, between='; ')}. This is a fault of the "
-        f"device or engine; try engine=dynamic, or guard.check_learning=null to train on regardless."
-    )

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+
+import psutil
 
 from ttrain.core.errors import Interrupted, NonFiniteError
+from ttrain.core.units import format_duration
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.logging.meter import Meter
 from ttrain.train.logging.metrics import Metrics
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.nonfinite import first_bad_state
+from ttrain.train.loop.nonfinite import NonFiniteGuard, first_bad_state
 from ttrain.train.runs.record import continue_command
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step import Rates, StepResult, TrainStep
-from ttrain.train.supervise.heartbeat import first_step_note, seconds_since_start
-
-
-class Guard(Protocol):
-    """Looks at every step of the loop for numbers that went wrong."""
-
-    def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
-        """Return True where the run went back to a checkpoint. Raises TtrainError where it has to stop."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what earlier steps showed: the run went back to a checkpoint."""
-        ...
 
 
 @dataclass
@@ -51,7 +42,7 @@ class Loop:
     evaluation: Evaluation
     checkpoints: Checkpoints
     log: StepLog
-    guards: Sequence[Guard] = ()
+    guards: Sequence[NonFiniteGuard | SpikeGuard | LearningGuard] = ()
     phases: Phases | None = None  # where training sequences or batches grow
     stop: StopRequests = field(default_factory=StopRequests)
     heartbeat: Callable[[], None] = lambda: None  # tells whoever watches that this process is alive
@@ -77,7 +68,7 @@ class Loop:
                     result = self.train_step(batch, rates, step)
                     self._after(step, result, rates)
         finally:
-            self.checkpoints.saver.join()
+            self.checkpoints.join()
         return context.progress
 
     def _steps(self) -> Iterator[int]:
@@ -111,10 +102,16 @@ class Loop:
             context.loggers.console.advance()
             if not self._started:
                 self._started = True
-                seconds, counts = seconds_since_start(), self.counters()
-                note = first_step_note(seconds, counts)
-                context.events.tell("first_step", note, step, seconds=round(seconds, 3), engine=counts)
+                self._tell_start(step)
         progress.seconds += self.log.meter.rest()
+
+    def _tell_start(self, step: int) -> None:
+        """Tell how long the start took, imports included, and the kernels that it compiled or found compiled."""
+        seconds, counts = time.time() - psutil.Process().create_time(), self.counters()
+        built, cached = counts.get("kernels_built", 0), counts.get("kernels_cached", 0)
+        kernels = f" ({built} kernels compiled, {cached} from the cache)" if built or cached else ""
+        note = f"First step {format_duration(seconds)} after the start{kernels}."
+        self.context.events.tell("first_step", note, step, seconds=round(seconds, 3), engine=counts)
 
     def _turn(self, step: int) -> None:
         """Build the steps of another phase where this step begins one."""
@@ -132,7 +129,7 @@ class Loop:
         An evaluation may take long, so the save comes before it. The checkpoint is told of the loss afterwards.
         """
         context, step, checkpoints = self.context, self.context.progress.step, self.checkpoints
-        checkpoints.saver.poll()
+        checkpoints.poll()
         by_time, asked = self._ask()
         if step == 0:
             return
@@ -144,7 +141,7 @@ class Loop:
             checkpoints.save(wait=last)
         evaluates = last or (every is not None and step % every == 0)
         improved = evaluates and self._evaluate()
-        kept = context.world.broadcast(checkpoints.saver.step == step)
+        kept = context.world.broadcast(checkpoints.step == step)
         if kept if due else improved and context.config.keep_best:  # one that failed is tried when next due
             checkpoints.save()
 

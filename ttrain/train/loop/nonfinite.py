@@ -27,23 +27,24 @@ def _first_nonfinite(state: State) -> str | None:
 
     All are read, so that ranks read the same ones, whatever each finds.
     """
-    names = [(kind.value, name) for kind in SAVED_KINDS for name in state.names(kind)]
-    found = [(f"{kind} {name}", _bad_elements(state.read(name))) for kind, name in names]
-    return next((f"{name} ({bad})" for name, bad in found if bad), None)
+    names = [(kind, name) for kind in SAVED_KINDS for name in state.names(kind)]
+    found = [f"{kind.value} {name} ({bad})" for kind, name in names if (bad := _bad_elements(state.read(name)))]
+    return next(iter(found), None)
 
 
 def first_bad_state(state: State) -> str:
     """Return a sentence about the first tensor of the state that is not finite."""
-    tensor = _first_nonfinite(state)
-    if tensor is None:
-        return "Parameters and optimizer state are finite."
-    return f"The first tensor with NaN or Inf is {tensor}."
+    return _told(_first_nonfinite(state)) or "Parameters and optimizer state are finite."
 
 
 def first_bad_input(batch: Batch) -> str | None:
     """The first field of a batch that holds NaN or Inf, with its count of them."""
     named = ((name, _bad_elements(array)) for name, array in batch.items())
     return next((f"input {name} ({bad})" for name, bad in named if bad), None)
+
+
+def _told(tensor: str | None) -> str:
+    return "" if tensor is None else f"The first tensor with NaN or Inf is {tensor}."
 
 
 def _bad_elements(array: Any) -> str | None:
@@ -101,22 +102,18 @@ class NonFiniteGuard:
 
     def _after_update(self, step: int, gradient: str) -> str:
         """Describe the first bad tensor of a step whose parameters were updated, so that it can't be repeated."""
-        given = first_bad_input(self._reader(step))
-        found = gradient.strip() if given is None else f"The first tensor with NaN or Inf is {given}."
-        advice = "With guard.nonfinite=skip guard.max_skips=1 a resumed run names the first bad tensor of the step."
-        return f"{found} {advice}".strip()
+        found = _told(first_bad_input(self._reader(step))) or gradient.strip()
+        return f"{found} guard.nonfinite=skip guard.max_skips=1 names the first bad tensor of the step.".strip()
 
     def _repeated(self, step: int, rates: Rates) -> str:
         """Repeat a step up to its first bad tensor, and describe that. The state is of no more use afterwards."""
         try:
-            tensor = self._in_step(self._reader(step), rates, step)
+            found = _told(self._in_step(self._reader(step), rates, step))
         except RankFailed:
             raise
         except Exception as error:  # the message about the step matters more
             return f"The search for the first bad tensor failed: {error or type(error).__name__}."
-        if tensor is None:
-            return "The repeated step had no NaN or Inf, so the device does not compute the same values twice."
-        return f"The first tensor with NaN or Inf is {tensor}."
+        return found or "The repeated step had no NaN or Inf, so the device does not compute the same values twice."
 
     def _in_gradients(self) -> str | None:
         """Return the first bad gradient as backward makes them, from the loss to the input.
@@ -125,11 +122,9 @@ class NonFiniteGuard:
         where nothing is clipped, the parameter tells that it updated.
         """
         gradients = self._state.names(Kind.GRADIENT)
-        for place, path in enumerate(reversed(self._parameters)):
-            name = f"{path}/gradient"
-            kept = name in gradients and self._state.tensor(name).placed
-            bad = _bad_elements(self._state.read(name if kept else path)) if name in gradients else None
-            if bad:
+        named = [(path, f"{path}/gradient") for path in reversed(self._parameters)]
+        for place, (path, name) in enumerate(each for each in named if each[1] in gradients):
+            if bad := _bad_elements(self._state.read(name if self._state.tensor(name).placed else path)):
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)
 

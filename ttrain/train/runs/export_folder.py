@@ -75,10 +75,8 @@ class Written:
         if form["model_type"] != "qwen2" or self.tokenizer is None or _is_qwens(json.loads(self.tokenizer)):
             return form
         if config.window is not None:
-            raise ConfigError(
-                "export.form=huggingface: Transformers opens a model of Qwen2's form with Qwen2's tokenizer, and this "
-                "tokenizer is another. No other form has biases and a window. Give export.form=ttrain or gguf."
-            )
+            told = "Transformers opens a model with biases and a window with Qwen2's tokenizer, and this one is another"
+            raise ConfigError(f"export.form=huggingface: {told}. Give export.form=ttrain or gguf.")
         return written_config(dataclasses.replace(config, projection_bias=True))
 
     def weights(self) -> dict[str, Array]:

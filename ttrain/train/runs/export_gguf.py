@@ -16,7 +16,6 @@ from ttrain.data.tokenizer import visible_bytes
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
-from ttrain.train.runs.export import file_problem
 from ttrain.train.runs.export_folder import Written, pre_tokenizer_name
 
 _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
@@ -27,19 +26,22 @@ def export_problem(model: Any, file: Path | None, form: str) -> str | None:
     """Return why a model can't be written so; None where it can."""
     if form in ("huggingface", "gguf") and not is_known(model.config.name):
         return f"export.form={form}: has no model.name={model.config.name}. Give export.form=ttrain."
-    if form == "gguf":
-        return gguf_problem(model.config)
-    return None if file is None else file_problem(model, file, form)
+    if form == "gguf" or file is None:
+        return gguf_problem(model.config) if form == "gguf" else None
+    if file.suffix not in (".pt", ".safetensors"):
+        return f"export.file={file}: the name must end with .pt or .safetensors."
+    if form == "ttrain" and file.suffix == ".pt":
+        return f"export.form=ttrain: is written as .safetensors. Give export.file={file.with_suffix('.safetensors')}."
+    if form != "ttrain" and not hasattr(model, "to_original"):
+        return f"export.form={form}: model.name={model.config.name} has no other form. Give export.form=ttrain."
+    return None
 
 
 def gguf_problem(config: Any) -> str | None:
     """Return why no file of GGUF computes what this model does; None where one does."""
     expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
-    other = [
-        f"model.{key}={getattr(config, key)}"
-        for key in expected
-        if getattr(config, key, expected[key]) != expected[key]
-    ]
+    given = {key: getattr(config, key, expected[key]) for key in expected}
+    other = [f"model.{key}={value}" for key, value in given.items() if value != expected[key]]
     if getattr(config, "qk_norm", False) and config.qkv_bias:
         other.append("model.qk_norm=true beside model.qkv_bias=true")
     switches = config.switched_on()
@@ -127,9 +129,7 @@ def _special(tokenizer: LibraryTokenizer, written: Written) -> dict[str, Any]:
     known, ids = written.tokenizer_config, written.token_ids(tokenizer)
     tokenizer.config = dict(known)
     if len(tokenizer.start) > 1:
-        raise ConfigError(
-            f"export.form=gguf: this tokenizer puts {len(tokenizer.start)} tokens before a text. {_ADVICE}"
-        )
+        raise ConfigError(f"export.form=gguf: its tokenizer puts {len(tokenizer.start)} tokens first. {_ADVICE}")
     ends = [*([written.end.id] if written.end else []), *end_ids(ids)]
     named = token_text(known.get("bos_token"))
     own = None if named is None else tokenizer.token_id(named)
