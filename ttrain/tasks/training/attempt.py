@@ -19,12 +19,12 @@ from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.rates import train_on
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.progress import Progress, held_out_hash
-from ttrain.train.checkpoint.retention import check_space, list_checkpoints
+from ttrain.train.checkpoint.retention import check_space, checkpoint_bytes, list_checkpoints
 from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
 from ttrain.train.logging.events import Events
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import MetricsFile
+from ttrain.train.logging.metrics import MetricsFile, read_metrics
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext
 from ttrain.train.loop.evaluate import Evaluation
@@ -32,11 +32,9 @@ from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.loop.loop import Loop, StepLog
 from ttrain.train.loop.nonfinite import NonFiniteGuard
-from ttrain.train.loop.saver import Saver
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.runs.summary import Summary, print_summary
 from ttrain.train.steps.phases import Phases
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import Rates, reads_ahead
@@ -63,7 +61,7 @@ class Attempt:
         self.run, self.device, self.folder, self.console, self._stack = run, device, folder, console, stack
         self.events, self.heartbeat = Events(folder.events, console.say), Heartbeat.of_process()
         self.steps: dict[str, Step] = {}
-        self._saver: Saver | None = None
+        self._checkpoints: Checkpoints | None = None
         self._command = run.config.source.going_on() + run.rank_overrides  # starts every command that continues the run
 
     def train(self, stop: StopRequests) -> float | None:
@@ -83,7 +81,7 @@ class Attempt:
             self.heartbeat.beat()
             run.record(folder, session, self.steps, began)
             loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
-            self._saver = loop.checkpoints.saver
+            self._checkpoints = loop.checkpoints
             loop.run()
             console.close()
             if "swap" in self.steps:
@@ -96,7 +94,7 @@ class Attempt:
         writes_text = run.print_sample(self.steps.get("logits"))  # the run is done, whatever becomes of the terminal
         overrides, rate = train_on(run.rate, progress)
         again, start = (overrides + run.rank_overrides, rate), run.config.source.going_on()
-        print_summary(summary, folder.path, again, writes_text=writes_text, start=start)
+        summaries.print_summary(summary, folder.path, again, writes_text=writes_text, start=start)
         return progress.best_val_loss
 
     def _begin(self, session: Session) -> tuple[Progress, dict[str, Any], Phases | None]:
@@ -105,7 +103,8 @@ class Attempt:
         Return how far the run is, what its record tells of that, and what builds the steps of later phases.
         """
         run, config = self.run, self.run.config
-        check_space(self.folder.path, session.state)
+        needed = sum(checkpoint_bytes(session.state, frozen) for frozen in (True, False))
+        check_space(self.folder.path, needed)  # for two: the newest is kept until the next is verified
         origin = run.origin.begin(self.folder, session, config.run.seed, run.stored, run.dataset.description)
         progress, began, notes = origin
         for note in notes:
@@ -187,8 +186,8 @@ class Attempt:
     def _hung(self, hang: DeviceHang) -> None:
         """Keep what can be kept when the device never answers. A thread calls this right before the process ends."""
         self.console.close()
-        if self._saver is not None:
-            self._saver.join()
+        if self._checkpoints is not None:
+            self._checkpoints.join()
         self.heartbeat.tell(error=type(hang).__name__, message=str(hang))
         self.events.add("failed", str(hang), error=type(hang).__name__)
         newest = list_checkpoints(self.folder.checkpoints)[0][-1:]
@@ -233,16 +232,16 @@ class Attempt:
         peak = 1e12 * given if given else None if rates is None else rates.flops
         return Meter(flops_per_step(session.graph), peak, lambda: device.memory().get("in_use", 0), timed=timed)
 
-    def _summarize(self, progress: Progress, counters: Mapping[str, int]) -> Summary:
+    def _summarize(self, progress: Progress, counters: Mapping[str, int]) -> dict[str, Any]:
         """Write summary and loss curve of a run that is done."""
-        run, metrics = self.run, self.folder.metrics
+        run, lines = self.run, list(read_metrics(self.folder.metrics))
         baseline = run.dataset.baseline(run.config.train.eval_sequences)  # of the very targets that evaluations count
-        summary = summaries.Summary(
+        summary = summaries.summarize(
             model=run.model_name,
             parameters=run.model.parameter_count,
             progress=progress,
             steps=run.config.train.steps,
-            recorded=summaries.recorded(metrics),
+            recorded=summaries.recorded(lines),
             peak_memory=self.device.memory().get("peak", 0),
             baseline=(baseline.name, baseline.value),
             ranks=run.world.ranks,
@@ -250,6 +249,6 @@ class Attempt:
             unit=summaries.unit_of(run.dataset.description),
             averaged="swap" in self.steps,
         )
-        self.folder.write_summary({**summary.to_dict(), "engine": dict(counters)})
-        summaries.draw_loss_curve(metrics, self.folder.loss_curve, summary.loss_baseline, summary.caution)
+        self.folder.write(self.folder.summary, {**summary, "engine": dict(counters)})
+        summaries.draw_loss_curve(lines, self.folder.loss_curve, summary)
         return summary

@@ -65,13 +65,13 @@ def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
             if isinstance(failure, TtrainError):
                 plain = {"accepted": False, "reason": str(failure)}
                 reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
-                folder.write_summary({"computes": False, **reason})
+                folder.write(folder.summary, {"computes": False, **reason})
             raise failure from error
         del session, trained  # the board holds one engine at a time
         steps.clear()
         engines = {run.config.engine.name: record["host_dispatch_ms"], **_others(run, device, say)}
         record["host_dispatch_ms_by_engine"] = engines
-        folder.write_summary({"accepted": True, **record, "engine": counters})
+        folder.write(folder.summary, {"accepted": True, **record, "engine": counters})
         for line in _lines(record):
             say(line)
         say(f"{warning} Run: {folder.path}")

@@ -130,7 +130,7 @@ class Run:
         facts = {**session.engine.device.describe(), "products": product_ways(session.engine)}
         environment = environment_record(self.stored, facts, dataset.description, tokenizer_hash, command)
         run.record(self.stored, {**environment, "model": self.model_name, **attempt})
-        run.write_plan(plan_report(session.graph, session.state, steps).text())
+        run.write(run.plan, plan_report(session.graph, session.state, steps).text())
 
     def announcement(self, engine: Engine, path: Path, step: int) -> Iterator[str]:
         """Yield what is trained, where and on what, and warnings about it, after `step` steps are done."""

@@ -15,7 +15,7 @@ from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.events import Event, read_events
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import METRICS, read_metrics
-from ttrain.train.runs.run_directory import LOCK, RECORD, chosen_model, read_config
+from ttrain.train.runs.run_directory import LOCK, RECORD, part_of, read_attempts, read_config
 
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
 
@@ -59,12 +59,14 @@ class RunInfo:
     @property
     def model(self) -> str:
         """Return the name that the user chose, such as nano-gpt; without one, the name in the model's config."""
-        return chosen_model(self.path) or str(self.summary.get("model") or self.config.get("model", {}).get("name", ""))
+        chosen = self.attempts[-1].get("model") if self.attempts else None
+        return str(chosen or self.summary.get("model") or self.config.get("model", {}).get("name", ""))
 
     @property
     def caution(self) -> str:
         """Warning about numbers that some attempt got from no real device; empty where there is none."""
-        simulated = [attempt["device"] for attempt in self.attempts if _mode(attempt) == "simulator"]
+        devices = [part_of(attempt, "device") for attempt in self.attempts]
+        simulated = [device for device in devices if device.get("mode") == "simulator"]
         return f"SIMULATED on {simulated[-1].get('name')}: {simulated[-1].get('note')}" if simulated else ""
 
     @property
@@ -103,15 +105,7 @@ def read_run(path: Path) -> RunInfo:
     state = _state(path, finished, events, checkpoint, step)
     if state == "new" and summary.get("computes") is False:
         state = "dry_run"
-    record = read_json(path / RECORD)
-    attempts = record.get("attempts", [])
-    return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, attempts, summary)
-
-
-def _mode(attempt: Any) -> object:
-    """device.mode of an attempt's record, where it has one."""
-    device = attempt.get("device") if isinstance(attempt, dict) else None
-    return device.get("mode") if isinstance(device, dict) else None
+    return RunInfo(path, state, step, steps, checkpoint, config, metrics, events, read_attempts(path), summary)
 
 
 def find_runs(root: Path) -> Iterator[Path]:
@@ -123,18 +117,17 @@ def find_runs(root: Path) -> Iterator[Path]:
 
 
 def _state(path: Path, finished: bool, events: list[Event], checkpoint: int | None, step: int) -> str:
+    ends = [event["kind"] for event in events if event["kind"] in ("started", "interrupted", "failed", "gave_up")]
+    last = ends[-1] if ends else "started"
     if _held(path):
         return "running"
     if finished:
         return "finished"
-    ends = [event["kind"] for event in events if event["kind"] in ("started", "interrupted", "failed", "gave_up")]
-    if ends and ends[-1] in ("failed", "gave_up"):
+    if last in ("failed", "gave_up"):
         return "failed"
     if checkpoint is not None:
         return "resumable"
-    if ends and ends[-1] == "interrupted":
-        return "interrupted"
-    return "failed" if step else "new"
+    return last if last == "interrupted" else "failed" if step else "new"
 
 
 def _held(path: Path) -> bool:

@@ -9,7 +9,7 @@ from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.logging.wandb_history import note_earlier_attempts
+from ttrain.train.logging.wandb_logger import note_earlier_attempts
 from ttrain.train.runs.resume import ResumePoint, take_up
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.runs.warm_start import WarmStart
@@ -27,7 +27,7 @@ class Origin:
     notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
 
     def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
-        """The state that this attempt begins with, a new run's optimizer tensors are zero; what to tell of it."""
+        """Give the state its first values, a new run's optimizer tensors are zero. Return what to tell of it."""
         if self.point is not None:
             return self.point.checkpoint.load(session.state)
         session.initialize(seed)
@@ -40,19 +40,21 @@ class Origin:
     def begin(
         self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
     ) -> tuple[Progress, dict[str, Any], list[str]]:
-        """Sets the state, and makes the run's files go on from it: how far it is, what to record, and what to tell."""
+        """Set the state, and make the run's files go on from it. Return how far it is, what to record, what to tell."""
+        progress = Progress() if self.point is None else Progress.from_dict(self.point.checkpoint.progress)
         if not run.leads:
             self.set_values(session, seed)
-            return Progress.from_dict({} if self.point is None else self.point.checkpoint.progress), {}, []
+            return progress, {}, []
         remove_unfinished(run.checkpoints)
         note_earlier_attempts(run.path)
-        fitted = self.set_values(session, seed)
+        notes = [*self.notes, *self.set_values(session, seed)]
         if self.point is not None:
-            progress, attempt, notes = take_up(self.point, run, stored, data)
-            return progress, attempt, [*notes, *self.notes, *fitted]
+            attempt, told = take_up(self.point, run, progress.evaluated_at == progress.step, stored, data)
+            return progress, attempt, [*told, *notes]
         cut_metrics(run.metrics, 0)
-        attempt, notes = ({}, []) if self.warm is None else (self.warm.record(), self.warm.lines())
+        attempt = {} if self.warm is None else self.warm.record()
+        notes += [] if self.warm is None else self.warm.lines()
         if self.adapter is not None:
             attempt["adapters_from"] = str(self.adapter.folder)
             notes.append(f"Adapters start as those of {self.adapter.folder}.")
-        return Progress(), attempt, [*self.notes, *notes]
+        return progress, attempt, notes

@@ -86,17 +86,12 @@ def own_state() -> dict[str, Any] | None:
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the checkout that a folder is in, and whether tracked files differ from it; None outside of one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".")
-    return {"commit": commit, "changed": bool(changes)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+    settings: Any = {"capture_output": True, "text": True, "timeout": _GIT_SECONDS, "check": True}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True)
+        commit, changes = (
+            subprocess.run(["git", "-C", str(folder), *words.split()], **settings).stdout.strip()
+            for words in ("rev-parse HEAD", "status --porcelain --untracked-files=no -- .")
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return {"commit": commit, "changed": bool(changes)}

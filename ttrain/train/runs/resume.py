@@ -6,11 +6,12 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.core.names import one_slip
 from ttrain.core.options import as_keys, differences
 from ttrain.models.identity import ALL, differing, whole
@@ -23,14 +24,7 @@ from ttrain.train.checkpoint.checkpoint import (
     read_manifest,
     step_name,
 )
-from ttrain.train.checkpoint.progress import Progress
-from ttrain.train.checkpoint.retention import (
-    DRY_RUN,
-    hold,
-    is_dry_run,
-    newest_complete,
-    set_aside_after,
-)
+from ttrain.train.checkpoint.retention import hold, newest_complete, refuse_dry_run, set_aside_after
 from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of
@@ -84,8 +78,7 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     if resume == "none":
         return None
     if resume == "auto":
-        if run_dir is None:
-            raise UserError("resume=auto continues the run in run.dir, which is not set. Give run.dir=<run> as well.")
+        assert run_dir is not None  # the config's rules hold it so
         run = Path(run_dir)
         if not run.exists():
             _require_meant(run)
@@ -100,26 +93,17 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     if owner != path:
         return ResumePoint(hold(read_manifest(path)) or read_checkpoint(path), owner, named=True)
     if (path / "checkpoints").is_dir():
-        point = _newest_of(path, must_exist=True)
-        assert point is not None
-        return point
-    raise CheckpointError(
-        f"resume={resume} is neither a run nor a checkpoint: a run has checkpoints/, a checkpoint has {MANIFEST}."
-    )
+        return _newest_of(path, must_exist=True)
+    raise CheckpointError(f"resume={resume} is neither a run nor a checkpoint: no checkpoints/, no {MANIFEST}.")
 
 
 def _require_meant(run: Path) -> None:
     """Raises CheckpointError where a run beside the folder that does not exist has nearly its name."""
-    try:
-        beside = sorted(run.parent.iterdir())
-    except OSError:  # there is no such folder, or nobody may look
-        return
-    for other in beside:
-        if one_slip(run.name, other.name) and (other / RECORD).exists():
-            raise CheckpointError(
-                f"resume=auto: there is no run {run}, but {other} is one. Give run.dir={other} to continue that. For a "
-                f"new run with this name give resume=none, or make the folder {run} first."
-            )
+    with suppress(OSError):  # there is no such folder, or nobody may look
+        for other in sorted(run.parent.iterdir()):
+            if one_slip(run.name, other.name) and (other / RECORD).exists():
+                told = f"there is no run {run}, but {other} is one. Give run.dir={other}, or resume=none for a new run."
+                raise CheckpointError(f"resume=auto: {told}")
 
 
 def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
@@ -128,13 +112,11 @@ def _newest_of(run: Path, *, must_exist: bool) -> ResumePoint | None:
     if checkpoint is not None:
         return ResumePoint(checkpoint, run, notes)
     # A save that was cut off never was a checkpoint: where there is nothing else, the run begins again.
-    if all(entry.path.name.startswith(UNFINISHED) for entry in skipped) and not must_exist:
+    if all(path.name.startswith(UNFINISHED) for path, _ in skipped) and not must_exist:
         return None
-    if not notes and is_dry_run(run):
-        raise CheckpointError(f"{run} {DRY_RUN}")
-    listed = (
-        "".join(f"\n  {note}" for note in notes) or " It has none; start anew with resume=none and another run.dir."
-    )
+    if not notes:
+        refuse_dry_run(run)
+    listed = "".join(f"\n  {note}" for note in notes) or " Start anew with resume=none and another run.dir."
     raise CheckpointError(f"{run} has no checkpoint that can be resumed.{listed}")
 
 
@@ -143,33 +125,24 @@ def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: 
 
     `effects` says which count, see models/identity.py; all of them where the model is trained on.
     """
-    if differences := differing(whole(stored.get("model", {}), model), model, effects):
-        raise CheckpointError(
-            f"{path} is of another architecture: {'; '.join(differences)}. Leave these keys as they were, or train "
-            "anew."
-        )
+    if differences := "; ".join(differing(whole(stored.get("model", {}), model), model, effects)):
+        raise CheckpointError(f"{path} is of another architecture: {differences}. Leave these keys as they were.")
 
 
 def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None:
     """Raises CheckpointError where adapters are not those that a checkpoint has."""
     before = {**dataclasses.asdict(LoraConfig()), **(stored.get("lora") or {})}
     keys = ("rank", "alpha", "targets") if lora.rank or before["rank"] else ()
-    if changed := [key for key in keys if before[key] != getattr(lora, key)]:
-        told = "; ".join(f"lora.{key}: {before[key]} there, {getattr(lora, key)} given" for key in changed)
-        raise CheckpointError(
-            f"{path} has other adapters: {told}. Leave these keys as they were, or start a new run with "
-            "train.init_from, which adds its adapters to its weights."
-        )
+    pairs = {key: (before[key], getattr(lora, key)) for key in keys}
+    if told := "; ".join(f"lora.{key}: {old} there, {new} given" for key, (old, new) in pairs.items() if old != new):
+        raise CheckpointError(f"{path} has other adapters: {told}. Leave these keys, or use train.init_from.")
 
 
 def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:
     """Raises CheckpointError where the data's tokenizer is not the one that the checkpoint was trained with."""
     if stored is not None and given is not None and stored != given:
-        raise CheckpointError(
-            f"{path} was trained with another tokenizer than the data has now, so its token ids would change their "
-            f"meaning. Give the same data.path and data.tokenizer, or keep its own for other text with "
-            f"data.tokenizer={path / 'tokenizer.json'}, or train anew."
-        )
+        own = path / "tokenizer.json"
+        raise CheckpointError(f"{path} was trained with another tokenizer than the data's. Give data.tokenizer={own}.")
 
 
 def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str]:
@@ -186,10 +159,8 @@ def check_sources(stored: Mapping[str, Any], given: Any) -> None:
     for section, key in (("model", "from"), ("train", "init_from"), ("lora", "from")):
         before, now = stored.get(section, {}).get(key), as_keys(getattr(given, section)).get(key)
         if f"{section}.{key}" in given.source.explicit and now != before:
-            raise ConfigError(
-                f"{section}.{key}={now}: is for new runs, and this one goes on from its checkpoint; it began with "
-                f"{before or 'none'}. Leave the key out, or give another run.dir and resume=none."
-            )
+            began = before or "none"
+            raise ConfigError(f"{section}.{key}={now}: is for new runs; this one began with {began}. Leave it out.")
 
 
 def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
@@ -198,12 +169,11 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
     Other sources, which the command line must have named, are no mistake: the run goes on at the same token of those.
     """
     stored = part_of(newest_attempt(point.run), "data")
-    if "documents" not in stored or stored.get("source") != description.get("source"):
-        return
-    if stored.get("sha256") != description.get("sha256"):
+    same = "documents" in stored and stored.get("source") == description.get("source")
+    if same and stored.get("sha256") != description.get("sha256"):
         raise CheckpointError(
-            f"{point.run} was trained on other content of {', '.join(description['source'])}, so it can't go on where "
-            "it was. Restore the files, name other data.sources, or start anew with train.init_from=<this run>."
+            f"{point.run} was trained on other content of {', '.join(description['source'])}. Restore the files, name "
+            "other data.sources, or start anew with train.init_from=<this run>."
         )
 
 
@@ -231,22 +201,21 @@ def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
 
 
 def take_up(
-    point: ResumePoint, run: RunDirectory, config: dict[str, Any], data: dict[str, Any]
-) -> tuple[Progress, dict[str, Any], list[str]]:
-    """Makes a run directory go on from a checkpoint: how far the run is, what to record, and what to tell.
+    point: ResumePoint, run: RunDirectory, evaluated: bool, config: dict[str, Any], data: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Make a run directory go on from a checkpoint. Return what to record, and what to tell.
 
-    Metrics and checkpoints of later steps are cut off and set aside. `config` and `data` describe the run as it is now.
+    Metrics and checkpoints of later steps are cut off and set aside. The checkpoint was `evaluated` before it was left.
+    `config` and `data` describe the run as it is now.
     """
     checkpoint = point.checkpoint
-    progress = Progress.from_dict(checkpoint.progress)
     notes = [f"Resuming from {point.source or checkpoint.path} (step {checkpoint.step}).", *point.notes]
     aside = set_aside_after(run.checkpoints, checkpoint.step)
     notes += [f"Set aside, because of a later step: {', '.join(map(str, aside))}"] if aside else []
-    dropped = cut_metrics(run.metrics, checkpoint.step, progress.evaluated_at == checkpoint.step)
-    if dropped:
-        notes.append(f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}.")
+    dropped = cut_metrics(run.metrics, checkpoint.step, evaluated)
+    notes += [f"Removed {dropped} lines after step {checkpoint.step} from {run.metrics.name}."] if dropped else []
     changes = config_difference(checkpoint.config, config)
     if point.run is not None:
         changes += data_difference(point.run, data)
     notes += [f"Changed since the checkpoint: {'; '.join(changes)}"] if changes else []
-    return progress, {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
+    return {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes

@@ -72,31 +72,26 @@ class RunDirectory:
         run._made = made
         try:
             run._require_unused()
-        except UserError:
+            run._start(fill)
+        except BaseException as error:
             run.close()
+            if isinstance(error, OSError):
+                raise _not_writable(path, error) from None
             raise
-        return run._start(fill)
+        return run
 
     def _require_unused(self) -> None:
-        if (self.path / RECORD).exists() and self._has_nothing_to_lose():
-            self.note = f"{self.path} held a run that ended before it had done anything; this one takes its place."
-            return
-        if (self.path / RECORD).exists():
-            again = "continue it" if any(_entries(self.checkpoints)) else "start it again (it has no checkpoint)"
-            raise UserError(
-                f"run.dir={self.path} already holds a run. Give resume=auto to {again}, or another run.dir."
-            )
-        if (self.path / _STARTING).exists():  # killed before it was a run
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            return
-        checkpoints = [self.checkpoints] if any(_entries(self.checkpoints)) else []
         files = (self.config, self.metrics, self.summary, self.plan, self.loss_curve)
-        theirs = [*checkpoints, *(file for file in files if file.exists())]
-        if theirs:
-            raise UserError(
-                f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}, so it is not a run, and a run would "
-                "write over it. Give run.dir=<a new folder>."
-            )
+        if (self.path / RECORD).exists():
+            if not self._has_nothing_to_lose():
+                again = "continue it" if any(_entries(self.checkpoints)) else "start it again (it has no checkpoint)"
+                told = f"run.dir={self.path} already holds a run. Give resume=auto to {again}, or another run.dir."
+                raise UserError(told)
+            self.note = f"{self.path} held a run that ended before it had done anything; this one takes its place."
+        elif (self.path / _STARTING).exists():  # killed before it was a run
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        elif theirs := [*_entries(self.checkpoints)[:1], *(file for file in files if file.exists())]:
+            raise UserError(f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}. Give a new folder.")
 
     def _has_nothing_to_lose(self) -> bool:
         """True if the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""
@@ -146,35 +141,30 @@ class RunDirectory:
         path = world.once(lead)
         return made[0] if made else cls(Path(path)) if path else None
 
-    def _start(self, fill: Callable[[RunDirectory], None]) -> RunDirectory:
-        starting = self.path / _STARTING
+    def _start(self, fill: Callable[[RunDirectory], None]) -> None:
         try:
-            starting.touch()
+            (self.path / _STARTING).touch()
             (self.path / RECORD).unlink(missing_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             fill(self)
             replace_file(self.path / RECORD, to_json({"attempts": []}))
-            starting.unlink()
-        except BaseException as error:
+            (self.path / _STARTING).unlink()
+        except BaseException:
             self.discard()
-            self.close()
-            if isinstance(error, OSError):
-                raise _not_writable(self.path, error) from None
             raise
-        return self
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Writes the resolved config."""
         import yaml
 
         plain = "\x85" not in json.dumps(config, ensure_ascii=False)  # YAML reads U+0085 as a line break
-        self._write(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=plain, width=120))
+        self.write(self.config, yaml.safe_dump(config, sort_keys=False, allow_unicode=plain, width=120))
 
     def record(self, config: dict[str, Any], attempt: dict[str, Any]) -> None:
         """Writes the resolved config, and adds the environment record of this attempt."""
         self.write_config(config)
         if self.leads:
-            self._write(self.path / RECORD, to_json({"attempts": [*self.attempts(), attempt]}))
+            self.write(self.path / RECORD, {"attempts": [*self.attempts(), attempt]})
 
     def attempts(self) -> list[dict[str, Any]]:
         """The environment record of every attempt so far."""
@@ -183,15 +173,10 @@ class RunDirectory:
         except (CheckpointError, LookupError, TypeError) as error:
             raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
-    def write_plan(self, text: str) -> None:
-        self._write(self.plan, text)
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        self._write(self.summary, to_json(summary))
-
-    def _write(self, file: Path, text: str) -> None:
+    def write(self, file: Path, content: str | dict[str, Any]) -> None:
+        """Replace one of the run's files with a text or a JSON object, where this process leads the run."""
         if self.leads:
-            replace_file(file, text)
+            replace_file(file, content if isinstance(content, str) else to_json(content))
 
     def keep(self) -> None:
         """Mark the directory as worth keeping from now on."""
@@ -220,11 +205,15 @@ def _locked(lock: IO[str]) -> bool:
     return lock_file(lock)
 
 
+def read_attempts(run: Path) -> list[dict[str, Any]]:
+    """Read the attempts that run.json tells of; it may hold anything."""
+    attempts = read_json(run / RECORD).get("attempts")
+    return [each for each in attempts if isinstance(each, dict)] if isinstance(attempts, list) else []
+
+
 def newest_attempt(run: Path | None) -> dict[str, Any]:
     """Read the newest attempt from run.json; empty where it does not tell."""
-    attempts = [] if run is None else read_json(run / RECORD).get("attempts")
-    newest = attempts[-1] if isinstance(attempts, list) and attempts else None
-    return newest if isinstance(newest, dict) else {}
+    return next(reversed([] if run is None else read_attempts(run)), {})
 
 
 def part_of(record: dict[str, Any], key: str) -> dict[str, Any]:
@@ -246,9 +235,7 @@ def read_config(run: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{run} is not a run of ttrain: it has no config.yaml. Give the folder of a run."
-        ) from None
+        raise CheckpointError(f"{run} is not a run of ttrain: it has no config.yaml. Give a run's folder.") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise CheckpointError(f"{run / 'config.yaml'} can't be read: {error}") from None
     if not isinstance(config, dict):
@@ -261,7 +248,4 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _not_writable(path: Path, error: OSError) -> UserError:
-    reason = error.strerror or str(error)
-    return UserError(
-        f"The run directory {path} can't be written: {reason}. Give run.dir=<a folder that can be written>."
-    )
+    return UserError(f"The run directory {path} can't be written: {error.strerror or error}. Give another run.dir=.")

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError, DataError, UserError
+from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.core.units import format_count
-from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.engine.state import State
 from ttrain.models.identity import differing
-from ttrain.models.weight_checks import Weight, Weights, bf16_bits
+from ttrain.models.weight_checks import Weights, bf16_bits
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import as_for
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
@@ -50,26 +49,18 @@ class WarmStart:
 
     def check_frozen(self, trained: Container[str]) -> None:
         """Raises CheckpointError for parameters that start anew and are not `trained`: they would stay as drawn."""
-        parameters = self.model.parameters()
-        wrong = [path for path in self.others if path in parameters and path not in trained]
-        if not wrong:
-            return
-        told, keys = list[str](), dict[str, None]()
-        for path in wrong:
-            shape, found = parameters[path].shape, self.others[path]
-            told.append(f"{path} {list(shape)} ({'not' if found is None else list(found)} in the source)")
-            if found and found[0] != shape[0] == getattr(self.model.config, "vocabulary", None):
-                keys["data.tokenizer=<its tokenizer.json>, or data.tokenizer=byte where it has 256 ids"] = None
-            elif found and found[0] != shape[0] == getattr(self.model.config, "context", None):
-                keys[f"model.context={found[0]}"] = None
-            else:
-                keys["the model's sizes"] = None
-        adapted = any(not parameters[path].trainable for path in wrong)
-        raise CheckpointError(
-            f"train.init_from={self.source}: what starts anew is frozen and would stay random: {listed(told)}. Give "
-            f"what the source has: {'; '.join(keys)}. Or train it: "
-            f"{'lora.rank=null' if adapted else 'take it out of optimizer.freeze, or name it in optimizer.unfreeze'}."
-        )
+        own, shapes = self.model.parameters(), self.others
+        wrong = [path for path in shapes if path in own and path not in trained]
+        if wrong:
+            found = {path: list(shapes[path] or ()) or "not" for path in wrong}
+            told = (f"{path} {list(own[path].shape)} ({found[path]} in the source)" for path in wrong)
+            mend = "lora.rank=null"
+            if all(own[path].trainable for path in wrong):
+                mend = "take it out of optimizer.freeze, or name it in optimizer.unfreeze"
+            raise CheckpointError(
+                f"train.init_from={self.source}: what starts anew is frozen and would stay random: {listed(told)}. "
+                f"Give sizes and tokenizer as the source has them. Or train it: {mend}."
+            )
 
     def lines(self) -> list[str]:
         """Return lines for people: what was taken, then a row for every parameter that keeps its own first values."""
@@ -80,15 +71,13 @@ class WarmStart:
         values = f"{format_count(taken)} of {format_count(sum(map(math.prod, shapes.values())))} values"
         lines = [f"Warm start from {self.source}: {counts} ({values}) are taken."]
         width = max(map(len, self.others), default=0)
-        for path, found in list(self.others.items())[:_SHOWN]:
+        for path, found in self.others.items():
             why = "not in the source" if found is None else f"has shape {list(found)} in the source"
             lines.append(f"  {path.ljust(width)}  {list(shapes[path])} starts anew: {why}")
-        if len(self.others) > _SHOWN:
-            lines.append(f"  and {len(self.others) - _SHOWN} more start anew")
-        if self.unused:
-            lines.append(f"  not used of the source: {listed(self.unused)}")
-        lines += [f"WARNING: taken anyway: {difference}" for difference in self.differences]
-        return lines
+        more = [f"  and {len(lines) - 1 - _SHOWN} more start anew"] if len(lines) - 1 > _SHOWN else []
+        lines = lines[: 1 + _SHOWN] + more
+        lines += [f"  not used of the source: {listed(self.unused)}"] if self.unused else []
+        return lines + [f"WARNING: taken anyway: {difference}" for difference in self.differences]
 
     def record(self) -> dict[str, Any]:
         """Return values for the run record."""
@@ -109,34 +98,23 @@ def open_warm_start(
     values, metadata = _open(path, model, whole)
     parameters = model.persistent()
     fitting, others = _compared(values, parameters, f"{key}={source}")
-    differences = tuple(differing(metadata.of(model), model.config))
+    differences = differing(metadata.of(model), model.config)
     vocabulary = getattr(model.config, "vocabulary", None)
     rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
     if rows and not same_tokenizer(metadata.tokenizer, tokenizer):
-        differences += (f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens",)
+        differences.append(f"its tokenizer is another one, so the rows of {', '.join(rows)} mean other tokens")
     unused = tuple(name for name in values if name not in parameters)
-    start = WarmStart(path, model, fitting, others, unused, differences)
+    start = WarmStart(path, model, fitting, others, unused, tuple(differences))
     if not fitting:
-        raise CheckpointError(
-            f"{key}={source}: nothing fits this model by name and shape. Give the model's sizes as the "
-            "source has them.\n" + "\n".join(start.lines()[1:])
-        )
+        told = "\n".join(start.lines()[1:])
+        raise CheckpointError(f"{key}={source}: nothing fits this model by name and shape. Give its sizes.\n{told}")
     if differences and not anyway:
-        ends = ", data.end_token=<one of its tokens>" if _lacks_end(metadata.tokenizer, tokenizer) else ""
         raise CheckpointError(
-            f"{key}={source} holds another model: {'; '.join(differences)}. Give these keys, and "
-            f"the tokenizer with data.tokenizer=<its tokenizer.json>{ends}, as they were, or take what fits with "
-            "train.init_anyway=true."
+            f"{key}={source} holds another model: {'; '.join(differences)}. Give these keys as they were, and its "
+            "tokenizer with data.tokenizer=<its tokenizer.json> and, for data=documents, data.end_token=<one of its "
+            "tokens>, or take what fits with train.init_anyway=true."
         )
     return start
-
-
-def _lacks_end(own: str | None, given: str | None) -> bool:
-    """True if a tokenizer was given one token more, as data=documents adds one that ends a document."""
-    with suppress(DataError):
-        if own is not None and given is not None:
-            return parse_tokenizer(given).vocabulary == parse_tokenizer(own).vocabulary + 1
-    return False
 
 
 def unrounded(
@@ -155,12 +133,9 @@ def unrounded(
         given, _ = _open(find_folder(source, weights=True) if whole else Path(source), model)
         exact = {path for path in narrow if path in given and _rounds_to(given[path], values[path])}
     found = Weights(dict.fromkeys(values), lambda path: (given if path in exact else values)[path])
-    lost = len(narrow) - len(exact)
-    told = (
-        f"{lost} of {len(narrow)} frozen weights are exported as the run keeps them, rounded to bf16, because {source} "
-        "is gone or has others. Bring it back to have them as they were."
-    )
-    return found, told if lost else None
+    lost = f"{len(narrow) - len(exact)} of {len(narrow)}"
+    told = f"{lost} frozen weights are exported as the run keeps them, rounded to bf16: {source} is gone or has others."
+    return found, told if len(narrow) > len(exact) else None
 
 
 def _rounds_to(weight: Any, kept: Any) -> bool:
@@ -174,18 +149,15 @@ def _compared(
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name, parameter in parameters.items():
         if name in values:
-            shapes[name], finite = _examined(values[name])
-            if shapes[name] == tuple(parameter.shape) and not finite:
+            value = values[name]
+            shapes[name] = value.shape
+            if value.shape == tuple(parameter.shape) and not np.isfinite(value).all():
                 raise CheckpointError(f"{given}: {name} holds NaN or infinity. Give another checkpoint.")
+            del value  # before the next one is read
         elif ADAPTER not in name:  # those begin anew beside any model
             shapes[name] = None
     fitting = tuple(name for name, shape in shapes.items() if shape == tuple(parameters[name].shape))
-    return fitting, {name: shape for name, shape in shapes.items() if shape != tuple(parameters[name].shape)}
-
-
-def _examined(array: Weight) -> tuple[tuple[int, ...], bool]:
-    """Shape, and whether all is finite; a function of its own, so that no tensor stays while the next one is read."""
-    return array.shape, bool(np.isfinite(array).all())
+    return fitting, {name: shape for name, shape in shapes.items() if name not in fitting}
 
 
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
@@ -197,10 +169,7 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         metadata = read_metadata(path, content)  # first: of another architecture no name fits
         return Weights.widened(weights_of(path, model, content, strict=whole)), metadata
     if not path.exists():
-        raise CheckpointError(
-            f"train.init_from={path} does not exist. Give a run, a checkpoint, a folder of Transformers, or a .pt or "
-            ".safetensors file."
-        )
+        raise CheckpointError(f"train.init_from={path} does not exist. Give a run, a checkpoint, or a file of weights.")
     try:
         point = find_resume_point(str(path), None)
     except CheckpointError as error:
