@@ -23,56 +23,25 @@ class TrainConfig:
     steps: int = option(1000, "optimizer steps of the whole run, from its first start", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
-    batch_schedule: list[int] = option(
-        [],
-        "growing batch sizes in sequences, each for phase_steps and the last for the rest; micro-batches keep their "
-        "size; empty is always batch_size",
-        minimum=1,
-    )
-    ema: float | None = option(
-        None,
-        "decay of an average of the weights, such as 0.999, for evaluation and sampling; null keeps none",
-        minimum=0,
-        below=1,
-    )
-    noise_scale: bool = option(
-        False,
-        "record the batch size whose gradient is as much signal as noise; needs gradient_accumulation of 2 or more",
-    )
-    length_schedule: list[int] = option(
-        [],
-        "growing lengths of training sequences in tokens, each for phase_steps and the last for the rest; empty is "
-        "always model.context",
-        minimum=1,
-    )
+    batch_schedule: list[int] = option([], "growing batch sizes, each for phase_steps; empty is batch_size", minimum=1)
+    ema: float | None = option(None, "decay, such as 0.999, of weights averaged for evaluation", minimum=0, below=1)
+    noise_scale: bool = option(False, "record the batch size whose gradient is as much signal as noise")
+    length_schedule: list[int] = option([], "sequence lengths that grow likewise; empty is model.context", minimum=1)
     phase_steps: int = option(50_000, "steps per entry of batch_schedule and length_schedule", minimum=1)
-    long_hours: float | None = option(
-        1.0, "forecast in hours above which a run suggests faster settings; null never does", above=0
-    )
-    init_from: str | None = option(
-        None,
-        "source of a new run's first values: a run, checkpoint, folder of Transformers, .safetensors or original .pt "
-        "file; null draws them",
-        path=True,
-    )
+    long_hours: float | None = option(1.0, "hours of a forecast above which a run suggests faster settings", above=0)
+    init_from: str | None = option(None, "run, checkpoint, Transformers folder or weights to start from", path=True)
     init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
-    eval_sequences: int | None = option(
-        320, "held-out sequences per evaluation, always the same; null takes all", minimum=1
-    )
+    eval_sequences: int | None = option(320, "held-out sequences per evaluation; null takes all", minimum=1)
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
-    save_minutes: float | None = option(
-        10.0, "minutes between checkpoints; null saves by steps and at the end", above=0
-    )
+    save_minutes: float | None = option(10.0, "minutes between checkpoints; null saves by steps alone", above=0)
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
     keep_best: bool = option(True, "keep the checkpoint with the lowest val/loss too")
     keep_every: int | None = option(None, "keep one checkpoint per this many steps forever; null keeps none", minimum=1)
     keep_hours: float | None = option(None, "keep one checkpoint per this many hours forever; null keeps none", above=0)
     async_save: bool = option(True, "write checkpoints while training continues")
     log_every: int = option(10, "steps between two lines of metrics.jsonl", minimum=1)
-    early_stop: int | None = option(
-        None, "evaluations without a lower val/loss after which the run stops; null never does", minimum=1
-    )
+    early_stop: int | None = option(None, "stop after so many evaluations without a lower val/loss", minimum=1)
     min_improvement: float = option(0.0, "smallest fall of val/loss that counts as lower", minimum=0)
     peak_tflops: float | None = option(None, "peak of the device in TFLOP/s, for mfu; null measures a matmul", above=0)
 
@@ -87,22 +56,15 @@ class TrainConfig:
 
     @rule
     def _batches_grow(self, others: Any) -> Iterator[str]:
-        sizes, size = self.batch_schedule, self.batch_size
-        key = f"train.batch_schedule={sizes}"
-        if not sizes or size % self.gradient_accumulation:
+        sizes, size, parts = self.batch_schedule, self.batch_size, self.gradient_accumulation
+        if not sizes or size % parts:
             return
-        micro_batch, common = size // self.gradient_accumulation, math.gcd(*sizes)
-        if any(later < earlier for earlier, later in pairwise(sizes)):
-            yield f"{key}: no size may be smaller than the one before it."
-        elif sizes[-1] != size:
+        if problem := _growth_problem("train.batch_schedule", sizes, "train.batch_size", size):
+            yield problem
+        elif (common := math.gcd(*sizes)) % (size // parts):
             yield (
-                f"{key}: must end with train.batch_size={size}. Give train.batch_size={sizes[-1]}, or end with {size}."
-            )
-        elif common % micro_batch:
-            yield (
-                f"{key}: a batch grows by micro-batches of {micro_batch} rows (train.batch_size / "
-                "train.gradient_accumulation), and every size must be a multiple of it. "
-                f"Give train.gradient_accumulation={size // common}."
+                f"train.batch_schedule={sizes}: a batch grows by micro-batches of {size // parts} rows, and every size "
+                f"must be a multiple of it. Give train.gradient_accumulation={size // common}."
             )
 
     @rule
@@ -110,28 +72,17 @@ class TrainConfig:
         lengths, model = self.length_schedule, others.model
         if not lengths or others.source.awaits_model(others.resume):
             return
-        key = f"train.length_schedule={lengths}"
         if not hasattr(model, "context"):
-            yield f"{key}: model={model.name} does not train on sequences. Leave it empty."
-            return
-        context = model.context
-        if any(later <= earlier for earlier, later in pairwise(lengths)):
-            yield f"{key}: every length must be greater than the one before it."
-        elif context is not None and lengths[-1] != context:
-            yield (
-                f"{key}: must end with model.context={context}, which evaluation and sampling use. Give model.context="
-                f"{lengths[-1]}, or end with {context}."
-            )
+            yield f"train.length_schedule={lengths}: model={model.name} does not train on sequences. Leave it empty."
+        elif problem := _growth_problem("train.length_schedule", lengths, "model.context", model.context):
+            yield problem
 
     @rule
     def _device_takes_it(self, others: Any) -> Iterator[str]:
         info, device = info_of(others.device), others.device
         count = info.replicas(device)
         if self.length_schedule and count > 1:
-            yield (
-                f"train.length_schedule={self.length_schedule}: a phase captures steps anew, which would spoil what "
-                f"the other of device.subdevices={count} has captured. Leave it empty, or give device.subdevices=1."
-            )
+            yield f"train.length_schedule: is not for device.subdevices={count}. Give device.subdevices=1."
         yield from info.problems(device, self.batch_size // self.gradient_accumulation)
 
     @rule
@@ -143,10 +94,16 @@ class TrainConfig:
     def _one_source(self, others: Any) -> Iterator[str]:
         folder = getattr(others.model, "from_", None)
         if folder is not None and self.init_from is not None:
-            yield (
-                f"train.init_from={self.init_from}: the first values are those of model.from={folder}. Leave one of "
-                "the two out."
-            )
+            yield f"train.init_from={self.init_from}: model.from={folder} is a source too. Leave one of the two out."
+
+
+def _growth_problem(key: str, sizes: list[int], end_key: str, end: int | None) -> str | None:
+    """Return the problem with sizes that are to grow up to the value of another key; None where they do."""
+    if any(later < earlier for earlier, later in pairwise(sizes)):
+        return f"{key}={sizes}: none may be smaller than the one before it."
+    if end is not None and sizes[-1] != end:
+        return f"{key}={sizes}: must end with {end_key}={end}. Give {end_key}={sizes[-1]}, or end with {end}."
+    return None
 
 
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
@@ -158,9 +115,7 @@ def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
 class RunConfig:
     """Run directory and seed."""
 
-    dir: str | None = option(
-        None, "run directory; null claims outputs/<date>/<time>_<model>_<device>_<engine>", path=True
-    )
+    dir: str | None = option(None, "run directory; null is outputs/<date>/<time>_<model>_<device>_<engine>", path=True)
     seed: int = option(1337, "seed of weights, batches and dropout", minimum=0, maximum=2**31 - 1)
 
     @rule
@@ -179,9 +134,7 @@ class RunConfig:
 class ReplicasConfig:
     """Differences between the runs that device.subdevices=2 trains side by side."""
 
-    seed: list[int] | None = option(
-        None, "run.seed of each replica, such as [1,2]; null takes run.seed and the next number"
-    )
+    seed: list[int] | None = option(None, "run.seed of each replica, such as [1,2]; null counts up from run.seed")
     lr: list[float] | None = option(None, "optimizer.lr of each replica, such as [1e-3,3e-4]; null takes optimizer.lr")
 
     @rule
@@ -233,9 +186,7 @@ class WandbConfig(LoggerConfig):
     name: str = option("wandb", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
     project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
-    mode: str | None = option(
-        None, "null takes WANDB_MODE, else online; offline without a login", choices=("online", "offline", "disabled")
-    )
+    mode: str | None = option(None, "null takes WANDB_MODE, else online", choices=("online", "offline", "disabled"))
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
     tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, separated by commas")
@@ -250,14 +201,10 @@ class WandbConfig(LoggerConfig):
 class SuperviseConfig:
     """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
 
-    enabled: bool | None = option(
-        None, "watch training from a parent process; null does if another supervise key is given"
-    )
+    enabled: bool | None = option(None, "watch training from a parent process; null: if another supervise key is given")
     max_restarts: int = option(3, "restarts in a row without a new checkpoint before it gives up", minimum=0)
     backoff: float = option(2.0, "seconds before a restart, doubled up to 300 while there is no progress", minimum=0)
-    hang_timeout: float | None = option(
-        1800.0, "seconds without a sign of life before the child is killed; null waits forever", above=0
-    )
+    hang_timeout: float | None = option(1800.0, "seconds without a sign of life before a kill; null waits", above=0)
     on_restart: str | None = option(None, "shell command before every restart, such as a card reset; command line only")
 
     def wanted(self, explicit: Collection[str]) -> bool:
@@ -271,34 +218,19 @@ class SuperviseConfig:
 class GuardConfig:
     """Reactions to numbers that go wrong."""
 
-    nonfinite: str = option(
-        "stop",
-        "on a NaN or infinite loss or gradient norm: stop the run, skip the update, or roll back to the newest "
-        "checkpoint with a lower learning rate",
-        choices=("stop", "skip", "rollback"),
-    )
+    nonfinite: str = option("stop", "when a loss or gradient norm is not finite", choices=("stop", "skip", "rollback"))
     activations: bool = option(False, "also watch and record the norm of the activations before the loss")
     max_skips: int = option(10, "skipped updates in a row before the run stops", minimum=1)
-    spike: str = option(
-        "ignore",
-        "on a loss far above its recent median: ignore it, warn, or roll back",
-        choices=("ignore", "warn", "rollback"),
-    )
+    spike: str = option("ignore", "on a loss far above its recent median", choices=("ignore", "warn", "rollback"))
     spike_factor: float = option(2.0, "factor of the median above which a loss is a spike", above=1)
     spike_window: int = option(50, "steps of the median; earlier losses are never spikes", minimum=2)
     lr_factor: float = option(0.5, "factor of the learning rate after a rollback", above=0, maximum=1)
     max_rollbacks: int = option(3, "rollbacks of a run before it stops", minimum=1)
-    check_learning: int | None = option(
-        3, "steps after which every parameter with a gradient must have moved; null does not check", minimum=1
-    )
+    check_learning: int | None = option(3, "steps after which every trained parameter must have moved", minimum=1)
 
 
 @dataclass
 class RecoverConfig:
     """Changes that a run may make by itself to continue."""
 
-    oom: str = option(
-        "stop",
-        "when out of memory: stop, or halve the micro-batch and double train.gradient_accumulation",
-        choices=("stop", "shrink"),
-    )
+    oom: str = option("stop", "when out of memory; shrink halves the micro-batch", choices=("stop", "shrink"))

@@ -28,56 +28,26 @@ class CheckpointConfig:
 class SampleConfig(CheckpointConfig):
     """Options for drawing text from a trained model."""
 
-    prompt: str | None = option(
-        None,
-        "text to continue; null takes held-out text at the end of a run, and a line break or the token between "
-        "documents for task=sample",
-        verbatim=True,
-    )
-    prompts: str | None = option(
-        None, "file with a prompt per line, or .jsonl with prompt or messages per row", path=True
-    )
-    results: str | None = option(
-        None, "JSON-lines file for the samples of sample.prompts; null writes to stdout", path=True
-    )
+    prompt: str | None = option(None, "text to continue; null: held-out text, or a line break", verbatim=True)
+    prompts: str | None = option(None, "file of a prompt per line, or .jsonl rows of prompt or messages", path=True)
+    results: str | None = option(None, "JSON-lines file for answers to sample.prompts; null is stdout", path=True)
     system: str | None = option(None, "task=chat: system message of the conversation", verbatim=True)
     tokens: int = option(200, "most tokens per sample", minimum=1)
-    stop: list[str] = option(
-        [],
-        "texts (\\n is a line break) and special tokens at which a sample ends, besides the token after a document; "
-        "not printed",
-    )
+    stop: list[str] = option([], "texts (\\n is a line break) and special tokens at which a sample ends; not printed")
     temperature: float = option(0.8, "divisor of the logits; 0 takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens; null draws from all", minimum=1)
-    top_p: float | None = option(
-        None,
-        "draw from the likeliest tokens that together reach this probability; null draws from all",
-        above=0,
-        maximum=1,
-    )
+    top_p: float | None = option(None, "draw from the likeliest tokens of this total probability", above=0, maximum=1)
     seed: int = option(1337, "seed of the drawn tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
     mode: str = option(
         "ar",
-        "ar draws one token a pass; with a SAT head, sat draws two, sat_variable one or two, speculative drafts two "
-        "and checks them with ar",
+        "ar draws a token a pass; with a SAT head, sat draws two, sat_variable 1 or 2, speculative checks 2 by ar",
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
     cache: bool | None = option(None, "keep keys and values instead of recomputing them; null does if the model can")
-    slide: int | None = option(
-        None,
-        "oldest tokens that a text loses at once when it outgrows the context; null is an eighth of the context",
-        minimum=1,
-    )
-    min_p: float | None = option(
-        None,
-        "draw from tokens with at least this share of the likeliest one's probability; null draws from all",
-        above=0,
-        maximum=1,
-    )
-    repetition: float = option(
-        1.0, "divide positive logits of seen tokens by this, multiply negative ones; 1 is off", above=0
-    )
+    slide: int | None = option(None, "oldest tokens dropped at once beyond the context; null is an eighth", minimum=1)
+    min_p: float | None = option(None, "least share of the likeliest token's probability to draw", above=0, maximum=1)
+    repetition: float = option(1.0, "divide positive logits of seen tokens by this, multiply negative ones", above=0)
     presence: float = option(0.0, "subtract this from the logits of seen tokens")
     frequency: float = option(0.0, "subtract this from the logits of seen tokens, once per occurrence")
     penalty_window: int | None = option(128, "newest tokens that the three penalties look at; null is all", minimum=1)
@@ -93,10 +63,7 @@ class SampleConfig(CheckpointConfig):
         if self.results is not None and not several and task in ("sample", "chat"):
             yield f"sample.results={self.results}: takes the answers to sample.prompts. Give those as well."
         if task == "sample" and self.system is not None:
-            yield (
-                "sample.system: begins a conversation of task=chat. Give a row of sample.prompts messages with that "
-                "role."
-            )
+            yield "sample.system: begins a conversation of task=chat. Give a row of sample.prompts with that role."
 
     @rule
     def _stops_at_text(self, others: Any) -> Iterator[str]:
@@ -122,36 +89,24 @@ class SampleConfig(CheckpointConfig):
 class EvalConfig(CheckpointConfig):
     """Options of task=eval, which measures a trained model."""
 
-    text: list[str] = option(
-        [], "files or folders to predict, as in data.sources: loss, perplexity and bits per byte", path=True
-    )
+    text: list[str] = option([], "files or folders to predict, as in data.sources", path=True)
     text_key: str = option("text", "key of the text in rows of eval.text")
     choices: str | None = option(None, ".jsonl file of questions in HellaSwag's form: ctx, endings, label", path=True)
-    stride: int | None = option(
-        None, "tokens of a long document that are predicted at a time; null is the context", minimum=1
-    )
+    stride: int | None = option(None, "tokens of a long document predicted at a time; null is the context", minimum=1)
     limit: int | None = option(None, "most documents and questions to read; null reads all", minimum=1)
     batch_size: int = option(8, "sequences computed at once", minimum=1)
-    out: str | None = option(
-        None, "JSON file for the results; null takes results.json in a new folder below outputs/eval", path=True
-    )
+    out: str | None = option(None, "JSON file for the results; null takes a new folder below outputs/eval", path=True)
 
 
 @dataclass
 class ExportConfig(CheckpointConfig):
     """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
-    source: str | None = option(
-        None,
-        ".pt or .safetensors file to export instead of run.dir, in ttrain's or the original's names; `model` says what "
-        "it holds",
-        path=True,
-    )
+    source: str | None = option(None, ".pt or .safetensors file to export in place of run.dir", path=True)
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
-        "original is the first implementation's file, huggingface a folder for Transformers, ttrain parameters by "
-        "path, peft a folder of adapters, gguf a file for llama.cpp",
+        "original is the first implementation's file, huggingface and peft are folders, gguf is a file for llama.cpp",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")
@@ -172,9 +127,7 @@ class ExportConfig(CheckpointConfig):
         if self.file is not None and self.file == self.source:
             yield f"export.file={self.file}: is export.source; all but the weights would be lost. Give another name."
         if self.file is None and self.dir is None:
-            yield (
-                "task=export: nothing to write. Give export.file=<name>.pt or .safetensors, or export.dir=<new folder>."
-            )
+            yield "task=export: nothing to write. Give export.file=<name>.safetensors or export.dir=<new folder>."
         if self.form == "gguf" and (self.dir is not None or not (self.file or "").endswith(".gguf")):
             yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
         if self.form in ("huggingface", "peft") and self.file is not None:
