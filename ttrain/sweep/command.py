@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from shutil import which
@@ -16,6 +15,7 @@ from ttrain.sweep.folder import DONE, FINISHED, SweepFolder
 from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
 from ttrain.sweep.run import Runner
 from ttrain.sweep.sources import Grid, Search
+from ttrain.train.supervise.child import say
 
 
 def run(composer: Composer, overrides: Sequence[str]) -> int:
@@ -45,8 +45,8 @@ def run(composer: Composer, overrides: Sequence[str]) -> int:
     folder = SweepFolder.open(_directory(settings, master), identity, overrides, same=searches)
     try:
         source = Search(sweep, first, folder, compose) if searches else Grid(folder, jobs, compose)
-        _say(f"sweep {folder.path}: {source.title}")
-        runner = Runner(folder, settings, composer.job_flags(master), _say)
+        say(f"sweep {folder.path}: {source.title}")
+        runner = Runner(folder, settings, composer.job_flags(master), say)
         runner.run(source)
         return _finish(folder, source.jobs, settings, runner)
     finally:
@@ -80,18 +80,16 @@ def _finish(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig, run
     done = finished + pruned == len(records) and not runner.interrupted
     folder.finish(done)
     early = f", {pruned} pruned" if pruned else ""
-    _say(
-        f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {folder.path / 'sweep.csv'}"
-    )
+    say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {folder.path / 'sweep.csv'}")
     judged = [(record["objective"], job) for record, job in zip(records, jobs, strict=True)
               if record["state"] == FINISHED and record["objective"] is not None and job.axes]  # fmt: skip
     if judged:
         choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
         value, best = choose(judged, key=lambda pair: pair[0])
         alone = Source(overrides=best.overrides, flags=runner.flags).command(without=["hydra", "run.dir", "sweep"])
-        _say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
+        say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
     if not done:
-        _say("the same command again runs the jobs that are missing or failed")
+        say("the same command again runs the jobs that are missing or failed")
     return runner.exit_code
 
 
@@ -106,9 +104,5 @@ def _objective(folder: SweepFolder, jobs: Sequence[Job], settings: SweepConfig) 
                 return key
             known |= {name for name, value in numbers.items() if outcome.as_number(value) is not None}
     if known and settings.objective != SweepConfig().objective:
-        _say(f"sweep.objective={settings.objective}: no job has such a number. There are: {', '.join(sorted(known))}.")
+        say(f"sweep.objective={settings.objective}: no job has such a number. There are: {', '.join(sorted(known))}.")
     return key
-
-
-def _say(text: str) -> None:
-    print(f"ttrain: {text}", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from ttrain.config.schema import Source
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import SuperviseConfig
-from ttrain.train.supervise.child import PROGRAM
+from ttrain.train.supervise.child import PROGRAM, say
 from ttrain.train.supervise.heartbeat import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
 
@@ -30,7 +29,7 @@ def run(config: SuperviseConfig, parallel: ParallelConfig, overrides: Sequence[s
     def command(run: Path | None) -> list[str]:
         return [*PROGRAM, *flags, *continuing(overrides, run), *_fewer(parallel, supervisor.failures)]
 
-    supervisor = Supervisor(config, command, _say)
+    supervisor = Supervisor(config, command, say)
     return supervisor.run()
 
 
@@ -39,9 +38,5 @@ def _fewer(parallel: ParallelConfig, failures: int) -> list[str]:
     if parallel.processes is None or failures < _ENOUGH_FAILURES or parallel.processes == 1:
         return []
     fewer = max(parallel.processes >> (failures + 1 - _ENOUGH_FAILURES), 1)
-    _say(f"Going on with {fewer} of {parallel.processes} ranks.")
+    say(f"Going on with {fewer} of {parallel.processes} ranks.")
     return [f"parallel.processes={fewer}"]
-
-
-def _say(text: str) -> None:
-    print(f"ttrain: {text}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,12 @@ class Events:
         """Append to the events of `run`, or nowhere where it is None. `say` shows a message to the user."""
         self._path, self._say = None if run is None else run / EVENTS, say
 
-    def tell(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
+    def tell(self, kind: str, message: str, step: int | None = None, mark: str = "", **facts: Any) -> None:
         """Add a line, and show its message."""
         self.add(kind, message, step, **facts)
-        self._say(message)
+        self._say(mark + message)
 
-    def warn(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
-        """Add a line, and show its message as a warning."""
-        self.add(kind, message, step, **facts)
-        self._say(f"WARNING: {message}")
+    warn = partialmethod(tell, mark="WARNING: ")
 
     def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
         """Add a line; `facts` are further JSON values."""

@@ -1,4 +1,10 @@
-"""Weights & Biases as a view of the metrics."""
+"""Weights & Biases as a view of the metrics; the lines that a W&B run already has are noted in wandb.json of the run.
+
+Online, W&B's history can only grow: a resumed attempt repeats steps that an earlier attempt sent, and leaves them out.
+Offline attempts lie on this disk until they are synced, each in a folder of its own under wandb/, and a sync of one may
+replace another. So an offline attempt begins with all lines that were not sent online, and the folders of earlier ones
+are set aside: one folder holds the whole history.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import UserError
-from ttrain.train.logging.metrics import Metrics
-from ttrain.train.logging.wandb_history import WandbHistory
+from ttrain.core.files import read_json, replace_file, to_json
+from ttrain.train.logging.metrics import METRICS, Metrics, read_metrics
 from ttrain.train.settings import WandbConfig
 
+RECORD = "wandb.json"
+SUPERSEDED = "superseded"
+_KINDS = ("train/loss", "val/loss")
 _SETTINGS = {"console": "off", "init_timeout": 60}  # seconds; of wandb's settings, unless the environment has them
 _MODES = {"dryrun": "offline", "run": "online"}  # older words that wandb still takes in WANDB_MODE
 
@@ -32,12 +41,16 @@ class WandbLogger:
     ) -> None:
         """`run_id` continues that run, which an earlier attempt began; None begins a new one. Raises UserError."""
         self._wandb = _import_wandb()
-        self._history = WandbHistory(folder, Path(os.environ.get("WANDB_DIR") or folder))
         self._config, self._folder, self._run_config = config, folder, run_config
-        self._id = run_id or self._history.run_id  # a run that was killed before its first save has it here only
+        self._place = Path(os.environ.get("WANDB_DIR") or folder) / "wandb"
+        record = read_json(folder / RECORD)
+        self._id = run_id or record.get("id")  # a run that was killed before its first save has it here only
+        self._project = record.get("project")
+        self._online: dict[str, int] = record.get("online", {})  # kind of line -> last step that was sent online
+        self._told = dict(self._online)  # the same for this attempt
         self.mode = self._mode(say)
         if self.mode != "disabled":
-            self._history.set_earlier_aside(self._id)
+            self._set_earlier_aside()
         try:
             self._run = self._start(self.mode)
         except Exception as error:  # whatever the network does, training goes on
@@ -48,24 +61,42 @@ class WandbLogger:
             self._run = self._start(self.mode)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for line in self._history.begin(str(self._run.id), self.mode, getattr(self._run, "project", None)):
-            self._log(line)
+        self._id, self._project = str(self._run.id), getattr(self._run, "project", None)
+        self._note(active=True)
+        for line in read_metrics(folder / METRICS) if self.mode != "disabled" else ():
+            self.log(line)  # what the W&B run lacks of the earlier lines
 
     @property
     def run_id(self) -> str | None:
         """Return the id that a later attempt continues; None when disabled, because there is no run then."""
-        return None if self.mode == "disabled" else str(self._run.id)
+        return None if self.mode == "disabled" else self._id
 
     def log(self, metrics: Metrics) -> None:
-        if self._history.is_new(metrics):  # a resumed attempt repeats steps that W&B already has
-            self._log(metrics)
-
-    def _log(self, metrics: Metrics) -> None:
-        self._run.log({key: value for key, value in metrics.items() if value is not None})
+        """Send a line, unless the W&B run has it: a resumed attempt repeats steps."""
+        kind, step = _kind(metrics), int(metrics["step"] or 0)
+        if step > self._told.get(kind, 0):
+            self._told[kind] = step
+            self._run.log({key: value for key, value in metrics.items() if value is not None})
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
-        self._history.end(self.mode)
+        if self.mode == "online":
+            self._online = dict(self._told)
+        self._note(active=False)
+
+    def _note(self, active: bool) -> None:
+        """Write wandb.json."""
+        elsewhere = None if self._place.parent == self._folder else str(self._place.absolute())  # the run may be moved
+        facts = {"id": self._id, "project": self._project, "place": elsewhere}
+        content = {**facts, "mode": self.mode, "active": active, "online": self._online}
+        replace_file(self._folder / RECORD, to_json(content))
+
+    def _set_earlier_aside(self) -> None:
+        """Move the folders of earlier offline attempts, which this one repeats, to wandb/superseded/."""
+        for attempt in _offline(self._place, self._id):
+            target = self._place / SUPERSEDED
+            target.mkdir(exist_ok=True)
+            os.replace(attempt, target / attempt.name)
 
     def _mode(self, say: Callable[[str], None]) -> str:
         mode = self._config.mode or os.environ.get("WANDB_MODE") or "online"
@@ -76,8 +107,8 @@ class WandbLogger:
         return mode
 
     def _offline(self, say: Callable[[str], None]) -> str:
-        append = "--append " if self._history.online else ""  # after a part that is online already
-        say(f"W&B keeps this run offline; later: wandb sync {append}{self._history.place}/offline-run-*")
+        append = "--append " if self._online else ""  # after a part that is online already
+        say(f"W&B keeps this run offline; later: wandb sync {append}{self._place}/offline-run-*")
         return "offline"
 
     def _logged_in(self) -> bool:
@@ -91,12 +122,12 @@ class WandbLogger:
     def _start(self, mode: str) -> Any:
         config, environment = self._config, os.environ
         settings = {key: value for key, value in _SETTINGS.items() if f"WANDB_{key.upper()}" not in environment}
-        project = self._history.project if self._id else None  # where the run is that goes on
+        project = self._project if self._id else None  # where the run is that goes on
         return self._wandb.init(
             project=config.project or project or environment.get("WANDB_PROJECT") or "ttrain",
             entity=config.entity,
             mode=mode,
-            dir=str(self._history.place.parent),
+            dir=str(self._place.parent),
             id=self._id,
             resume="allow" if self._id else None,
             name=config.run_name or environment.get("WANDB_NAME") or self._folder.name,
@@ -114,3 +145,30 @@ def _import_wandb() -> Any:
     except ImportError:
         raise UserError("logger=wandb needs the package wandb: pip install wandb, or give logger=console.") from None
     return wandb
+
+
+def note_earlier_attempts(run: Path) -> None:
+    """Note what killed or uploaded attempts told, before a resume cuts the metrics.
+
+    A killed attempt told every line that is recorded. `wandb sync` leaves a mark beside an offline one that it sent.
+    """
+    record = read_json(run / RECORD)
+    attempts = _offline(Path(record.get("place") or run / "wandb"), record.get("id"))
+    synced = bool(attempts) and any(attempts[-1].glob("*.wandb.synced"))
+    if not synced and not record.get("active"):
+        return
+    if synced or record.get("mode") == "online":
+        told: dict[str, int] = dict(record.get("online", {}))
+        for line in read_metrics(run / METRICS):
+            told[_kind(line)] = max(told.get(_kind(line), 0), int(line["step"]))
+        record["online"] = told
+    replace_file(run / RECORD, to_json({**record, "active": False}))
+
+
+def _offline(place: Path, run_id: str | None) -> list[Path]:
+    """Folders of a run's offline attempts, the oldest first; others may lie beside them."""
+    return [] if run_id is None else sorted(place.glob(f"offline-run-*-{run_id}"))
+
+
+def _kind(line: Metrics) -> str:
+    return next((kind for kind in _KINDS if kind in line), "")

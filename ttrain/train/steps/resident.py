@@ -86,7 +86,8 @@ class Resident:
         if STREAM in found:
             tokens, targets = ops.token_windows(indices, found[STREAM][0], length[0])
             return {"tokens": tokens, "targets": targets}
-        return {name: _sum([ops.embedding(indices, part) for part in parts]) for name, parts in found.items()}
+        looked_up = {name: [ops.embedding(indices, part) for part in parts] for name, parts in found.items()}
+        return {name: parts[0] if len(parts) == 1 else _sum(parts) for name, parts in looked_up.items()}
 
     def write(self, state: State, part: Callable[[int, int], Batch]) -> None:
         """All rows of the arrays, of which `part` returns those from one number up to another."""
@@ -109,9 +110,7 @@ class Resident:
 
 
 def _sum(parts: list[Value]) -> Value:
-    """A field from what was looked up of it."""
-    if len(parts) == 1:
-        return parts[0]
+    """A field in fp32 from the parts that were looked up of it."""
     first, *rest = (ops.cast(part, DType.FP32) for part in parts)
     return sum(rest, first)
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
+from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Outputs
 from ttrain.train.steps.noise import NOISE_NORM, NoiseScale
-from ttrain.train.steps.order import in_order
 
 Call = tuple[str, Inputs]  # name of a built step, and all its inputs
 Rates = Mapping[str, float]  # learning rates by the names of their step inputs
@@ -100,8 +100,9 @@ class TrainStep:
         outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
         outputs.append(self._run(calls[-1], () if self.guarded else following))
         result, norms = self._result(outputs, counts)
-        if self.guarded and result.applied:
-            self._run(self._guarded_update(rates, norms, step), following)
+        if self.guarded and result.applied:  # the update takes in the norms that were looked at
+            given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
+            self._run(("update", self._whole("update", {**rates, **given}, step)), following)
         return result
 
     def _first_call(self, step: int) -> Iterator[Call]:
@@ -150,11 +151,6 @@ class TrainStep:
             calls.append((name, self._whole(name, given, step, number, slice_)))
         return calls
 
-    def _guarded_update(self, rates: Rates, norms: Mapping[str, float], step: int) -> Call:
-        """The update of a guarded step, which takes in the norms that were looked at."""
-        given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
-        return "update", self._whole("update", {**rates, **given}, step)
-
     def _result(self, outputs: Sequence[Outputs], counts: Mapping[str, int]) -> tuple[StepResult, dict[str, float]]:
         """Return the numbers of a step, from the outputs of its calls without a guarded update, and its norms.
 
@@ -164,7 +160,9 @@ class TrainStep:
         parts = [each for each in outputs if "loss" in each]
         count = len(parts) // len(self._ranks.own)
         sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
-        activation = self._largest_activation(parts)
+        own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
+        records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
+        activation = _largest([record["activation_norm"] for record in records]) if own else None
         metrics = means(sums, counts)
         loss = metrics.pop("loss")
         metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
@@ -174,12 +172,6 @@ class TrainStep:
             metrics |= {} if scale is None else {"noise_scale": scale}
         found = StepResult(loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
-
-    def _largest_activation(self, parts: Sequence[Outputs]) -> float | None:
-        """Return the largest norm of activations on any rank, None where they are not watched."""
-        own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
-        records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
-        return _largest([record["activation_norm"] for record in records]) if own else None
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
         """Add the seed and the step's number where the built step has such an input."""
@@ -229,6 +221,26 @@ def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
             if name == "loss" or "/" in name:
                 sums[name] = sums.get(name, 0.0) + float(value)
     return sums
+
+
+def in_order(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield name, slice and micro-batch of each built step, where a slice has so many `micro_batches`.
+
+    The update of a guarded step is not among them, because it hangs on what they return.
+    """
+    for place, slice_ in enumerate(ranks.own):
+        for number in range(micro_batches):
+            if joined and (slice_, number) == (ranks.own[-1], micro_batches - 1):
+                yield "train", slice_, number  # does what comes last of all
+                return
+            yield "accumulate_next" if number else "accumulate_first", slice_, number
+        level = 0
+        while place >> level & 1:
+            yield f"merge{level}", slice_, 0
+            level += 1
+        if place + 1 < len(ranks.own):
+            yield f"keep{level}", slice_, 0
+    yield "norm" if guarded else "update", 0, 0
 
 
 def micro_batches(batch: Batch, rows: int, slices: int) -> list[dict[str, Array]]:

@@ -27,9 +27,9 @@ from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.noise import NOISE_NORM
-from ttrain.train.steps.order import repeats
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
+from ttrain.train.steps.step import in_order
 
 COPY = "/compute"  # likewise, of what layers read
 GRADIENT = "/gradient"  # after the path of a parameter
@@ -138,7 +138,8 @@ class StepGraph:
     def _repeats(self, micro_batches: int) -> Counter[str]:
         # `train` computes the last micro-batch and the rest; several ranks exchange gradients in its backward.
         joined = self.ranks.count > 1 or (self.gradient_accumulation == 1 and self.ranks.single and not self.guarded)
-        return repeats(self.ranks, micro_batches, joined, self.guarded)
+        names = Counter(name for name, _, _ in in_order(self.ranks, micro_batches, joined, self.guarded))
+        return names + Counter(update=int(self.guarded))  # which hangs on what the others return
 
     def further_steps(self) -> dict[str, Trace]:
         """Return `evaluate`, and `logits` where the model has them, and `swap` where weights are averaged."""

@@ -20,11 +20,15 @@ USER_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if
 PROGRAM = (sys.executable, "-m", "ttrain")  # what starts ttrain as a child
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """A running process. Its output goes to ours, or to the end of a file.
 
     It leads a session, so a terminal's Ctrl-C reaches it only as its parent passes it on.
     """
+
+    stdin: IO[bytes]  # where it is piped
+    stdout: IO[bytes]
+    send = subprocess.Popen.send_signal
 
     def __init__(
         self,
@@ -43,7 +47,7 @@ class Child:
         """
         with ExitStack() as stack:
             file = None if log is None else stack.enter_context(open(log, "ab"))
-            self._process = subprocess.Popen(
+            super().__init__(
                 list(command),
                 env={**os.environ, **(environment or {})},
                 stdin=subprocess.PIPE if piped else None if file is None else subprocess.DEVNULL,
@@ -53,41 +57,19 @@ class Child:
                 preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
 
-    @property
-    def stdin(self) -> IO[bytes]:
-        assert self._process.stdin is not None
-        return self._process.stdin
-
-    @property
-    def stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """Return the exit code, None while it runs; below zero is the number of the signal that ended it."""
-        return self._process.poll()
-
-    def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit code, None where it still runs after `seconds`."""
+    def wait(self, timeout: float | None = None) -> int | None:  # type: ignore[override]
+        """Return the exit code, None where it still runs after `timeout` seconds; below zero is a signal's number."""
         try:
-            return self._process.wait(seconds)
+            return super().wait(timeout)
         except subprocess.TimeoutExpired:
             return None
-
-    def send(self, number: int) -> None:
-        """Send a signal to the process, if it still runs."""
-        self._process.send_signal(number)
 
     def kill(self) -> None:
         """End the process and all that it started, at once."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            self.send(signal.SIGKILL)
+            super().kill()
 
 
 def _end_with_parent(orphaned: signal.Signals) -> None:
@@ -130,6 +112,11 @@ class PassOn:
 
     def __exit__(self, *error: object) -> None:
         set_handlers(self._before)
+
+
+def say(text: str) -> None:
+    """Tell the user something as the process that watches others."""
+    print(f"ttrain: {text}", file=sys.stderr, flush=True)
 
 
 def describe_exit(code: int) -> str:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.files import read_json, replace_file, to_json
-from ttrain.core.units import format_duration
 
 VARIABLE = "TTRAIN_HEARTBEAT"  # path of the file; set where a supervisor watches
 
@@ -50,17 +47,3 @@ class Heartbeat:
                 replace_file(self._path, to_json(self._told))
             except OSError:
                 self._path = None
-
-
-def seconds_since_start() -> float:
-    """Seconds since this process began, imports included."""
-    import psutil
-
-    return time.time() - psutil.Process().create_time()
-
-
-def first_step_note(seconds: float, counts: Mapping[str, int]) -> str:
-    """Return a note on how long the start took, and the kernels that it compiled or found compiled."""
-    built, cached = counts.get("kernels_built", 0), counts.get("kernels_cached", 0)
-    kernels = f" ({built} kernels compiled, {cached} from the cache)" if built or cached else ""
-    return f"First step {format_duration(seconds)} after the start{kernels}."

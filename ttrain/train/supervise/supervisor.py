@@ -29,7 +29,6 @@ _POLL_SECONDS = 0.1
 LONGEST_WAIT = 300.0  # seconds before a restart
 HOOK_SECONDS = 300.0  # that supervise.on_restart may take
 _DUMP_SECONDS = 2.0  # for a hung child to print where it is
-NONFINITE = "NonFiniteError"
 
 
 @dataclass
@@ -39,7 +38,6 @@ class _End:
     code: int
     hung: bool
     told: dict[str, Any]
-    seconds: float
 
     @property
     def reason(self) -> str:
@@ -51,7 +49,7 @@ class _End:
     @property
     def bad_step(self) -> int | None:
         """Step of a NaN, where one ended the child."""
-        return self.told.get("step") if self.told.get("error") == NONFINITE else None
+        return self.told.get("step") if self.told.get("error") == "NonFiniteError" else None
 
 
 class Supervisor:
@@ -90,7 +88,6 @@ class Supervisor:
     def _one(self, heartbeat: Path, signals: PassOn) -> _End:
         """Runs one child to its end."""
         heartbeat.touch()
-        start = time.monotonic()
         self._child = child = Child(self._command(self._run), {VARIABLE: str(heartbeat)})
         hung, limit = False, self._config.hang_timeout
         while (code := child.wait(_POLL_SECONDS)) is None:
@@ -103,7 +100,7 @@ class Supervisor:
         told = read_json(heartbeat)
         self._learn_run(told)
         self._child = None
-        return _End(code, hung, told, time.monotonic() - start)
+        return _End(code, hung, told)
 
     def _learn_run(self, told: dict[str, Any]) -> None:
         if told.get("run"):
