@@ -43,7 +43,7 @@ TESTS = Path(__file__).parent
 # processes lie apart, so that two workers don't run two of them.
 LONGEST = (
     "native/test_rows.py", "parallel/test_restarts.py", "ttnn/test_mock.py", "ttnn/test_watch.py",
-    "faults/test_supervision.py", "train/runs/test_documents_resume.py", "parallel/test_faults.py", "test_docs.py",
+    "faults/test_supervision.py", "parallel/test_faults.py", "test_docs.py",
     "parallel/test_bits.py", "bench/test_check.py", "train/steps/test_phases.py",
 )  # fmt: skip
 FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,16 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import cache_home
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph.kinds import Kind
 from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import MetricsFile
+from ttrain.train.logging.metrics import MetricsFile, cut_metrics
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext
-from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.evaluate import Evaluation, EvaluationResult
 from ttrain.train.loop.guards import LearningGuard
 from ttrain.train.loop.loop import Loop, StepLog
 from ttrain.train.loop.nonfinite import NonFiniteGuard
@@ -81,12 +83,8 @@ class Bigram:
 
     def __post_init__(self) -> None:
         table = np.random.default_rng(0).normal(0, 0.02, (VOCABULARY, VOCABULARY)).astype(np.float32)
-        self.state = ArrayState(
-            {
-                "table.weight": (Kind.PARAMETER, table),
-                "table.weight/velocity": (Kind.OPTIMIZER, np.zeros_like(table)),
-            }
-        )
+        velocity = Kind.OPTIMIZER, np.zeros_like(table)
+        self.state = ArrayState({"table.weight": (Kind.PARAMETER, table), "table.weight/velocity": velocity})
         self._gradient = np.zeros_like(table)
 
     def _loss(self, inputs: Mapping[str, Any], masked: bool) -> tuple[float, np.ndarray]:
@@ -124,33 +122,11 @@ class Bigram:
             loss = float("nan")
         return {"loss": loss, "grad_norm": self._update(inputs)}
 
-    def accumulate_first(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        loss, self._gradient = self._loss(inputs, masked=True)
-        return {"loss": loss}
-
-    def accumulate_next(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        loss, gradient = self._loss(inputs, masked=True)
-        self._gradient = self._gradient + gradient
-        return {"loss": loss}
-
-    def update(self, inputs: Mapping[str, Any]) -> dict[str, float]:
-        return {"grad_norm": self._update(inputs)}
-
     def evaluate(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         return {"loss": self._loss(inputs, masked=False)[0]}
 
-    def logits(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {"logits": self.state.arrays["table.weight"][inputs["tokens"][0, inputs["position"]]]}
-
-    def steps(self, gradient_accumulation: int = 1) -> dict[str, BuiltStep]:
-        micro = ("tokens", "targets", "loss_weight", "seed")
-        inputs = {"accumulate_first": micro, "accumulate_next": micro, "update": ("lr", "step")}
-        if gradient_accumulation == 1:
-            inputs = {"train": (*micro, "lr", "step")}
-        return {
-            name: BuiltStep(names, lambda given, name=name: getattr(self, name)(given))
-            for name, names in inputs.items()
-        }
+    def steps(self) -> dict[str, BuiltStep]:
+        return {"train": BuiltStep(("tokens", "targets", "loss_weight", "seed", "lr", "step"), self.train)}
 
 
 class Cycles:
@@ -186,6 +162,10 @@ class Training:
     run_directory: RunDirectory
     loggers: Loggers
 
+    def run(self) -> Training:
+        self.loop.run()
+        return self
+
     def close(self, exit_code: int = 0) -> None:
         self.loggers.close(exit_code)
         self.run_directory.close()
@@ -204,12 +184,10 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
         resume: bool = False,
         views: list[Any] | None = None,
         held_out: str = "",
+        losses: Sequence[float] | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> Training:
-        from ttrain.train.checkpoint.retention import newest_complete
-        from ttrain.train.logging.metrics import cut_metrics
-
         chosen = {"steps": 12, "batch_size": 4, "eval_every": 4, "save_every": 4, "log_every": 1, **settings}
         poison = chosen.pop("poison_step", None)
         config = TrainConfig(**chosen)
@@ -225,34 +203,40 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
         context = RunContext(config, model.state, run_directory, loggers, progress, held_out=held_out)
         context.check_held_out()
-        checkpoints = Checkpoints(
-            context,
-            lambda progress, loss: CheckpointContent(
-                progress.step, {"model": {"name": "bigram"}}, progress.to_dict(), '{"characters": "ab"}', loss
-            ),
-            clock,
-        )
+
+        def content(progress: Progress, loss: float | None) -> CheckpointContent:
+            model = {"model": {"name": "bigram"}}
+            return CheckpointContent(progress.step, model, progress.to_dict(), '{"characters": "ab"}', loss)
+
+        checkpoints = Checkpoints(context, content, clock)
         reader = BatchReader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, progress.read)
         guard = GuardConfig()
         evaluation = Evaluation(model.evaluate, dataset, 4, config.eval_sequences)
-        step = TrainStep(
-            model.steps(config.gradient_accumulation), config.batch_size // config.gradient_accumulation, seed=7
-        )
-        guards = (
-            NonFiniteGuard(guard, context, checkpoints, reader, step, ["table.weight"]),
-            LearningGuard(guard, context),
-        )
+        step = TrainStep(model.steps(), config.batch_size, seed=7)
+        nonfinite = NonFiniteGuard(guard, context, checkpoints, reader, step, ["table.weight"])
+        guards = (nonfinite, LearningGuard(guard, context))
 
         def rates(number: int) -> dict[str, float]:
             return {"lr": 0.5 * (1 - number / 100) * progress.lr_factor}
 
         loop = Loop(context, reader, step, rates, evaluation, checkpoints, StepLog(context, Meter()), guards)
+        if losses is not None:  # of its evaluations, in place of what they would find
+            results = map(EvaluationResult, losses)
+            loop.evaluation = lambda stopped: next(results)  # type: ignore[assignment]
         made.append(Training(loop, model, dataset, run_directory, loggers))
         return made[-1]
 
     yield make
     for training in made:
         training.close()
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 class FakeRun:

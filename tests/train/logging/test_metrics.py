@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttrain.core.errors import NonFiniteError, UserError
+from ttrain.core.errors import UserError
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.metrics import MetricsFile, cut_metrics, read_metrics
 from ttrain.train.logging.wandb_logger import WandbLogger
@@ -23,12 +23,8 @@ def test_lines_are_on_the_disk_before_the_next_step(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 2.5}\n'
     file.append({"step": 2, "train/loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     line = (tmp_path / "metrics.jsonl").read_text().splitlines()[1]
-    assert json.loads(line, parse_constant=pytest.fail) == {
-        "step": 2,
-        "train/loss": None,
-        "grad_norm": None,
-        "mfu": None,
-    }
+    nothing = dict.fromkeys(("train/loss", "grad_norm", "mfu"))
+    assert json.loads(line, parse_constant=pytest.fail) == {"step": 2, **nothing}
     file.close()
     again = MetricsFile(tmp_path / "metrics.jsonl")
     again.append({"step": 3})
@@ -116,37 +112,30 @@ def test_online_with_an_account(fake: Any, tmp_path: Path) -> None:
     assert fake.runs[0].logged == [{"step": 1, "train/loss": 2.0}] and fake.runs[0].exit_codes == [0]
 
 
-def test_without_an_account_the_run_is_offline_and_says_so(fake: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "told"), [(None, "no account is logged in"), ("key", "no answer")])
+def test_without_an_account_or_a_network_the_run_is_offline(
+    fake: Any, tmp_path: Path, key: str | None, told: str
+) -> None:
+    fake.key, fake.online_error, said = key, TimeoutError("no answer"), []
+    assert start(tmp_path, said).mode == fake.inits[0]["mode"] == "offline" and len(fake.inits) == 1
+    assert told in said[0] and "wandb sync" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "environment", "expected"),
+    [("offline", None, "offline"), ("disabled", None, "disabled"), (None, "disabled", "disabled"),
+     ("offline", "online", "offline")],
+)  # fmt: skip
+def test_modes_that_need_no_account(
+    fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str | None, environment: str | None, expected: str
+) -> None:
     said: list[str] = []
-    logger = start(tmp_path, said)
-    assert logger.mode == fake.inits[0]["mode"] == "offline"
-    assert "no account is logged in" in said[0] and "wandb sync" in said[1]
-
-
-def test_without_a_network_the_run_is_offline_and_says_so(fake: Any, tmp_path: Path) -> None:
-    fake.key, fake.online_error, said = "key", TimeoutError("no answer"), []
-    assert start(tmp_path, said).mode == "offline"
-    assert "no answer" in said[0] and len(fake.inits) == 1
-
-
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_modes_that_need_no_account(fake: Any, tmp_path: Path, mode: str) -> None:
-    said: list[str] = []
-    logger = start(tmp_path, said, mode=mode)
-    assert fake.inits[0]["mode"] == mode and said == []
-    assert (logger.run_id is None) == (mode == "disabled")
-
-
-def test_the_mode_of_the_environment_is_followed(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start(tmp_path, []).mode == "disabled"
-    monkeypatch.setenv("WANDB_MODE", "online")
-    assert start(tmp_path, [], mode="offline").mode == "offline"
-
-
-def test_a_resumed_job_continues_its_run(fake: Any, tmp_path: Path) -> None:
-    logger = start(tmp_path, [], run_id="abc", mode="offline")
-    assert (fake.inits[0]["id"], fake.inits[0]["resume"], logger.run_id) == ("abc", "allow", "abc")
+    if environment is not None:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    logger = start(tmp_path, said, "abc", mode=mode)
+    assert logger.mode == fake.inits[0]["mode"] == expected and said == []
+    assert logger.run_id == (None if expected == "disabled" else "abc")
+    assert (fake.inits[0]["id"], fake.inits[0]["resume"]) == ("abc", "allow")  # a resumed job continues its run
 
 
 def test_a_login_without_prompt_argument(fake: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,24 +149,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         start(tmp_path, [])
-
-
-def test_one_run_per_job_finished_also_on_failure(fake: Any, tmp_path: Path, make_training: Any) -> None:
-    fake.key = "key"
-    for number, poison in enumerate([None, 3, None]):
-        (tmp_path / f"training{number}").mkdir()
-        view = start(tmp_path / f"training{number}", [])
-        training = make_training(f"training{number}", views=[view], poison_step=poison)
-        exit_code = 0
-        try:
-            training.loop.run()
-        except NonFiniteError as error:
-            exit_code = error.exit_code
-        finally:
-            training.close(exit_code)
-    assert [run.exit_codes for run in fake.runs] == [[0], [1], [0]]
-    assert [run.logged[-1]["step"] for run in fake.runs] == [12, 3, 12]
-    assert len({run.id for run in fake.runs}) == 3
 
 
 def test_the_real_package_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.logging.wandb_history import note_earlier_attempts
-from ttrain.train.logging.wandb_logger import WandbLogger
+from ttrain.train.logging.wandb_logger import WandbLogger, note_earlier_attempts
 from ttrain.train.settings import WandbConfig
 
 
@@ -55,38 +54,31 @@ def online(fake: Any) -> Any:
     return fake
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_online_attempts_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any, killed: bool) -> None:
-    attempt = Attempt(tmp_path, online, "online").steps(1, 10)
-    if not killed:
-        attempt.end()
-    Attempt(tmp_path, online, "online", resume_at=6).steps(7, 12).end()
-    assert sorted(told(online.runs)) == expected(12)
-    assert {run.id for run in online.runs} == {"run1"}
+CASES: dict[str, tuple[list[tuple[str, int, int, int | None]], list[int]]] = {  # attempts, and whose lines W&B has
+    "online": ([("online", 1, 10, None), ("online", 7, 12, 6)], [0, 1]),
+    "offline": ([("offline", 1, 5, None), ("offline", 4, 9, 3), ("offline", 9, 12, 8)], [2]),
+    "offline between": ([("online", 1, 6, None), ("offline", 5, 9, 4), ("online", 9, 12, 8)], [0, 2]),
+    "from the start": ([("online", 1, 3, None), ("online", 1, 12, 0)], [0, 1]),  # before a first save
+}
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_the_last_offline_attempt_has_the_whole_history(tmp_path: Path, fake: Any, killed: bool) -> None:
-    for first, last, resume_at in ((1, 5, None), (4, 9, 3), (9, 12, 8)):
-        attempt = Attempt(tmp_path, fake, "offline", resume_at).steps(first, last)
+@pytest.mark.parametrize("case", CASES)
+def test_attempts_repeat_nothing_and_miss_nothing(tmp_path: Path, online: Any, case: str, killed: bool) -> None:
+    """An offline attempt lacks nothing that is not online, and the last one takes the place of those before."""
+    attempts, counted = CASES[case]
+    for mode, first, last, resume_at in attempts:
+        attempt = Attempt(tmp_path, online, mode, resume_at).steps(first, last)
         if not killed:
             attempt.end()
-    assert sorted(told(fake.runs[-1:])) == expected(12)
-    assert [path.name for path in sorted((tmp_path / "wandb").glob("offline-run-*"))] == ["offline-run-3-run1"]
-    assert len(list((tmp_path / "wandb" / "superseded").iterdir())) == 2
-
-
-def test_online_then_offline_then_online(tmp_path: Path, online: Any) -> None:
-    Attempt(tmp_path, online, "online").steps(1, 6)  # killed
-    offline = Attempt(tmp_path, online, "offline", resume_at=4).steps(5, 9)
-    assert sorted(told([offline.logger._run])) == [
-        (7, "train/loss"),
-        (8, "train/loss"),
-        (8, "val/loss"),
-        (9, "train/loss"),
-    ]
-    Attempt(tmp_path, online, "online", resume_at=8).steps(9, 12).end()
-    assert sorted(told([online.runs[0], online.runs[2]])) == expected(12)  # the offline attempt was not uploaded
+    assert sorted(told([online.runs[number] for number in counted])) == expected(12)
+    assert {run.id for run in online.runs} == {"run1"}
+    if case == "offline":
+        assert [path.name for path in (tmp_path / "wandb").glob("offline-run-*")] == ["offline-run-3-run1"]
+        assert len(list((tmp_path / "wandb" / "superseded").iterdir())) == 2
+    if case == "offline between":
+        later = [(7, "train/loss"), (8, "train/loss"), (8, "val/loss"), (9, "train/loss")]
+        assert sorted(told(online.runs[1:2])) == later
 
 
 def test_an_offline_attempt_that_was_uploaded_is_not_repeated(tmp_path: Path, online: Any) -> None:
@@ -102,12 +94,6 @@ def test_steps_that_another_logger_recorded_are_told_later(tmp_path: Path, onlin
         file.write('{"step": 5, "train/loss": 5.0}\n')
     Attempt(tmp_path, online, "online", resume_at=5).steps(6, 8).end()
     assert sorted(told(online.runs)) == expected(8)
-
-
-def test_a_run_that_was_killed_before_its_first_save_keeps_its_id(tmp_path: Path, online: Any) -> None:
-    Attempt(tmp_path, online, "online").steps(1, 3)
-    Attempt(tmp_path, online, "online", resume_at=0).steps(1, 4).end()
-    assert [init["id"] for init in online.inits] == [None, "run1"] and sorted(told(online.runs)) == expected(4)
 
 
 VARIABLES = {

@@ -12,6 +12,7 @@ import pytest
 
 import ttrain
 from ttrain.cli import main
+from ttrain.config import build
 from ttrain.config.schema import LrFinderConfig
 from ttrain.tasks.training.lr_finder import find, has_diverged, rate_of
 
@@ -56,10 +57,8 @@ def test_noise_alone_is_no_fall_and_no_divergence() -> None:
 )
 def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, more: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        main([*MLP, "lr_finder.steps=120", "lr_finder.low=1e-5", "lr_finder.high=1e4", "train.batch_size=64", *more])
-        == 0
-    )
+    ramp = ["lr_finder.steps=120", "lr_finder.low=1e-5", "lr_finder.high=1e4"]
+    assert main([*MLP, *ramp, "train.batch_size=64", *more]) == 0
     results = json.loads(Path("out/results.json").read_text())
     assert results["diverged"] and 5 < len(results["rates"]) == len(results["losses"]) < 120
     assert 1e-5 < results["steepest"] <= results["suggested"] <= results["lowest"] <= results["last"] < 1e4
@@ -71,8 +70,6 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, 
     first = np.array(results["losses"][:10])
     trained = ttrain.load_config(*given.split(), "optimizer.lr=1e-5", "schedule=constant")
     with ttrain.Training(trained) as training:  # the same steps by hand, with the test's rates
-        from ttrain.config import build
-
         data = build.build_dataset(trained.data, trained.model, [])
         by_hand = [
             training.step(data.batch("train", trained.run.seed, 64 * step, 64), lr=rate).loss

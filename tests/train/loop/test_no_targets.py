@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import cache_home
 from tests.models.session import Session, token_batch
 from tests.train.conftest import FakeWandb
 from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
@@ -34,9 +34,7 @@ QUIET = ["device=cpu", "device.threads=1", "sample.tokens=1", "model.layers=1", 
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
+def here(inside: Path) -> None:
     write_chats(12)
 
 
@@ -73,9 +71,8 @@ def test_a_step_without_targets_has_no_loss(rows: int, more: list[str], fake: Fa
     lines = list(read_metrics(Path("run/metrics.jsonl")))
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert [loss is None for loss in losses] == empty.tolist()
-    told = [line.get("train/loss") for run in fake.runs for line in run.logged] + [
-        line.get("val/loss") for line in lines
-    ]
+    told = [line.get("train/loss") for run in fake.runs for line in run.logged]
+    told += [line.get("val/loss") for line in lines]
     assert all(loss > 1 for loss in (*losses, *told) if loss is not None)
     assert not any(line["nonfinite_steps"] for line in lines if "train/loss" in line)
     summary = json.loads(Path("run/summary.json").read_text())
@@ -137,7 +134,7 @@ def test_a_run_without_any_target_is_refused(overrides: list[str], message: str,
 
 def test_more_rows_are_looked_at_where_the_first_have_no_target() -> None:
     class Late:
-        fields = {"targets": load_config_field()}
+        fields = {"targets": TensorSpec((4,), DType.INT64)}
 
         def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:
             numbers = np.arange(first, first + rows)[:, None]
@@ -147,21 +144,9 @@ def test_more_rows_are_looked_at_where_the_first_have_no_target() -> None:
     assert empty_rows(Late(), "train", 0, 10_000_000).rows < 6000  # type: ignore[arg-type]
 
 
-def load_config_field() -> Any:
-    from ttrain.core.spec import DType, TensorSpec
-
-    return TensorSpec((4,), DType.INT64)
-
-
 def test_the_ramp_leaves_out_steps_without_a_loss(capsys: Any) -> None:
-    command = [
-        "task=lr_finder",
-        "lr_finder.steps=40",
-        "lr_finder.high=1e-2",
-        "lr_finder.out=found",
-        "train.batch_size=1",
-    ]
-    assert main([*DATA, *QUIET, *command]) == 0
+    command = ["task=lr_finder", "lr_finder.steps=40", "lr_finder.high=1e-2", "lr_finder.out=found"]
+    assert main([*DATA, *QUIET, *command, "train.batch_size=1"]) == 0
     found = json.loads(Path("found/results.json").read_text())
     empty = (targets_of(STEPS) == 0).sum()
     assert len(found["losses"]) == len(found["rates"]) == STEPS - empty and min(found["losses"]) > 1

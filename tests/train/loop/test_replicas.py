@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
+from tests.train.reading import losses, steps_on_disk, tensors
 from ttrain.cli import main
 from ttrain.config import build
 from ttrain.core.errors import NonFiniteError
 from ttrain.device.torch.device import TorchDevice
 from ttrain.tasks.training.replicas import Baton, side_by_side
-from ttrain.train.checkpoint.retention import list_checkpoints
-from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import read_config
 from ttrain.train.steps.step import StepResult, TrainStep
@@ -30,6 +29,7 @@ COMMON = [
 ]  # fmt: skip
 TWO = ["device=n150", "device.mode=mock", "device.subdevices=2", "device.command_queues=2"]
 ONE = ["device=cpu", "device.threads=1"]
+SKIP = "guard.nonfinite=skip"
 
 
 class Chip(TorchDevice):
@@ -55,23 +55,11 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build_device", opened)
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line.get("train/loss") or line["val/loss"]) for line in read_metrics(run / "metrics.jsonl")]
-
-
-def weights(run: Path) -> bytes:
-    newest = list_checkpoints(run / "checkpoints")[0][-1].path
-    return b"".join(path.read_bytes() for path in sorted(newest.glob("*.safetensors")))
-
-
 @pytest.mark.parametrize(
     ("overrides", "alone"),
     [
         (["train.gradient_accumulation=2", "run.seed=7"], ["run.seed=8", "train.gradient_accumulation=2"]),
-        (
-            ["replicas.seed=[4,5]", "replicas.lr=[1e-2,2e-2]", "guard.nonfinite=skip"],
-            ["run.seed=5", "optimizer.lr=2e-2", "guard.nonfinite=skip"],
-        ),
+        (["replicas.seed=[4,5]", "replicas.lr=[1e-2,2e-2]", SKIP], ["run.seed=5", "optimizer.lr=2e-2", SKIP]),
     ],
     ids=["next seed", "own seed and rate"],
 )
@@ -82,7 +70,7 @@ def test_a_replica_is_the_run_that_it_would_be_alone(
     assert main([*COMMON, *ONE, *alone, f"run.dir={tmp_path / 'one'}"]) == 0
     first, second = (tmp_path / "two" / f"replica-{number}" for number in (0, 1))
     assert losses(second) == losses(tmp_path / "one") != losses(first)
-    assert weights(second) == weights(tmp_path / "one") != weights(first)
+    assert tensors(second) == tensors(tmp_path / "one") != tensors(first)
     config = read_config(second)
     assert (config["device"]["subdevices"], config["device"]["command_queues"]) == (1, 1)
     assert config["replicas"] == {"seed": None, "lr": None}
@@ -110,7 +98,7 @@ def test_both_stop_at_a_signal_and_resume_together_or_alone(
         assert main([*two, f"run.dir={tmp_path / 'two'}"]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
     folders = [tmp_path / "two" / f"replica-{number}" for number in (0, 1)]
-    assert [list_checkpoints(folder / "checkpoints")[0][-1].step for folder in folders] == [2, 1]
+    assert [steps_on_disk(folder) for folder in folders] == [[2], [1]]
     said = capsys.readouterr().err
     assert all(f"resume=auto run.dir={folder}" in said for folder in folders)
     assert main([*two, f"run.dir={tmp_path / 'two'}", "resume=auto", "train.steps=4"]) == 0

@@ -18,7 +18,6 @@ import torch
 
 from tests.conftest import cache_home
 from tests.models.session import Session
-from ttrain.api import Training
 from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.config.compose import load
@@ -27,9 +26,8 @@ from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
 from ttrain.data.text import named_tokenizer
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
-from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
-from ttrain.models.settings import GPTConfig, LlamaConfig
+from ttrain.models.settings import LlamaConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
@@ -38,7 +36,6 @@ from ttrain.tasks.evaluating.scorer import opened
 from ttrain.tasks.evaluating.texts import measure_texts
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
-from ttrain.train.checkpoint.weights_file import read_file
 from ttrain.train.runs import export_folder
 from ttrain.train.runs.export_gguf import _vocabulary
 from ttrain.train.runs.warm_start import open_warm_start
@@ -204,24 +201,19 @@ def test_a_file_of_gguf_is_the_same_model(folder: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "key", "code", "told"),
-    [
-        ("Llama", "attention_bias", 0, "WARNING: llama.cpp reads the biases of this model, and Transformers leaves"),
-        ("Llama", "mlp_bias", 0, "WARNING: llama.cpp reads the biases of this model, and Transformers leaves"),
-        ("Qwen3", "attention_bias", 2, "is not written with model.qk_norm=true beside model.qkv_bias=true"),
-    ],
+    ("name", "key", "biases"),
+    [("Llama", "attention_bias", 8), ("Llama", "mlp_bias", 6), ("Qwen3", "attention_bias", 0)],
 )
-def test_biases_that_a_reader_of_gguf_leaves_out_are_told(
-    name: str, key: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_biases_that_a_reader_of_gguf_leaves_out_are_told(name: str, key: str, biases: int, capsys: Any) -> None:
     from gguf import GGUFReader
 
+    told = "WARNING: llama.cpp reads the biases of this model, and Transformers leaves"
+    told = told if biases else "is not written with model.qk_norm=true beside model.qkv_bias=true"
     save(_llama(name, **{key: True})(), Path("hub"))
-    assert main(["task=export", "model.from=hub", "export.form=gguf", "export.file=made.gguf"]) == code
+    assert main(["task=export", "model.from=hub", "export.form=gguf", "export.file=made.gguf"]) == (0 if biases else 2)
     assert told in capsys.readouterr().err
-    if not code:
-        written = {tensor.name for tensor in GGUFReader("made.gguf").tensors}
-        assert sum(name.endswith(".bias") for name in written) == 2 * (4 if key == "attention_bias" else 3)
+    if biases:
+        assert sum(tensor.name.endswith(".bias") for tensor in GGUFReader("made.gguf").tensors) == biases
 
 
 def test_gguf_has_words_for_bytes_and_not_for_characters() -> None:
@@ -230,23 +222,6 @@ def test_gguf_has_words_for_bytes_and_not_for_characters() -> None:
     assert said["token_types"][255:] == [1, 5, 5]
     with pytest.raises(ConfigError, match="no name of GGUF's is known"):
         _vocabulary(json.loads(CharTokenizer("ab").to_json()), 2)
-
-
-def test_resume_and_export_need_the_folder_no_more(gpt2: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(gpt2, "hub")
-    command = [*QUIET, "model.from=hub", "run.dir=run"]
-    assert main(command) == 0
-    before = our_logits("run", tokens_of())
-    shutil.rmtree("hub")
-    assert main([*command, "resume=auto", "train.steps=2"]) == 0, capsys.readouterr().err
-    assert main(["resume=run", "train.steps=3"]) == 0, capsys.readouterr().err
-    newest = find_checkpoint(Path("run"), "last").path
-    assert load([*command, f"resume={newest}"]).model.vocabulary == VOCABULARY
-    assert np.array_equal(our_logits("run", tokens_of()), before)
-    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
-    capsys.readouterr()
-    assert main([*command, "run.dir=new"]) == 2
-    assert "model.from=hub: is no folder with a config.json" in capsys.readouterr().err
 
 
 FORMS = {  # model_type that goes out -> what makes such a model
@@ -300,7 +275,7 @@ def test_a_model_of_qwen2_keeps_its_form_beside_a_tokenizer_of_its_kind(capsys: 
     assert "Give export.form=ttrain or gguf" in capsys.readouterr().err and not Path("no").exists()
 
 
-def test_what_a_folder_says_beside_its_weights_comes_out_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_needs_its_folder_no_more_and_what_that_said_comes_out_again(capsys: Any) -> None:
     """Ids of special tokens, and the longest sequence where the run had a shorter one; the ids of a checkpoint, too."""
     from transformers import AutoConfig, GenerationConfig
 
@@ -308,19 +283,27 @@ def test_what_a_folder_says_beside_its_weights_comes_out_again(capsys: pytest.Ca
     ids = {"bos_token_id": 7, "eos_token_id": [0, 9], "pad_token_id": 8}
     Path("hub/generation_config.json").write_text(json.dumps(ids))
     _changed(bos_token_id=3, pad_token_id=None)(Path("hub"))
-    assert main([*QUIET, "model.from=hub", "model.context=8", "run.dir=run"]) == 0
-    save(_llama("Llama")(), Path("other"))
+    command = [*QUIET, "model.from=hub", "run.dir=run"]
+    assert main([*command, "model.context=8"]) == 0
+    before, _ = our_logits("run", tokens_of(8)), save(_llama("Llama")(), Path("other"))
     for key in ("model.from=other", "train.init_from=other"):
         assert main([*QUIET, "resume=auto", key, "run.dir=run"]) == 2
         assert f"{key}: is for new runs" in capsys.readouterr().err
-    Path("hub").rename("moved")
-    assert main([*QUIET, "resume=auto", "train.steps=2", "run.dir=run"]) == 0
+    shutil.rmtree("hub")
+    assert main([*command, "resume=auto", "train.steps=2"]) == 0, capsys.readouterr().err
+    assert main(["resume=run", "train.steps=3"]) == 0, capsys.readouterr().err
+    newest = find_checkpoint(Path("run"), "last").path
+    assert load([*command, f"resume={newest}"]).model.vocabulary == VOCABULARY
+    assert np.array_equal(our_logits("run", tokens_of(8)), before)
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out"]) == 0
     for said in (AutoConfig.from_pretrained("out"), GenerationConfig.from_pretrained("out")):
         assert {name: getattr(said, name) for name in ids} == ids
     assert AutoConfig.from_pretrained("out").max_position_embeddings == CONTEXT
     described = json.loads(Path("out/tokenizer_config.json").read_text())
     assert described["model_max_length"] == CONTEXT and not ids.keys() & described.keys()
+    capsys.readouterr()
+    assert main([*command, "run.dir=new"]) == 2
+    assert "model.from=hub: is no folder with a config.json" in capsys.readouterr().err
 
 
 def _template(*names: str) -> dict[str, Any]:
@@ -522,10 +505,7 @@ def test_one_line_before_any_step(change: Any, overrides: list[str], message: st
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(
-    ("ids", "advice"),
-    [(VOCABULARY, "Name one of its own: data.end_token=<token>"), (280, "data.end_token=<one of its tokens>")],
-)
+@pytest.mark.parametrize(("ids", "advice"), [(VOCABULARY, "Name one of its own: "), (280, "data.end_token=<one of")])
 def test_a_folder_without_an_end_token_gets_the_advice_that_mends_it(
     ids: int, advice: str, gpt2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -568,7 +548,7 @@ SIZES = {
         ({"auto_map": {"AutoModel": "evil.Model"}}, "names code of its own (auto_map)"),
         (
             {"model_type": "gpt2", "activation_function": "quick_gelu"},
-            "activation_function=quick_gelu, which model=gpt2 does not",
+            "activation_function=quick_gelu, which model=gpt2",
         ),
         ({"model_type": "gpt2", "n_inner": 7}, "n_inner=7, which model=gpt2 does not compute"),
         ({"model_type": ["llama"]}, "has model_type=['llama']"),
@@ -617,35 +597,25 @@ def test_weights_come_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert (session.state.read("head.weight") == initial_values(model, 1)["head.weight"]).all()
 
 
-def test_a_name_is_found_in_the_cache_of_the_hub(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_found_in_the_cache_of_the_hub_and_becomes_a_run(gpt2: Path, capsys: Any, monkeypatch: Any) -> None:
+    """A warm start takes what fits."""
     asked: list[Any] = []
 
     def download(name: str, **options: Any) -> str:
-        asked.append((name, options))
+        asked.append((name, options["local_files_only"]))
         return str(gpt2)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert main([*QUIET, "model.from=some/gpt", "run.dir=run"]) == 0
-    assert {name for name, _ in asked} == {"some/gpt"} and all(options["local_files_only"] for _, options in asked)
+    assert main(["task=export", "model.from=some/gpt", "export.dir=bare"]) == 0
+    assert set(asked) == {("some/gpt", True)}
     assert json.loads(Path("run/run.json").read_text())["attempts"][0]["model"] == "gpt"
-
-
-def test_a_folder_becomes_a_run_and_a_warm_start_takes_what_fits(gpt2: Path, capsys: Any) -> None:
-    assert main(["task=export", f"model.from={gpt2}", "export.dir=bare"]) == 0
     assert np.abs(our_logits("bare", tokens_of()) - their_logits(gpt2, tokens_of())).max() < 1e-4
     sizes = ["model.layers=1", "model.width=32", "model.heads=4", "model.context=8", "model.vocabulary=300"]
     overrides = [*QUIET, *sizes, "model.bias=true", f"data.tokenizer={gpt2}/tokenizer.json", f"train.init_from={gpt2}"]
     capsys.readouterr()
-    assert main([*overrides, "run.dir=run"]) == 0
+    assert main([*overrides, "run.dir=warm"]) == 0
     assert "positions.weight  [8, 32] starts anew: has shape [16, 32] in the source" in capsys.readouterr().err
-
-
-def test_a_program_starts_from_it_too(gpt2: Path) -> None:
-    with Training(load([f"model.from={gpt2}", "device=cpu", "train.batch_size=1"])) as training:
-        values = training.parameters()
-    model = GPT(GPTConfig(**{key: value for key, value in read_architecture(gpt2).items() if key != "name"}))
-    expected = model.from_original(read_file(gpt2))
-    assert values.keys() == expected.keys() and all((values[path] == expected[path]).all() for path in expected)
 
 
 def test_a_killed_export_leaves_no_folder(gpt2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,18 +644,12 @@ def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]
     Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     overrides = ["recipe=smollm2-135m-finetune", "model.from=hub", "data.sources=[chats.jsonl]", "run.dir=run"]
-    small = [
-        "model.context=32",
-        "train.steps=5",
-        "train.batch_size=4",
-        "train.gradient_accumulation=2",
-        "schedule.warmup=0",
-    ]
-    assert main([*overrides, *small, "train.eval_every=null", "optimizer.lr=1e-3", *QUIET[-5:]]) == 0
+    small = ["model.context=32", "train.steps=5", "train.batch_size=4", "train.gradient_accumulation=2"]
+    small += ["schedule.warmup=0", "train.eval_every=null", "optimizer.lr=1e-3"]
+    assert main([*overrides, *small, *QUIET[-5:]]) == 0
     config = find_checkpoint(Path("run"), "last").config
-    assert (config["model"]["name"], config["model"]["context"], config["data"]["end_token"]) == (
-        "llama", 32, "<|endoftext|>",
-    )  # fmt: skip
+    found = config["model"]["name"], config["model"]["context"], config["data"]["end_token"]
+    assert found == ("llama", 32, "<|endoftext|>")
     assert json.loads(Path("run/summary.json").read_text())["val/loss"] < 3.0  # of 6.0
     assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=out", "export.shard_mb=4"]) == 0
     assert len(list(Path("out").glob("model-*.safetensors"))) > 1

@@ -13,7 +13,6 @@ import pytest
 
 import ttrain
 from ttrain.core.errors import CheckpointError, UserError
-from ttrain.train.runs import record as record_module
 from ttrain.train.runs.record import environment_record, git_state
 from ttrain.train.runs.run_directory import RunDirectory, read_config
 
@@ -73,8 +72,6 @@ def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path)
     run.metrics.write_text('{"step": 2, "train/loss": null}\n{"step": 3, "tra')
     (run.checkpoints / ".unfinished_step_00000002").mkdir()
     run.config.write_text("x")
-    with pytest.raises(UserError, match="in use by process"):
-        RunDirectory.claim(str(tmp_path / "a"), "x")
     run.close()
     again = RunDirectory.claim(str(tmp_path / "a"), "x")
     assert again.note is not None and "takes its place" in again.note and again.attempts() == []
@@ -82,15 +79,13 @@ def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path)
 
 
 @pytest.mark.parametrize("wanted", ["file/run", "file", None])
-def test_a_place_that_can_not_be_written_is_a_user_error(tmp_path: Path, wanted: str | None) -> None:
+def test_a_place_that_can_not_be_written_is_a_user_error(
+    tmp_path: Path, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one by a simulated refusal, because the superuser may write everywhere."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="can't be written.*run.dir=") as raised:
+    with pytest.raises(UserError, match="can't be written.*run.dir="):
         RunDirectory.claim(None if wanted is None else str(tmp_path / wanted), "x", root=tmp_path / "file")
-    assert raised.value.exit_code == 2
-
-
-def test_a_read_only_place_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a simulated refusal, because the superuser may write everywhere."""
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -109,22 +104,18 @@ def test_opening_what_is_not_a_run(tmp_path: Path, folder: str) -> None:
 
 
 def test_config_and_attempts_go_with_a_moved_run(tmp_path: Path) -> None:
-    config = {
-        "model": {"name": "gpt", "layers": None},
-        "optimizer": {"eps": 1e-8, "lr": 1e-3},
-        "prompt": "é\n: [x",
-        "s": "1e-3",
-    }
+    config = {"model": {"name": "gpt", "layers": None}, "eps": 1e-8, "s": "1e-3"}
+    config["texts"] = ["é\n: [x", "a\x85b", "a\u2028b", "a\rb\x0cc", "\ufeffa"]
     run = RunDirectory.claim(str(tmp_path / "before"), "x")
     run.record(config, {"attempt": 1})
     run.record(config, {"attempt": 2})
     followed = RunDirectory(run.path)  # by another rank, which writes nothing
     followed.record({}, {"attempt": 3})
-    followed.write_plan("its own")
+    followed.write(followed.plan, "its own")
     assert run.attempts() == [{"attempt": 1}, {"attempt": 2}]
     assert read_config(run.path) == config and not run.plan.exists()
-    run.write_plan("plan")
-    run.write_summary({"step": 1})
+    run.write(run.plan, "plan")
+    run.write(run.summary, {"step": 1})
     run.close()
     os.rename(tmp_path / "before", tmp_path / "after")
     files = [path for path in (tmp_path / "after").rglob("*") if path.is_file()]
@@ -169,7 +160,5 @@ def test_git_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("2")
     state = git_state(tmp_path)
     assert state is not None and state["changed"] is True
-    monkeypatch.setattr(
-        record_module.subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError("git"))
-    )
+    monkeypatch.setenv("PATH", "")
     assert git_state(tmp_path) is None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import cache_home
 from tests.train.conftest import MakeTraining, Training
 from ttrain.cli import main
 from ttrain.data.batches import Sizes
@@ -23,15 +21,9 @@ from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.forecast import peak
 from ttrain.train.logging.meter import Meter
+from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.runs.inspect import read_run
-from ttrain.train.runs.summary import (
-    Recorded,
-    Summary,
-    draw_loss_curve,
-    extent_line,
-    print_summary,
-    recorded,
-)
+from ttrain.train.runs.summary import draw_loss_curve, extent_line, print_summary, recorded, summarize, summary_lines
 
 
 def test_meter_times_steps_only() -> None:
@@ -52,6 +44,9 @@ def test_meter_times_steps_only() -> None:
 
 
 def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured one is plausible: more than an addition per nanosecond, less than any machine of this decade."""
+    monkeypatch.setitem(peak._SIZES, "cpu", 256)
+    assert 1e9 < peak._measure("cpu", "fp32", 0, 0.1) < 1e15
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = iter([1e11, 3e11, 2e11, 4e11, 5e11])
     monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
@@ -66,79 +61,58 @@ def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert flops("bf16") == 5e11 and peak.measured_rates("null", "fp32") is None
 
 
-def test_measured_peak_is_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one addition per nanosecond, less than any machine of this decade."""
-    monkeypatch.setitem(peak._SIZES, "cpu", 256)
-    assert 1e9 < peak._measure("cpu", "fp32", 0, 0.1) < 1e15
-
-
-RECORDED = Recorded(mfu=0.31, step_ms=1.25, tokens_per_s=5.2e4)
-
-
-def make_summary(progress: Progress) -> Summary:
-    return Summary("nano-gpt", 1_234_567, progress, 100, RECORDED, 3 << 30, ("unigram entropy", 3.1))
-
-
-def test_commands_of_a_run_with_plugins_name_them_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    start = "python -m ttrain 'plugins=[my_parts,mine]'"
-    print_summary(make_summary(Progress(100)), tmp_path, ("train.steps=200", None), writes_text=False, start=start)
-    printed = capsys.readouterr().out
-    assert "python -m ttrain 'plugins=[my_parts,mine]' resume=auto" in printed
-    assert "task=sample" not in printed
+def make_summary(progress: Progress, lines: Any = (), **more: Any) -> dict[str, Any]:
+    own = {**recorded(lines), **more.pop("own", {"mfu": 0.31, "median_step_ms": 1.25, "median_tokens_per_s": 5.2e4})}
+    return summarize("nano-gpt", 1_234_567, progress, 100, own, 3 << 30, ("unigram entropy", 3.1), **more)
 
 
 def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(100, 6400, 0.128, 1.5, 1.75, evaluated_at=100, best_val_loss=1.625, best_step=80)
-    summary = make_summary(progress)
-    run = tmp_path / "a run"
-    print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"))
+    summary, run = make_summary(progress), tmp_path / "a run"
+    start = "python -m ttrain 'plugins=[my_parts,mine]'"
+    print_summary(summary, run, ("train.steps=200", "goes on at 1.00e-04"), start=start)
     printed = capsys.readouterr().out
     for expected in (
-        "nano-gpt, 1.2M parameters",
-        "1.5000",
-        "1.7500 (best 1.6250 at step 80)",
-        "3.1000",
-        "50.0k tokens/s, mfu 31.0 %\n",
-        "3.0 GiB",
-        f"python -m ttrain resume=auto 'run.dir={run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
-        f"python -m ttrain task=sample 'run.dir={run}'",
-    ):
+        "nano-gpt, 1.2M parameters", "1.5000", "1.7500 (best 1.6250 at step 80)", "3.1000", "3.0 GiB",
+        "50.0k tokens/s, mfu 31.0 %\n", f"{start} task=sample 'run.dir={run}'",
+        f"{start} resume=auto 'run.dir={run}' train.steps=200\nlearning rate    goes on at 1.00e-04\n",
+    ):  # fmt: skip
         assert expected in printed
     assert "average" not in printed
-    averaged = dataclasses.replace(summary, averaged=True)
-    assert dict(averaged.lines())["val loss"] == "1.7500 (best 1.6250 at step 80), with the average of the weights"
-    assert averaged.to_dict()["val_loss_of_average"] is True
-    stored = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
+    print_summary(summary, run, ("train.steps=200", None), writes_text=False)
+    printed = capsys.readouterr().out
+    assert "task=sample" not in printed and "learning rate" not in printed
+    averaged = make_summary(progress, averaged=True)
+    told = "1.7500 (best 1.6250 at step 80), with the average of the weights"
+    assert dict(summary_lines(averaged))["val loss"] == told and averaged["val_loss_of_average"] is True
+    stored = json.loads(json.dumps(summary, allow_nan=False))
     assert stored["val/loss"] == 1.75 and stored["best_step"] == 80 and stored["peak_memory_bytes"] == 3 << 30
-    assert "not measured" in dict(make_summary(Progress()).lines())["val loss"]
+    nothing = dict(summary_lines(make_summary(Progress())))
+    assert "not measured" in nothing["val loss"] and "speed" not in nothing
 
 
 def test_speed_is_that_of_the_whole_loop() -> None:
     """A busy machine: most steps are quick, the time went elsewhere."""
-    summary = dataclasses.replace(
-        make_summary(Progress(1800, tokens=115_200, seconds=46.0)), recorded=Recorded(0.05, 3.6, 17_800.0)
-    )
-    assert dict(summary.lines())["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
-    stored = summary.to_dict()
-    assert stored["tokens_per_s"] == round(115_200 / 46, 1) and stored["median_tokens_per_s"] == 17_800
-    assert "speed" not in dict(make_summary(Progress()).lines())
+    quick = {"mfu": 0.05, "median_step_ms": 3.6, "median_tokens_per_s": 17_800.0}
+    summary = make_summary(Progress(1800, tokens=115_200, seconds=46.0), own=quick)
+    assert dict(summary_lines(summary))["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
+    assert summary["tokens_per_s"] == round(115_200 / 46, 1) and summary["median_tokens_per_s"] == 17_800
 
 
-def test_pace_over_all_lines(tmp_path: Path) -> None:
+def test_pace_over_all_lines() -> None:
     """Medians over the lines; mfu over their time: one step of 10 ms at 0.5, nine of 100 ms at 0.05."""
-    path = tmp_path / "metrics.jsonl"
     lines = [
         {"step": 1, "tokens_per_s": 1000.0, "step_ms": 10.0, "mfu": 0.5},
         {"step": 5, "val/loss": 1.0},
         {"step": 7, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
         {"step": 10, "tokens_per_s": 100.0, "step_ms": 100.0, "mfu": 0.05},
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert recorded(path) == Recorded(round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines[:2] + lines[3:]))
-    even = recorded(path)
-    assert (even.step_ms, even.tokens_per_s) == (100.0, 100.0)  # of two lines, both figures are of the same one
-    assert recorded(tmp_path / "none") == Recorded()
+    keys = ("mfu", "median_step_ms", "median_tokens_per_s")
+    found = recorded(lines)
+    assert [found[key] for key in keys] == [round((10 * 0.5 + 900 * 0.05) / 910, 4), 100.0, 100.0]
+    even = recorded(lines[:2] + lines[3:])
+    assert [even[key] for key in keys[1:]] == [100.0, 100.0]  # of two lines, both figures are of the same one
+    assert [recorded(())[key] for key in keys] == [None] * 3
 
 
 def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_path: Path) -> None:
@@ -171,47 +145,42 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
     second.loop.run()
     progress, run = second.loop.context.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
-    assert make_summary(progress).tokens_per_s == round(progress.tokens / 35, 1)
-    assert recorded(run.metrics).step_ms == 1500  # but for the first line of an attempt, and the slow step
+    assert make_summary(progress)["tokens_per_s"] == round(progress.tokens / 35, 1)
+    assert (
+        recorded(list(read_metrics(run.metrics)))["median_step_ms"] == 1500
+    )  # but for the first line of an attempt, and the slow step
     run.record({"train": {"steps": 10}}, {})
     so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
     assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]
-    run.write_summary(make_summary(progress).to_dict())
+    run.write(run.summary, make_summary(progress))
     done = round(progress.tokens / 35, 1)
     assert read_run(run.path).tokens_per_s == done == numbers_of("train", run.path, None)["tokens_per_s"]
 
 
 def test_loss_curve(tmp_path: Path) -> None:
-    path, image = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
-    path.write_text('{"step": 1, "train/loss": 3}\n')
-    assert not draw_loss_curve(path, image)
-    lines = [{"step": 1, "train/loss": 3}, {"step": 2, "train/loss": None}, {"step": 2, "val/loss": 2}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"step": 3, "train/loss": 1}]))
-    assert draw_loss_curve(path, image, ("unigram entropy", 2.5))
+    image, summary = tmp_path / "loss.png", make_summary(Progress())
+    lines: list[dict[str, Any]] = [{"step": 1, "train/loss": 3}]
+    assert not draw_loss_curve(lines, image, summary)
+    lines += [{"step": 2, "train/loss": None}, {"step": 2, "val/loss": 2}, {"step": 3, "train/loss": 1}]
+    assert draw_loss_curve(lines, image, summary)
     assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_further_metrics_of_the_newest_evaluation_are_told(tmp_path: Path) -> None:
+def test_further_metrics_of_the_newest_evaluation_are_told() -> None:
     lines = [
         {"step": 2, "val/loss": 9.0, "val/ar/ce": 4.0, "val/sat/ce": 5.0},
         {"step": 4, "val/loss": 7.0, "val/ar/ce": 3.0, "val/sat/ce": 3.5},
         {"step": 5, "train/loss": 7.5, "ar/ce": 3.1},
     ]
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    found = recorded(metrics)
-    assert found.val_metrics == {"ar/ce": 3.0, "sat/ce": 3.5}
-    summary = dataclasses.replace(make_summary(Progress()), recorded=found)
-    assert dict(summary.lines())["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
-    assert dict(summary.lines())["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
-    assert summary.loss_baseline is None and make_summary(Progress()).loss_baseline == ("unigram entropy", 3.1)
-    assert summary.to_dict()["val_metrics"] == found.val_metrics
+    summary = make_summary(Progress(), lines)
+    assert summary["val_metrics"] == {"ar/ce": 3.0, "sat/ce": 3.5}
+    told = dict(summary_lines(summary))
+    assert told["val metrics"] == "ar/ce 3.0000, sat/ce 3.5000"
+    assert told["unigram entropy"] == "3.1000 (what ignoring the input can reach; compare ar/ce)"
 
 
 @pytest.fixture
-def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
+def book(inside: Path) -> Path:
     Path("book").mkdir()
     for name in "abcd":
         Path(f"book/{name}.txt").write_text(f"{name}23456789\n" * 25)
@@ -225,9 +194,8 @@ def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
         "A pass is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 passes."
     )
     assert "10 steps of 2 to 4 make 0.89 passes" in extent_line(text, 10, [2, 4], tokens=801)
-    assert "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes." in extent_line(
-        text, 10, [4], limit=8
-    )
+    limited = "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes."
+    assert limited in extent_line(text, 10, [4], limit=8)
     assert "1 step of 1 make less than 0.01 passes" in extent_line(text, 1, [1], tokens=8)
     prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
     tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))

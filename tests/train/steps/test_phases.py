@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import cache_home
 from tests.models.plain_gpt import PlainGPT
 from tests.models.session import Session as BareSession
 from tests.models.session import relative_error, token_batch
+from tests.train.reading import arrays, events, losses, tensors
 from ttrain.cli import main
+from ttrain.config import build
+from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.data.batches import Sizes, TokenDataset
-from ttrain.data.documents import open_documents
 from ttrain.data.regression import open_regression
-from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig
+from ttrain.data.settings import RegressionConfig, TextConfig
 from ttrain.models.decoder import Decoder
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.phases import BatchReader, Phase, PhaseSchedule, Position
@@ -35,52 +35,20 @@ from ttrain.train.steps.step import StepResult, TrainStep
 
 MODEL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.dropout=0.1"]
 PHASES = ["train.length_schedule=[8,16,32]", "train.phase_steps=6"]
-TRAIN = [
-    "train.batch_size=4",
-    "train.log_every=1",
-    "train.eval_every=6",
-    "train.eval_sequences=8",
-    "train.save_every=5",
-]
+TRAIN = ["train.batch_size=4", "train.log_every=1", "train.eval_every=6", "train.eval_sequences=8"]
+TRAIN += ["train.save_every=5"]
 QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=4", "train.keep_last=9", "schedule.steps=40"]
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def train(inside: Path) -> Any:
     """Runs the command line on documents in this process: `train("run.dir=..", ...)` -> exit code."""
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
-    monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     for name, count in (("a.jsonl", 150), ("b.jsonl", 60)):
         lines = [{"text": f"{name}{i} " + "word " * int(generator.integers(1, 9))} for i in range(count)]
         Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
     return lambda *overrides: main([*data, *MODEL, *PHASES, *TRAIN, *QUIET, *overrides])
-
-
-def losses(run: str) -> list[tuple[int, str, float]]:
-    lines = read_metrics(Path(run, "metrics.jsonl"))
-    return [(line["step"], key, line[key]) for line in lines for key in ("train/loss", "val/loss") if key in line]
-
-
-def tensors(run: str, step: int) -> dict[str, bytes]:
-    from safetensors.numpy import load_file
-
-    files = read_checkpoint(Path(run, "checkpoints", f"step_{step:08d}")).path.glob("*.safetensors")
-    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
-
-
-def values(run: str, step: int) -> dict[str, np.ndarray]:
-    """The parameters."""
-    from safetensors.numpy import load_file
-
-    path = read_checkpoint(Path(run, "checkpoints", f"step_{step:08d}")).path
-    return {name: array for file in path.glob("parameters-*.safetensors") for name, array in load_file(file).items()}
-
-
-def events(run: str, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, Path(run, "events.jsonl").read_text("utf-8").splitlines())
-    return [line for line in lines if line["kind"] == kind]
 
 
 def test_phases_and_what_came_before_them() -> None:
@@ -108,9 +76,8 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
         assert train(*overrides, f"run.dir=stopped{stop}", f"train.steps={stop}") == 0
         assert main([f"run.dir=stopped{stop}", "resume=auto", "train.steps=14"]) == 0
         assert tensors(f"stopped{stop}", 14) == tensors("whole", 14)
-        assert [entry for entry in losses(f"stopped{stop}") if entry[1] == "train/loss"] == [
-            entry for entry in losses("whole") if entry[1] == "train/loss"
-        ]
+        trained = [[each for each in losses(run) if each[1] == "train/loss"] for run in (f"stopped{stop}", "whole")]
+        assert trained[0] == trained[1]
     assert [(event["step"], event["length"]) for event in events("whole", "phase")] == phases
     later = [(event["step"], event["length"]) for event in events("stopped6", "phase")]
     assert later == phases[1:]  # step 7 began the second attempt
@@ -130,26 +97,6 @@ def test_a_resume_may_give_a_schedule_without_the_model(train: Any, capsys: pyte
     assert "must end with model.context=32" in capsys.readouterr().err and not Path("off").exists()
 
 
-def test_steps_read_the_stream_without_gap_or_overlap(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[np.ndarray] = []
-    start = TrainStep.__call__
-
-    def recorded(self: TrainStep, batch: Any, *given: Any) -> StepResult:
-        seen.append(np.asarray(batch["tokens"]))
-        return start(self, batch, *given)
-
-    monkeypatch.setattr(TrainStep, "__call__", recorded)
-    grows = ["train.gradient_accumulation=4", "train.batch_schedule=[1,3,4]"]
-    assert train(*grows, "run.dir=first", "train.steps=9") == 0
-    assert train(*grows, "run.dir=first", "resume=auto", "train.steps=15") == 0
-    assert [tokens.shape for tokens in seen] == [(1, 8)] * 6 + [(3, 16)] * 6 + [(4, 32)] * 3
-    config = DocumentsConfig(sources=["a.jsonl", "b.jsonl"], tokenizer="byte")
-    data = open_documents(config, Sizes(context=1))
-    count = sum(tokens.size for tokens in seen)
-    stream = data.batch("train", 1337, 0, count)["tokens"].ravel()
-    assert (np.concatenate([tokens.ravel() for tokens in seen]) == stream).all()
-
-
 @pytest.mark.parametrize("parallel", [(), ("parallel.slices=2",)], ids=["one slice", "two slices"])
 def test_a_growing_batch_trains_as_pytorch_in_fp64_does(tmp_path: Path, parallel: tuple[str, ...]) -> None:
     """Gradient descent by hand on the samples of the stream: 4 of a step, then 6, then 12."""
@@ -157,16 +104,15 @@ def test_a_growing_batch_trains_as_pytorch_in_fp64_does(tmp_path: Path, parallel
     plain = ["model=mlp", "model.width=6", "model.layers=2", "data=regression", "optimizer=sgd", "optimizer.momentum=0"]
     plain += parallel
     plain += ["optimizer.clip_norm=null", "optimizer.weight_decay=0", "schedule=constant", "guard.check_learning=null"]
-    plain += [
-        "train.batch_size=12",
-        "train.gradient_accumulation=6",
-        "train.batch_schedule=[4,6,12]",
-        "train.phase_steps=3",
-    ]
+    plain += ["train.batch_size=12", "train.gradient_accumulation=6", "train.batch_schedule=[4,6,12]"]
+    plain += ["train.phase_steps=3"]
     plain += [*QUIET[:3], "train.save_every=1", "train.eval_every=null", "train.log_every=1", "train.noise_scale=true"]
     assert main([*plain, f"run.dir={run}0", "optimizer.lr=0", "train.steps=1"]) == 0
     assert main([*plain, f"run.dir={run}", "optimizer.lr=0.1", f"train.steps={steps}", "train.keep_last=1"]) == 0
-    weights = {name: torch.from_numpy(value).double().requires_grad_() for name, value in values(f"{run}0", 1).items()}
+    weights = {
+        name: torch.from_numpy(value).double().requires_grad_()
+        for name, value in arrays(f"{run}0", 1, "parameters-*").items()
+    }
     stream = open_regression(RegressionConfig(), Sizes(inputs=6, outputs=6)).batch("train", 1337, 0, sum(sizes))
     inputs, targets = (torch.from_numpy(stream[name]).double().split(sizes) for name in ("inputs", "targets"))
     found = [line for line in read_metrics(Path(run, "metrics.jsonl")) if "train/loss" in line]
@@ -180,7 +126,7 @@ def test_a_growing_batch_trains_as_pytorch_in_fp64_does(tmp_path: Path, parallel
             weight.data -= 0.1 * gradient
         assert line["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
         assert line["grad_norm"] == pytest.approx(sum(g.square().sum().item() for g in gradients) ** 0.5, rel=1e-5)
-    for name, value in values(run, steps).items():
+    for name, value in arrays(run, steps, "parameters-*").items():
         np.testing.assert_allclose(value, weights[name].detach(), rtol=1e-5, atol=1e-7)
     assert [line["tokens"] for line in found] == list(np.cumsum(sizes) * 6)  # values of targets
     assert [(event["step"], event["rows"]) for event in events(run, "phase")] == [(4, 6), (7, 12)]
@@ -238,11 +184,11 @@ def test_the_memory_of_the_old_steps_is_free_before_new_ones_take_theirs(
 ) -> None:
     alive: list[list[bool]] = []
     steps: list[weakref.ref[Any]] = []
-    build = Session.build_training
+    original = Session.build_training
 
     def recorded(self: Session) -> Any:
         alive.append([step() is not None for step in steps] + list(getattr(self.engine, "_arenas", {})))
-        built = build(self)
+        built = original(self)
         steps.append(weakref.ref(next(iter(built.values()))))
         return built
 
@@ -261,15 +207,15 @@ def test_token_files_take_a_schedule_too(train: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.length_schedule=[16,8]"], "every length must be greater than the one before it"),
-        (["train.length_schedule=[8,64]"], "must end with model.context=32, which evaluation and sampling use"),
+        (["train.length_schedule=[16,8]"], "none may be smaller than the one before it"),
+        (["train.length_schedule=[8,64]"], "must end with model.context=32."),
         (["train.length_schedule=[8,16]"], "Give model.context=16, or end with 32."),
         (["train.length_schedule=8"], "must be a list of integers"),
-        (["train.batch_schedule=[4,2,4]"], "no size may be smaller than the one before it"),
+        (["train.batch_schedule=[4,2,4]"], "none may be smaller than the one before it"),
         (["train.batch_schedule=[2,8]"], "must end with train.batch_size=4. Give train.batch_size=8, or end with 4."),
         (["train.batch_schedule=[1,2,4]"], "must be a multiple of it. Give train.gradient_accumulation=4."),
         (["train.batch_schedule=[0,4]"], "must be at least 1"),
-        (["device=n150", "device.subdevices=2"], "give device.subdevices=1."),
+        (["device=n150", "device.subdevices=2"], "Give device.subdevices=1."),
         (["model=mlp", "data=regression"], "model=mlp does not train on sequences"),
     ],
 )
@@ -284,23 +230,13 @@ def test_schedules_that_are_refused(
     assert not Path("run").exists()
 
 
-def test_data_that_can_not_change_its_length_is_refused() -> None:
-    from ttrain.config import build
-    from ttrain.config.compose import load
-
+def test_data_and_models_of_one_length_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fixed:
         vocabulary = 5
 
     config = load(["data.path=x", *PHASES, *MODEL])
-    with pytest.raises(ConfigError, match="can't change the length of its sequences"):
-        raise ConfigError(build.data_problems(Fixed(), "text", config.model, config.train.length_schedule))
-
-
-def test_a_model_whose_parameters_depend_on_the_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.config import build
-    from ttrain.config.compose import load
-
-    config = load(["data.path=x", *PHASES, *MODEL])
+    (problem,) = build.data_problems(Fixed(), "text", config.model, config.train.length_schedule)
+    assert "can't change the length of its sequences" in problem
     model = build.build_model(*config.model_parts, 50)
     assert build.shorter_model(model, 32, config.precision, config.lora) is None
     monkeypatch.delattr(Decoder, "at_length")
