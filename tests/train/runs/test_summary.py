@@ -202,15 +202,6 @@ def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
     assert extent_line(tokens, 10, [4]).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
 
 
-def test_numbers_are_no_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """16 rows of 2 targets, in 3 steps."""
-    small = ["model=mlp", "data=regression", "model.outputs=2", "device=cpu", "engine=dynamic", "train.steps=3"]
-    assert main([*small, "train.batch_size=16", f"run.dir={tmp_path}/numbers"]) == 0
-    printed = capsys.readouterr()
-    told = printed.out + printed.err
-    assert ", 96 target values" in told and "target values/s" in told and "tok/s" not in told and " tokens" not in told
-
-
 def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
     whole = DocumentsConfig(sources=["book"], tokenizer="byte", long_documents="cut")
     told = extent_line(open_documents(whole, Sizes(context=10)), 5, [3])  # of three documents the start of each
