@@ -38,6 +38,10 @@ os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# pytest's form of the tests is kept, as Python keeps its own of modules: to make it takes seconds of every run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 TESTS = Path(__file__).parent
 # Few tests that take long: first, so that at the end no worker is left with one of these files. Those that start many
 # processes lie apart, so that two workers don't run two of them.
