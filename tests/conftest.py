@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,12 @@ FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test
 def is_fast(path: Path) -> bool:
     """Whether a file lies in the fast tier."""
     return path.relative_to(TESTS).parts[0] in FAST
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> Generator[None, int, int]:
+    """One more than there are cores, as many tests wait: for a fault to be noticed, or for a process to end."""
+    return (yield) + (config.option.markexpr != "fast")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
