@@ -103,27 +103,36 @@ def cache_home(folder: Path) -> str:
 def in_a_hurry() -> Iterator[None]:
     """Runs of tests are in a hurry, and a config is composed once for the same arguments."""
     import hydra
+    import yaml
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
     from ttrain.config import registry
 
     hurry()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hydra, "compose", remembered(hydra.compose))
+        patch.setattr(ConfigLoaderImpl, "compute_defaults_list", listed_once(ConfigLoaderImpl.compute_defaults_list))
+        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         patch.setattr(registry, "entry_points", cache(registry.entry_points))
         yield
 
 
-def remembered(compose: Callable[..., Any]) -> Callable[..., Any]:
-    """Hydra's function, which composes nothing twice where only our own files are looked into."""
+def is_ours(overrides: Sequence[str]) -> bool:
+    """Whether a command looks into no files but our own."""
     from hydra.core.global_hydra import GlobalHydra
 
     from ttrain.config.files import packaged
 
-    ours, kept = str(packaged()), {}
+    places = {place.path for place in GlobalHydra.instance().config_loader().get_search_path().get_path()}
+    return str(packaged()) in places and [*overrides[:1]] == ["hydra.searchpath=[]"]
+
+
+def remembered(compose: Callable[..., Any]) -> Callable[..., Any]:
+    """Hydra's function, which composes nothing twice where only our own files are looked into."""
+    kept: dict[Any, bytes] = {}
 
     def made(name: str | None = None, overrides: Sequence[str] = (), **given: Any) -> Any:
-        places = {place.path for place in GlobalHydra.instance().config_loader().get_search_path().get_path()}
-        if ours not in places or overrides[:1] != ["hydra.searchpath=[]"]:
+        if not is_ours(overrides):
             return compose(name, overrides, **given)
         key = (name, *overrides, *sorted(given.items()))
         if key not in kept:
@@ -133,6 +142,21 @@ def remembered(compose: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return made
+
+
+def listed_once(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Hydra's method, which lists the files of a composition; the list is only read."""
+    kept: dict[Any, Any] = {}
+
+    def listed(self: Any, name: str | None, overrides: Sequence[str], mode: Any) -> Any:
+        if not is_ours(overrides):
+            return compute(self, name, overrides, mode)
+        key = (name, *overrides, mode)
+        if key not in kept:
+            kept[key] = compute(self, name, overrides, mode)
+        return kept[key]
+
+    return listed
 
 
 def composed(command: str) -> Config:
