@@ -307,11 +307,8 @@ class Device(ABC):
     def describe(self) -> dict[str, Any]:
         """Facts for the run record: name, hardware, versions, threads."""
 
-    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> Arena:
-        """`nbytes` zeroed bytes. Raises CaptureError once the allocator is frozen, naming the `purpose`.
-
-        With `copies` for parameters as layers read them, whose masters lie elsewhere: a device may round them further.
-        """
+    def count_allocation(self, nbytes: int, purpose: str = "a tensor") -> None:
+        """Count memory that is asked for. Raises CaptureError once the allocator is frozen, naming the `purpose`."""
         if self._frozen_by is not None:
             raise CaptureError(
                 f"{purpose}: {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
@@ -319,6 +316,13 @@ class Device(ABC):
             )
         self.counters.allocations += 1
         self.counters.allocated_bytes += nbytes
+
+    def allocate_arena(self, nbytes: int, purpose: str, copies: bool = False) -> Arena:
+        """`nbytes` zeroed bytes. Raises CaptureError once the allocator is frozen, naming the `purpose`.
+
+        With `copies` for parameters as layers read them, whose masters lie elsewhere: a device may round them further.
+        """
+        self.count_allocation(nbytes, purpose)
         return self._allocate(max(nbytes, 1))
 
     def allocate(self, spec: TensorSpec, purpose: str = "a tensor") -> Buffer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError, GraphError
+from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Launch
 from ttrain.device.ttnn.kernels import kernel_table
@@ -58,7 +58,7 @@ class TenstorrentDevice(TileDevice):
         mend = reset if config.mode == "silicon" else "Start it again."
         self.watch = watch or Watch(config.name, config.step_timeout_s, mesh.launched, mend, self.last_words)
         self.computes, self.chips = config.mode != "mock", mesh.chips
-        self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self._count, mesh.queue)
+        self.store = Store(mesh.tt, mesh.handle, mesh.chips, mesh.banks, self.count_allocation, mesh.queue)
         self.host = host_device(config, self.computes) if config.host_resident else None
         # True if the host can go on while a step computes: to write the next inputs, or to launch another replica.
         self.overlaps = config.command_queues == 2 and self.host is None
@@ -66,16 +66,6 @@ class TenstorrentDevice(TileDevice):
         self._double_buffers: dict[int, tuple[Mapping[str, DeviceTensor], DoubleBuffer]] = {}
         self._replicas: list[Device] = []
         self._closed = False
-
-    def _count(self, nbytes: int) -> None:
-        """Count a tensor that is about to be made. Raises CaptureError where a capture has begun."""
-        if self._frozen_by is not None:
-            raise CaptureError(
-                f"a tensor of {nbytes} bytes asked for after {self._frozen_by} was captured. All device memory is "
-                "allocated before a capture; build every step before the first one runs."
-            )
-        self.counters.allocations += 1
-        self.counters.allocated_bytes += nbytes
 
     @cached_property
     def context(self) -> Context:

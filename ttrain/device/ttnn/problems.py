@@ -59,16 +59,13 @@ def _chip(device: TenstorrentConfig) -> Iterator[str]:
 def _divided(device: TenstorrentConfig) -> Iterator[str]:
     """Yield problems with settings that do not go with a chip that replicas share."""
     count = device.subdevices
-    if device.command_queues != count:
-        yield f"device.subdevices={count}: needs a queue for each. Give device.command_queues={count} as well."
-    others = {
-        "mesh": (device.mesh != [1, 1], "[1,1]", "one chip is divided"),
-        "core_grid": (device.core_grid is not None, "null", "each replica has its part of the cores"),
-        "host_resident": (bool(device.host_resident), "[]", "the host would make one replica wait for another"),
+    checks = {
+        f"needs a queue for each. Give device.command_queues={count} as well": device.command_queues != count,
+        "one chip is divided. Give device.mesh=[1,1]": device.mesh != [1, 1],
+        "each replica has its part of the cores. Give device.core_grid=null": device.core_grid is not None,
+        "the host would make one replica wait for another. Give device.host_resident=[]": bool(device.host_resident),
     }
-    for key, (wrong, instead, why) in others.items():
-        if wrong:
-            yield f"device.subdevices={count}: {why}. Give device.{key}={instead}."
+    yield from (f"device.subdevices={count}: {text}." for text, wrong in checks.items() if wrong)
 
 
 def parameter_problems(device: TenstorrentConfig, paths: Sequence[str], tied: bool) -> list[str]:
