@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttrain.bench import workload
-from ttrain.bench.process import WorkerFailed
+from ttrain.bench.run import WorkerFailed
 from ttrain.bench.settings import BASELINES, BenchConfig
 from ttrain.bench.workload import Case
 from ttrain.device.settings import DeviceConfig
@@ -41,57 +41,57 @@ def case(size: str = "gpt", precision: str = "fp32", **more: Any) -> Case:
     return Case(size, precision, 3, **more)
 
 
-class Process:
-    """Stands for the measuring process of one contender. PyTorch takes 1 ms per step, ours half of it."""
-
-    def __init__(self, made: Processes, order: Mapping[str, Any]) -> None:
-        self.made, self.name, self.order = made, order["name"], order
-        self.children: list[Any] = []
-
-    def ask(self, *command: Any) -> Any:
-        self.made.asked.append((self.name, *command))
-        answer = self.made.answers.get((self.name, command[0]), self.made.answers.get(command[0]))
-        if isinstance(answer, BaseException):
-            raise answer
-        if answer is not None:
-            return answer(self, *command[1:]) if callable(answer) else answer
-        seconds = 1e-3 if self.name in BASELINES else 5e-4
-        size = 2**30
-        return {
-            "start": {
-                "description": self.name, "imports_s": 2.0, "first_step_s": 1.0, "losses": [1.0, 0.5], "rss": size,
-                "step_seconds": seconds, "base_bytes": size, "peak_bytes": 3 * size, "steady_bytes": 2 * size,
-                "planned_bytes": None if self.name in BASELINES else size // 2,
-            },
-            "weight_difference": 0.0,
-            "turn": [seconds, seconds, 3 * seconds],
-            "facts": {"device": {"name": "cpu", "threads": 2}, "facts": {"peak_flops": 1e11}, "planned_ms": None},
-        }.get(command[0])  # fmt: skip
-
-    def close(self) -> None:
-        self.made.open -= 1
-
-
 class Processes:
     """Makes pretending processes; `answers` replace an answer, or raise it, by command or by (name, command)."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[Any, Any] = answers
         self.asked: list[tuple[Any, ...]] = []
-        self.started: list[tuple[str, int, Mapping[str, str] | None]] = []
+        self.started: list[Mapping[str, str] | None] = []  # their environments
         self.open = self.most = 0
 
-    def fail(self, name: str, command: str, why: str) -> Processes:
-        self.answers[name, command] = WorkerFailed(why)
-        return self
-
-    def __call__(
-        self, order: Mapping[str, Any], folder: Path, ranks: int = 1, environment: Mapping[str, str] | None = None
-    ) -> Process:
-        self.started.append((order["name"], ranks, environment))
+    def __call__(self, folder: Path, ranks: int = 1, environment: Mapping[str, str] | None = None) -> Process:
+        self.started.append(environment)
         self.open += 1
         self.most = max(self.most, self.open)
-        return Process(self, order)
+        return Process(self)
 
-    def turns(self) -> list[str]:
-        return [name for name, command, *_ in self.asked if command == "turn"]
+    def names(self, command: str) -> list[str]:
+        """Who was given a command, in order."""
+        return [name for name, given, *_ in self.asked if given == command]
+
+
+class Process:
+    """Stands for the measuring process of one contender. PyTorch takes 1 ms per step, ours half of it."""
+
+    def __init__(self, made: Processes) -> None:
+        self.made, self.name = made, ""
+
+    def ask(self, command: str, *words: Any) -> Any:
+        self.name = words[1] if command == "make" else self.name
+        self.made.asked.append((self.name, command, *words))
+        answer = self.made.answers.get((self.name, command), self.made.answers.get(command))
+        if isinstance(answer, BaseException):
+            raise answer
+        if answer is not None:
+            return answer(*words) if callable(answer) else answer
+        seconds, size = 1e-3 if self.name in BASELINES else 5e-4, 2**30
+        start = {"description": self.name, "first_step_s": 1.0, "losses": [1.0, 0.5], "rss": size}
+        start["step_seconds"] = seconds
+        planned = None if self.name in BASELINES else size // 2
+        return {
+            "start": start,
+            "memory": {**start, "peak_bytes": 3 * size, "used_bytes": size, "planned_bytes": planned},
+            "weight_difference": 0.0,
+            "turn": [seconds, seconds, 3 * seconds],
+            "facts": {"device": {"name": "cpu", "threads": 2}, "facts": {"peak_flops": 1e11}, "planned_ms": None},
+        }.get(command)
+
+    def close(self) -> None:
+        self.made.open -= 1
+
+
+def failing(name: str, command: str, why: str) -> Processes:
+    processes = Processes()
+    processes.answers[name, command] = WorkerFailed(why)
+    return processes

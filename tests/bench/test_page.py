@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from benchmarks import page, plot
+import pytest
+
+from benchmarks import compare, page, plot
+from tests.bench.test_report import result
 
 
 def test_the_page_is_what_the_command_writes_and_shows_every_result() -> None:
@@ -25,3 +29,16 @@ def test_a_table_has_a_line_per_contender_or_a_column() -> None:
 def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
     plot.draw(page.result_of("gpt_char"), tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text("utf-8").count("</svg>") == 1
+
+
+def test_two_results_are_compared_and_what_else_changed_is_named(tmp_path: Path) -> None:
+    files = [tmp_path / "earlier.json", tmp_path / "later.json"]
+    for file, values in zip(files, (result(), result(static_ms=0.25, threads=1)), strict=True):
+        file.write_text(json.dumps(values), "utf-8")
+    found = compare.compared(*(compare.read(str(file)) for file in files))
+    assert found.rows[1] == ("char fp32 static", "0.5", "0.25", "2.00")
+    assert any("2 earlier" in note and "1 later" in note and "threads" in note for note in found.notes)
+    for content in ('{"format": 1}', "[]", '{"bench": "gpt"}'):
+        files[0].write_text(content, "utf-8")
+        with pytest.raises(SystemExit):
+            compare.read(str(files[0]))

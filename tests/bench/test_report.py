@@ -1,10 +1,9 @@
-"""JSON, the table and the notes of a result, comparison with an earlier one, and what a config is refused for."""
+"""JSON, the table and the notes of a result, and what a config is refused for."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 from ttrain import ops
 from ttrain.bench.engines import EngineContender
 from ttrain.bench.report import notes, print_result, table
-from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio, read_earlier
+from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio
 from ttrain.cli import main
 from ttrain.config.compose import load
-from ttrain.core.errors import UserError
 from ttrain.core.spec import TensorSpec
+from ttrain.engine.base import EngineCounters
 from ttrain.graph import Graph
 from ttrain.train.forecast.peak import Rates
 
@@ -35,8 +34,8 @@ def result(static_ms: float = 0.5, threads: int = 2, precision: str = "fp32") ->
     return Result("gpt", {}, {"platform": "here", "versions": {}}, [case], complete=True).to_dict()
 
 
-def cells(values: dict[str, Any], contender: str, earlier: dict[str, Any] | None = None) -> dict[str, str]:
-    titles, *lines = table(values, earlier)
+def cells(values: dict[str, Any], contender: str) -> dict[str, str]:
+    titles, *lines = table(values)
     return next(dict(zip(titles, line, strict=True)) for line in lines if contender in line)
 
 
@@ -47,13 +46,13 @@ def test_the_table_says_what_the_json_says_and_has_no_empty_column() -> None:
     }  # fmt: skip
     assert cells(result(), "eager")["warm start"] == "1.5 s (1.0 – 3.0)"
     values = json.loads(json.dumps(result()))
-    values["cases"][0]["rows"][1]["facts"] = {"roof": {"ms": 0.25}, "bound_by": "compute"}
+    values["cases"][0]["rows"][1]["facts"] = {"roof_ms": 0.25, "bound_by": "compute"}
     found = cells(values, "static")
     assert (found["roof ms"], found["of roof"], found["bound by"]) == ("0.25", "50.0 %", "compute")
 
 
 def test_a_reader_is_told_what_to_make_of_it(capsys: Any) -> None:
-    print_result(result(), None)
+    print_result(result())
     shown = capsys.readouterr().out
     for said in ("a processor", "2 threads", "50 %", "no [bold] compiler | here", "char is gpt: small"):
         assert said in shown
@@ -66,21 +65,6 @@ def test_numbers_of_a_sweep_are_named_by_what_differs() -> None:
     both = numbers([*result()["cases"], *result(0.25, precision="bf16")["cases"]])
     assert both["bf16 static_ms"] == 0.25 and both["times_as_fast"] == pytest.approx(2.2)
     assert both["bf16 times_as_fast"] == pytest.approx(4.4)
-
-
-def test_a_comparison_shows_both_and_names_what_else_changed() -> None:
-    now = result(static_ms=0.25, threads=1)
-    found = cells(now, "static", result())
-    assert (found["earlier ms"], found["x earlier"]) == ("0.5", "2.00")
-    assert any("2" in note and "1" in note and "threads" in note for note in notes(now, result()))
-
-
-@pytest.mark.parametrize("change", [lambda values: {"format": 1}, lambda values: [], lambda values: {"bench": "gpt"}])
-def test_a_file_that_cannot_be_compared_with(tmp_path: Path, change: Callable[[Any], Any]) -> None:
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(change(result())), "utf-8")
-    with pytest.raises(UserError, match=r"^bench.compare="):
-        read_earlier(str(path))
 
 
 def test_quartiles_by_another_library() -> None:
@@ -109,28 +93,21 @@ def test_the_interval_holds_the_true_ratio_about_as_often_as_it_says() -> None:
     assert hits >= 85
 
 
-def test_the_roof_adds_up_the_kernels_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_roof_adds_up_the_kernels_of_the_plan() -> None:
     graph = Graph()
     x, weight = graph.input("x", TensorSpec((100, 200))), graph.input("weight", TensorSpec((200, 300)))
     launched = [ops.matmul(x, weight).producer, ops.add(weight, weight).producer]
     contender: Any = EngineContender.__new__(EngineContender)
-    contender.built = SimpleNamespace(plan=SimpleNamespace(launched=launched))
-    contender.device, contender._device_config = SimpleNamespace(name="cpu"), SimpleNamespace(index=0)
-    contender.case = SimpleNamespace(dtypes=SimpleNamespace(compute="fp32"))
+    contender.built = SimpleNamespace(plan=SimpleNamespace(launched=launched, arena_bytes=0))
+    contender.engine = SimpleNamespace(counters=EngineCounters())
     moved = 4 * (100 * 200 + 200 * 300 + 100 * 300), 4 * 2 * 200 * 300
     for rate, expected in ((1e9, sum(moved) / 1e6), (1e7, 12e6 / 1e7 + moved[1] / 1e6)):
-        monkeypatch.setattr("ttrain.train.forecast.peak.measured_rates", lambda *_, r=rate: Rates(r, 1e6))
-        roof = contender._roof()["roof"]
-        assert (roof["flops"], roof["nbytes"]) == (2 * 100 * 200 * 300 + 200 * 300, sum(moved))
-        assert roof["ms"] == pytest.approx(1e3 * expected)
+        assert contender.told(Rates(rate, 1e6))["roof_ms"] == pytest.approx(1e3 * expected)
 
 
 CHIP = [
     ["bench=dispatch", "device=n300", "bench.size=[mm1024,nano32]"],
-    ["bench=core_grid", "device=n150"],
-    ["bench=mlp", "device=n300"],
     ["bench=wormhole", "device=n300", "bench.size=256x256"],
-    ["bench=matmul", "device=n300", "bench.size=mm512"],
     ["bench=gpt", "device=n300", "bench.precision=bf16"],
 ]
 
@@ -167,8 +144,8 @@ REFUSED = [
     ("bench.size=0x5", "bench.size=0x5"), ("bench.engines=[statik]", "bench.engines=statik"),
     ("bench.precision=[fp16]", "bench.precision=fp16"), ("bench.precision=[]", "bench.precision=[]"),
     ("bench.engines=[] bench.baselines=[]", "bench.engines=[] and bench.baselines=[]"),
-    ("bench.compare=missing.json", "bench.compare=missing.json"), ("device=null", "device=null"),
-    ("model.width=64", "model.width"), ("engine=traced", "engine=traced"), ("bench.rounds=2", "bench.rounds=2"),
+    ("device=null", "device=null"), ("model.width=64", "model.width"), ("engine=traced", "engine=traced"),
+    ("bench.rounds=2", "bench.rounds=2"),
     ("bench.variants=[device.treads=1]", "device.treads"), ("bench.variants=[model.width=1]", "bench.variants"),
     ("bench.variants=[engine.name=static]", "bench.variants"), ("bench.ranks=3", "bench.ranks=3"),
     ("bench.ranks=2 bench.measure=[memory]", "bench.ranks=2"), ("device=p150", "device=p150"),

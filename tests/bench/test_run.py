@@ -8,17 +8,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from tests.bench.pretend import ONE_THREAD, QUICK, Processes
+from tests.bench.pretend import ONE_THREAD, QUICK, Processes, case, failing
 from ttrain.bench.report import table
-from ttrain.bench.results import Result, Row
-from ttrain.bench.run import Bench
-from ttrain.bench.seats import LEAST_ROUNDS, Seat, seats_of, take_turns
-from ttrain.bench.settings import BenchConfig
+from ttrain.bench.results import Result
+from ttrain.bench.run import LEAST_ROUNDS, Bench, Entry, entries_of
 from ttrain.cli import main
 from ttrain.core.files import to_json
 from ttrain.device.settings import DeviceConfig
@@ -27,59 +24,51 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.tasks import bench as task
 
 
-def bench(config: BenchConfig, processes: Processes, device: DeviceConfig = ONE_THREAD) -> Bench:
-    result = Result("gpt", {}, {"command": "a command"})
-    seats = seats_of(config, {variant: (device, EngineConfig()) for variant in config.variants or [""]})
-    save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
-    return Bench(config, seats, 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
-
-
-def ran(processes: Processes, device: DeviceConfig = ONE_THREAD, **changes: Any) -> dict[str, Any]:
+def ran(processes: Processes, device: DeviceConfig = ONE_THREAD, clock: Any = None, **changes: Any) -> dict[str, Any]:
     """The only case of a benchmark, as JSON, with its rows by contender."""
-    made = bench(replace(QUICK, **changes), processes, device)
+    result, variants = Result("gpt", {}, {"command": "a command"}), {"": (device, EngineConfig())}
+    save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
+    made = Bench(replace(QUICK, **changes), variants, 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
+    made.clock = clock or made.clock
     made.run()
     assert made.result.complete and processes.open == 0
-    (case,) = made.result.to_dict()["cases"]
-    return {**case, "rows": {row["contender"]: row for row in case["rows"]}}
+    values = result.to_dict()
+    return {
+        **values["cases"][0],
+        "whole": values,
+        "rows": {row["contender"]: row for row in values["cases"][0]["rows"]},
+    }
 
 
 def test_everybody_has_one_turn_per_round_in_an_order_that_changes_but_can_be_repeated() -> None:
     processes, again = Processes(), Processes()
     rows = ran(processes, rounds=12, seconds=1e9)["rows"]
-    turns = processes.turns()
+    turns = processes.names("turn")
     rounds = [tuple(turns[start : start + 3]) for start in range(0, 36, 3)]
     assert len(turns) == 36 and all(set(each) == {"eager", "compile", "static"} for each in rounds)
     assert len(set(rounds)) > 3 and [len(row["round_ms"]) for row in rows.values()] == [12] * 3
     ran(again, rounds=12, seconds=1e9)
-    assert again.turns() == turns
+    assert again.names("turn") == turns
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "settle", "timed", "beside"),
-    [(0.1, 2, 8, 3), (10.0, 1, 1, 1), (0.001, 200, 800, 300), (1e-9, 400, 1600, 20_000), (0.0, 400, 1600, 20_000)],
+    ("step_seconds", "settle", "timed"), [(0.1, 2, 8), (10.0, 1, 1), (0.001, 200, 800), (0.0, 400, 1600)]
 )
-def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int, beside: int) -> None:
-    """Beside a neighbour it settles for three tenths of a second, but for no more than 20,000 steps."""
-    seat = Seat("static", ONE_THREAD, EngineConfig(), step_seconds=step_seconds)
-    seat.size(1.0)
-    assert (seat.settle, seat.timed) == (settle, timed)
-    seat.beside = Mock()
-    seat.size(1.0)
-    assert (seat.settle, seat.timed) == (beside, timed)
+def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int) -> None:
+    entry = Entry("static", ONE_THREAD, EngineConfig(), case("4x8"), Path())
+    entry.size(1.0, step_seconds)
+    assert (entry.settle, entry.timed) == (settle, timed)
 
 
-def test_time_ends_it_but_not_before_a_spread_can_be_told() -> None:
-    clock = iter(range(1000))
-    seat: Any = SimpleNamespace(row=Row("static", "ttrain"), turn=Mock())
-    turns = partial(take_turns, [seat], 50, each=True, seed=1, clock=lambda: float(next(clock)))
-    turns(0.001)
-    assert seat.turn.call_count == LEAST_ROUNDS
-    turns(10.0)
-    assert seat.turn.call_count == LEAST_ROUNDS + 12
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, LEAST_ROUNDS), (10.0, LEAST_ROUNDS + 8)])
+def test_time_ends_it_but_not_before_a_spread_can_be_told(seconds: float, rounds: int) -> None:
+    ticks = iter(range(1000))
+    found = ran(Processes(), clock=lambda: float(next(ticks)), seconds=seconds, rounds=50)["rows"]["static"]
+    assert found["step_ms"]["rounds"] == rounds
 
 
 def test_numbers_of_a_row() -> None:
-    case = ran(Processes(facts={"device": {"name": "cpu"}, "facts": {"peak_flops": 1e11}, "planned_ms": None}))
+    case = ran(Processes())
     static = case["rows"]["static"]
     assert static["step_ms"]["median"] == pytest.approx(0.5)  # the median of 0.5, 0.5 and 1.5
     assert static["units_per_s"] == pytest.approx(4 / 0.5e-3)
@@ -91,54 +80,39 @@ def test_numbers_of_a_row() -> None:
 
 def test_starts_come_in_turns_with_caches_that_are_empty_at_first() -> None:
     seconds = iter([5.0, 1.0, 9.0, 3.0, 7.0, 2.0])
-    processes = Processes(start=lambda *_: {"description": "", "imports_s": 2.0, "first_step_s": next(seconds)})
+    processes = Processes(start=lambda: {"description": "", "first_step_s": next(seconds)})
     row = ran(processes, measure=["start"], starts=3, engines=[], baselines=["compile"])["rows"]["compile"]
-    caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for _, _, environment in processes.started if environment]
+    caches = [environment["TORCHINDUCTOR_CACHE_DIR"] for environment in processes.started if environment]
     assert len(caches) == 6 and len(set(caches)) == 3 and caches[0] == caches[1]
+    assert all(Path(folder).parent.name == "compile" for folder in caches)
     assert (row["cold_s"], row["warm_s"]) == ([5.0, 9.0, 7.0], [1.0, 3.0, 2.0])
-    processes = Processes()
-    rows = ran(processes, measure=["start"], baselines=["eager"])["rows"]
+    rows = ran(Processes(), measure=["start"], baselines=["eager"])["rows"]
     assert [len(row["cold_s"]) + len(row["warm_s"]) for row in rows.values()] == [1, 1]  # they compile nothing
 
 
 def test_memory_is_that_of_a_process_of_its_own_beside_the_plan() -> None:
-    made = bench(replace(QUICK, measure=["memory", "steps"], baselines=["eager"]), processes := Processes())
-    made.run()
-    assert [name for name, _, environment in processes.started if environment] == ["eager", "static"]
-    titles, *lines = table(made.result.to_dict())
+    found = ran(processes := Processes(), measure=["memory", "steps"], baselines=["eager"])
+    assert processes.names("memory") == ["eager", "static"] == processes.names("start")
+    titles, *lines = table(found["whole"])
     cells = dict(zip(titles, lines[1], strict=True))
     assert [cells[name] for name in ("planned memory", "memory", "of process")] == ["512.0 MiB", "1.0 GiB", "3.0 GiB"]
 
 
-def test_turns_beside_a_neighbour_are_rows_that_are_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    near: Any = Mock()
-    near.running = Mock(return_value=__import__("contextlib").nullcontext())
-    monkeypatch.setattr("ttrain.bench.run.Neighbour", lambda worker: near)
-    rows = ran(Processes(), beside="same", baselines=["eager"], rounds=3)["rows"]
-    assert list(rows) == ["eager", "static", "eager beside", "static beside"] and near.close.call_count == 2
-    assert near.running.call_count == 6 and len(rows["static beside"]["round_ms"]) == 3
-    assert rows["static beside"]["times_as_fast"]["ratio"] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("answers", "status"),
-    [({"weight_difference": 0.5}, "invalid"), ({"weight_difference": float("nan")}, "invalid")],
-)
-def test_other_work_makes_a_row_invalid_and_it_is_never_compared(answers: dict[str, Any], status: str) -> None:
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_other_work_makes_a_row_invalid_and_it_is_never_compared(difference: float) -> None:
     processes = Processes()
-    processes.answers["compile", "weight_difference"] = answers["weight_difference"]
-    processes.answers["compile", "turn"] = [1e-9]
+    processes.answers |= {("compile", "weight_difference"): difference, ("compile", "turn"): [1e-9]}
     rows = ran(processes)["rows"]
-    assert rows["compile"]["status"] == status and "times_as_fast" not in rows["compile"]
+    assert rows["compile"]["status"] == "invalid" and "times_as_fast" not in rows["compile"]
     assert rows["static"]["times_as_fast"]["ratio"] == pytest.approx(2.0)  # of eager
 
 
-@pytest.mark.parametrize("command", ["start", "weight_difference", "turn", "facts"])
+@pytest.mark.parametrize("command", ["make", "start", "weight_difference", "turn", "facts"])
 def test_a_contender_that_fails_takes_no_further_part_and_says_why(command: str) -> None:
-    processes = Processes().fail("compile", command, "no working C++ compiler")
+    processes = failing("compile", command, "no working C++ compiler")
     rows = ran(processes, rounds=5)["rows"]
     assert (rows["compile"]["status"], rows["compile"]["reason"]) == ("failed", "no working C++ compiler")
-    assert processes.turns().count("compile") == {"turn": 1, "facts": 5}.get(command, 0)
+    assert processes.names("turn").count("compile") == {"turn": 1, "facts": 5}.get(command, 0)
     assert [rows[name]["status"] for name in ("eager", "static")] == ["ok", "ok"]
 
 
@@ -159,27 +133,32 @@ def test_a_device_that_two_processes_can_not_share_is_opened_for_every_turn(monk
     assert all(len(row["round_ms"]) == 3 and row["facts"] for row in rows.values())
 
 
-def test_ranks_and_variants_are_contenders_of_their_own() -> None:
-    config = replace(QUICK, ranks=2, baselines=["eager"])
-    names = [(seat.name, seat.ranks) for seat in bench(config, Processes()).seats]
-    assert names == [("eager ddp x2", 2), ("static", 1), ("static ddp x2", 2), ("static zero1 x2", 2)]
-    config = replace(QUICK, variants=["device.threads=1", "device.threads=2"], baselines=["eager"])
-    names = [(seat.name, seat.ranks) for seat in bench(config, Processes()).seats]
-    assert names == [("eager", 1), ("static, device.threads=1", 1), ("static, device.threads=2", 1)]
-    rows = ran(Processes(), size=["mm8"], baselines=["eager", "compile"])["rows"]
-    assert list(rows) == ["eager", "static"]  # of a product there is one way in PyTorch
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"ranks": 2}, ["eager ddp x2", "static", "static ddp x2", "static zero1 x2"]),
+        ({"variants": ["a=1", "a=2"]}, ["eager", "static, a=1", "static, a=2"]),
+        ({"size": ["mm8"], "baselines": ["eager", "compile"]}, ["eager", "static"]),  # a product has one way in PyTorch
+        ({"size": ["mm8"], "ranks": 2}, ["static"]),
+    ],
+    ids=str,
+)
+def test_who_takes_part(changes: dict[str, Any], names: list[str]) -> None:
+    config = replace(QUICK, **{"baselines": ["eager"], **changes})
+    variants = {variant: (ONE_THREAD, EngineConfig()) for variant in config.variants or [""]}
+    found = entries_of(config, variants, case(config.size[0]), Path())
+    assert [entry.row.contender for entry in found] == names
 
 
 def test_every_size_in_every_precision_is_a_case_and_what_is_given_twice_counts_once() -> None:
-    made = bench(replace(QUICK, size=["4x8", "mm8", "4x8"], precision=["bf16", "fp32"]), Processes())
-    made.run()
-    cases = [(case.size, case.precision) for case in made.result.cases]
+    found = ran(Processes(), size=["4x8", "mm8", "4x8"], precision=["bf16", "fp32"])["whole"]["cases"]
+    cases = [(case["size"], case["precision"]) for case in found]
     assert cases == [("4x8", "bf16"), ("4x8", "fp32"), ("mm8", "bf16"), ("mm8", "fp32")]
 
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def turn(process: Any, *_: Any) -> list[float]:
-        if len(processes.turns()) > 4:
+    def turn(*_: Any) -> list[float]:
+        if len(processes.names("turn")) > 4:
             raise KeyboardInterrupt
         return [1e-3]
 

@@ -10,7 +10,7 @@ import torch
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.reference import reference_of
-from ttrain.bench.workload import Case
+from ttrain.bench.workload import Case, product_loss
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.settings import DeviceConfig
@@ -30,14 +30,17 @@ class PyTorchContender(Contender):
     """
 
     def __init__(self, name: str, case: Case, device: DeviceConfig) -> None:
-        self.name, self.case, self._device_config = name, case, device
-        self.description = _DESCRIPTIONS[name]
+        super().__init__(case, device)
+        self.name, self.description = name, _DESCRIPTIONS[name]
+
+    def _open(self) -> torch.device:
+        """Open our device, which sets the same number of threads as for our engines, and return torch's."""
+        self.device = build.build_device(self._device_config)
+        found: torch.device = getattr(self.device, "device", torch.device("cpu"))
+        return found
 
     def build(self) -> None:
-        case = self.case
-        # The device sets the same number of threads as for our engines.
-        device = build.build_device(self._device_config)
-        self._device: torch.device = getattr(device, "device", torch.device("cpu"))
+        case, self._device = self.case, self._open()
         held = torch.bfloat16 if case.dtypes.master is DType.BF16 else None
         model = reference_of(case.training).to(self._device, held)
         self._parameters = dict(model.named_parameters())
@@ -116,6 +119,26 @@ class DistributedContender(PyTorchContender):
         import torch.distributed as dist
 
         dist.destroy_process_group()
+
+
+class TorchProduct(PyTorchContender):
+    """One matrix product, by torch.mm into a tensor that exists."""
+
+    def build(self) -> None:
+        case, self._device = self.case, self._open()
+        kind = torch.bfloat16 if case.dtypes.compute is DType.BF16 else torch.float32
+        self._a, self._b = (torch.from_numpy(each).to(self._device, kind) for each in case.product.factors(case.seed))
+        self._c = torch.zeros_like(self._a)
+        self.description = "torch.mm(a, b, out=c)"
+
+    def step(self, number: int) -> None:
+        torch.mm(self._a, self._b, out=self._c)
+
+    def loss(self, handle: Any) -> float:
+        return product_loss(self.weight(""))
+
+    def weight(self, path: str) -> np.ndarray:
+        return self._c.float().cpu().numpy().copy()
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:

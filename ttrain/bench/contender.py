@@ -5,15 +5,23 @@ All have to do the same work. Losses, and how far weights moved, are compared ov
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import psutil
 
 from ttrain.bench.workload import Case
+from ttrain.device.base import Device
+from ttrain.device.settings import DeviceConfig
+from ttrain.train.forecast.peak import Rates, measured_rates
 
 STEPS = 5  # optimizer steps from the first weights that are compared
 
@@ -28,7 +36,11 @@ class Contender(ABC):
     """One way to do a case. `build` is everything before the first step except what a first step does lazily."""
 
     description: str  # what exactly runs, for the result file
-    case: Case
+    device: Device  # opened by `build`; it also sets the number of threads
+
+    def __init__(self, case: Case, device: DeviceConfig) -> None:
+        self.case, self._device_config = case, device
+        self._done = 0  # steps
 
     @abstractmethod
     def build(self) -> None:
@@ -56,17 +68,68 @@ class Contender(ABC):
         """Return the planned peak of memory, or None for who plans nothing."""
         return None
 
-    def facts(self) -> dict[str, Any]:
+    def planned_ms(self, rates: Rates) -> float | None:
+        """Return the planned time of a step, or None for who plans nothing."""
+        return None
+
+    def told(self, rates: Rates | None) -> dict[str, Any]:
         """Return what else it tells about itself, such as counters."""
         return {}
 
     def close(self) -> None:
         """Give back what it holds."""
 
-    def first_losses(self, first: int = 1) -> Iterator[float]:
+    def start(self) -> dict[str, Any]:
+        """Build, do the first steps, and return their losses and times."""
+        began = time.perf_counter()
+        self.build()
+        timed = [(loss, time.perf_counter()) for loss in self.losses()]
+        self.synchronize()
+        gc.freeze()  # what exists now lives to the end and need not be searched again
+        later = [after - before for (_, before), (_, after) in pairwise(timed)][-3:]
+        return {
+            "description": self.description, "first_step_s": timed[0][1] - began, "losses": [loss for loss, _ in timed],
+            "rss": psutil.Process().memory_info().rss, "step_seconds": statistics.median(later),
+        }  # fmt: skip
+
+    def losses(self) -> Iterator[float]:
         """Do STEPS steps and yield their losses."""
-        for number in range(first, first + STEPS):
-            yield self.loss(self.step(number))
+        for _ in range(STEPS):
+            yield self.loss(self._next())
+
+    def _next(self) -> Any:
+        self._done += 1
+        return self.step(self._done)
+
+    def turn(self, settle: int, timed: int, each: bool) -> list[float]:
+        """Do steps that warm caches up again.
+
+        Then time steps, in s: each of them, or without `each` their mean, so that a device can run ahead.
+        """
+        gc.collect()
+        handle = None
+        for _ in range(settle):
+            handle = self._next()
+        if handle is not None:
+            self.loss(handle)
+        self.synchronize()
+        marks = [time.perf_counter()]
+        for _ in range(timed):
+            self._next()
+            if each:
+                marks.append(time.perf_counter())
+        if not each:
+            self.synchronize()
+            marks.append(time.perf_counter())
+        self.rest()
+        return [(after - before) / (1 if each else timed) for before, after in pairwise(marks)]
+
+    def facts(self, planned: bool) -> dict[str, Any]:
+        """Return the device and what the contender tells of itself, and if `planned` the expected time of a step."""
+        rates = measured_rates(self.device.name, str(self.case.dtypes.compute), self._device_config.index)
+        facts = {**self.told(rates), "peak_flops": None if rates is None else rates.flops}
+        forecast = self.planned_ms(rates) if planned and rates is not None else None
+        return {"device": self.device.describe(), "facts": facts, "planned_ms": forecast}
 
     def write_weights(self, file: str) -> None:
         """Write the trained weights one after the other, fp32. All ranks read them, and the first one writes."""

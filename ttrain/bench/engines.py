@@ -12,16 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from ttrain import ops
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import Case
+from ttrain.bench.workload import PRODUCT_PATH, Case, product_loss
 from ttrain.config import build
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
+from ttrain.engine.base import Engine, Step
 from ttrain.engine.settings import EngineConfig
+from ttrain.engine.state import State, StateTensor
+from ttrain.graph.graph import Graph
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.world import World
+from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.resident import Resident
@@ -46,9 +53,14 @@ class EngineContender(Contender):
     Batch, learning rate, step number and seed are uploaded every step, but for a batch that is to stay on the device.
     """
 
+    state: State
+    engine: Engine
+    built: Step
+
     def __init__(self, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> None:
         """`mode` is the way of `parallel` for one of several ranks, each of which does this."""
-        self.case, self._device_config, self._engine_config, self._mode = case, device, engine, mode
+        super().__init__(case, device)
+        self._engine_config, self._mode, self._world = engine, mode, World()
         self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
@@ -88,39 +100,12 @@ class EngineContender(Contender):
             return None
         return sum(self.state.nbytes(kind) for kind in Kind if kind.is_state) + plan.arena_bytes + plan.outside_bytes
 
-    def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"counters": asdict(self.engine.counters)}
-        if self.built.plan is not None:
-            facts["kernels"] = len(self.built.plan.launched)
-            facts["arena_bytes"] = self.built.plan.arena_bytes
-        return facts | self._roof()
-
-    def _roof(self) -> dict[str, Any]:
-        """FLOPs and bytes of all kernels, and milliseconds at the machine's measured rates; empty without a plan."""
-        from ttrain.train.forecast.peak import measured_rates
-
-        compute = str(self.case.dtypes.compute)
-        rates = measured_rates(self.device.name, compute, self._device_config.index)
-        if self.built.plan is None or rates is None:
-            return {}
-        work = [(node.op.flops(node), node.op.nbytes(node)) for node in self.built.plan.launched]
-        flops, nbytes = sum(flops for flops, _ in work), sum(nbytes for _, nbytes in work)
-        return {
-            "roof": {
-                "flops": flops, "nbytes": nbytes, "flops_ms": 1e3 * flops / rates.flops,
-                "nbytes_ms": 1e3 * nbytes / rates.nbytes, "ms": 1e3 * sum(rates.roof(*each) for each in work),
-            }
-        }  # fmt: skip
-
-    def planned_ms(self) -> float | None:
-        """Return the time of a step by that of each kernel of its plan, in ms; None where no such kernels run.
+    def planned_ms(self, rates: Rates) -> float | None:
+        """Return the time of a step by that of each kernel of its plan, in ms.
 
         Kernels are timed now, whatever was measured before: what disturbs the machine then disturbs both.
         """
-        from ttrain.train.forecast.peak import measured_rates
-
-        rates = measured_rates(self.device.name, str(self.case.dtypes.compute), self._device_config.index)
-        if self._engine_config.name == "dynamic" or rates is None:
+        if self.built.plan is None:
             return None
         work = Work.of({"train": self.built}, {"train": 1})
         timer = partial(timing, lambda: nullcontext(self.device), work.compiler)
@@ -129,7 +114,44 @@ class EngineContender(Contender):
             seconds = KernelTimes(timer, "this process", rates, compiler=work.compiler, path=path).of(work)
         return 1e3 * host_time(work, seconds, self._engine_config.name).total
 
+    def told(self, rates: Rates | None) -> dict[str, Any]:
+        """Return counters, and of a plan its kernels and the time that they take at the machine's measured rates."""
+        told: dict[str, Any] = {"counters": asdict(self.engine.counters)}
+        if self.built.plan is None:
+            return told
+        launched = self.built.plan.launched
+        told |= {"kernels": len(launched), "arena_bytes": self.built.plan.arena_bytes}
+        if rates is not None:
+            told["roof_ms"] = 1e3 * sum(rates.roof(node.op.flops(node), node.op.nbytes(node)) for node in launched)
+        return told
+
     def close(self) -> None:
         self.engine.close()
         self.device.close()
         self._world.close()
+
+
+class EngineProduct(EngineContender):
+    """One matrix product: a single node, its result stored. Both factors stay on the device."""
+
+    def build(self) -> None:
+        case = self.case
+        self.device = build.build_device(self._device_config, case.dtypes)
+        spec = TensorSpec((case.product.size,) * 2, case.dtypes.compute)
+        kinds = {"a": Kind.PARAMETER, "b": Kind.PARAMETER, PRODUCT_PATH: Kind.GRADIENT}
+        self.state = State(self.device, [StateTensor(name, spec, kind) for name, kind in kinds.items()])
+        for name, values in zip(kinds, case.product.factors(case.seed), strict=False):
+            self.state.write(name, values)
+
+        def trace(graph: Graph) -> None:
+            a, b, c = (graph.state_value(name, spec, kind) for name, kind in kinds.items())
+            ops.assign(c, ops.matmul(a, b))
+
+        self.engine = build.build_engine(self._engine_config, self.device, self.state)
+        self.built = self.engine.build("product", trace)
+
+    def step(self, number: int) -> None:
+        self.built({})
+
+    def loss(self, handle: Any) -> float:
+        return product_loss(self.weight(PRODUCT_PATH))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 
 from ttrain.bench.engines import session_of
-from ttrain.bench.results import COST_MODEL, CaseResult
-from ttrain.bench.seats import Seat
+from ttrain.bench.results import COST_MODEL, CaseResult, Row
 from ttrain.bench.workload import Case, ProductWork
 from ttrain.config import build
 from ttrain.device.info import MOCK, info_of
@@ -22,20 +20,18 @@ def modelled(device: DeviceConfig) -> bool:
     return info.mode(device) != MOCK and not info.present(device)
 
 
-def enter_times(case: Case, found: CaseResult, seats: Sequence[Seat]) -> None:
-    """Enter the time of every contender into its row."""
-    for row, seat in ((seat.row, seat) for seat in seats):
-        device = info_of(seat.device).held(seat.device, case.precision)
-        model = info_of(device).time_model(device)
-        found.basis, found.device = COST_MODEL, model.describe()
-        if isinstance(case.work, ProductWork):
-            held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
-            total, bound = model.product(case.work.size, held, seat.own)
-        else:
-            total, bound = model.step(_planned(case, device), seat.own)
-        row.status, row.description = "ok", f"cost model of engine={seat.own}"
-        row.round_ms, row.fastest_ms = [total], total
-        row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(seat.own)}
+def enter_times(case: Case, found: CaseResult, row: Row, device: DeviceConfig, engine: str) -> None:
+    """Enter the time of a contender into its row."""
+    device = info_of(device).held(device, case.precision)
+    model = info_of(device).time_model(device)
+    found.basis, found.device = COST_MODEL, model.describe()
+    if isinstance(case.work, ProductWork):
+        held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
+        total, bound = model.product(case.work.size, held, engine)
+    else:
+        total, bound = model.step(_planned(case, device), engine)
+    row.status, row.description, row.round_ms = "ok", f"cost model of engine={engine}", [total]
+    row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(engine)}
 
 
 def _planned(case: Case, device: DeviceConfig) -> Work:

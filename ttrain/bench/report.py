@@ -6,12 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ttrain.core.options import differences
-from ttrain.core.tables import fitted, window
+from ttrain.core.tables import Table, plain_table
 from ttrain.core.units import format_bytes, format_count
 
 BUSY = 0.1  # share of all cores used by others from which on a note says so
-LEFT = ("size", "precision", "contender", "basis", "bound by", "same work")  # columns of words
 Values = Mapping[str, Any]
 
 _BASES = {
@@ -22,33 +20,11 @@ _BASES = {
 }
 
 
-def table(result: Values, earlier: Values | None = None) -> list[list[str]]:
+def table(result: Values) -> list[list[str]]:
     """Return a line of titles and a line per case and contender. Columns in which nothing stands are left out."""
-    rows = [(case, row) for case in result["cases"] for row in case["rows"]]
-    before = {} if earlier is None else dict(_medians(earlier))
-    lines = [[*_cells(*both).values(), *(_before(*both, before) if earlier else [])] for both in rows]
-    titles = [*(_cells(*rows[0]) if rows else ()), *(["earlier ms", "x earlier"] if earlier else [])]
-    used = [column for column in range(len(titles)) if any(line[column] for line in lines)]
-    return [[line[column] for column in used] for line in [titles, *lines]]
-
-
-def _medians(result: Values) -> Iterator[tuple[tuple[str, str, str], float]]:
-    for case in result["cases"]:
-        for row in case["rows"]:
-            if row["status"] == "ok" and row.get("step_ms"):
-                yield (case["size"], case["precision"], row["contender"]), row["step_ms"]["median"]
-
-
-def _before(case: Values, row: Values, before: Mapping[tuple[str, str, str], float]) -> list[str]:
-    median, then = _at(row, "step_ms", "median"), before.get((case["size"], case["precision"], row["contender"]))
-    return [ms(then), _factor(then / median if then and median else None)]
-
-
-def _at(values: Any, *keys: str) -> Any:
-    """Return what lies at a path of keys, None where that ends early."""
-    for key in keys:
-        values = (values or {}).get(key)
-    return values
+    rows = [_cells(case, row) for case in result["cases"] for row in case["rows"]]
+    titles = [title for title in rows[0] if any(row[title] for row in rows)] if rows else []
+    return [titles, *([row[title] for title in titles] for row in rows)]
 
 
 def _span(low: float | None, high: float | None, form: Callable[[float | None], str]) -> str:
@@ -64,12 +40,6 @@ def _seconds(samples: Sequence[float] | None) -> str:
         return ""
     spread = f" ({min(samples):.1f} – {max(samples):.1f})" if len(samples) > 1 else ""
     return f"{statistics.median(samples):.1f} s{spread}"
-
-
-def used_bytes(row: Values) -> int | None:
-    """Return the peak of later steps, or of all where only that is known, above what the process held before."""
-    base, peak = row.get("base_bytes"), row.get("steady_bytes") or row.get("peak_bytes")
-    return None if base is None or peak is None else int(peak - base)
 
 
 def ms(value: float | None) -> str:
@@ -92,8 +62,8 @@ def _off(expected: float | None, found: float | None) -> str:
 
 def _cells(case: Values, row: Values) -> dict[str, str]:
     """Return the cells of a contender at a case by the titles of their columns."""
-    steps, times, roof = row.get("step_ms") or {}, row.get("times_as_fast") or {}, _at(row, "facts", "roof", "ms")
-    median, speed = steps.get("median"), row.get("units_per_s")
+    steps, times, facts = (row.get(key) or {} for key in ("step_ms", "times_as_fast", "facts"))
+    median, speed, roof = steps.get("median"), row.get("units_per_s"), facts.get("roof_ms")
     return {
         "size": case["size"],
         "precision": case["precision"],
@@ -108,27 +78,24 @@ def _cells(case: Values, row: Values) -> dict[str, str]:
         "mfu": percent(row.get("mfu")),
         "roof ms": ms(roof),
         "of roof": percent(roof / median if roof and median else None),
-        "bound by": _at(row, "facts", "bound_by") or "",
+        "bound by": facts.get("bound_by") or "",
         "planned ms": ms(row.get("planned_ms")),
         "off by": _off(row.get("planned_ms"), median),
         "cold start": _seconds(row.get("cold_s")),
         "warm start": _seconds(row.get("warm_s")),
         "planned memory": _bytes(row.get("planned_bytes")),
-        "memory": _bytes(used_bytes(row)),
-        "off": _off(row.get("planned_bytes"), used_bytes(row)),
+        "memory": _bytes(row.get("used_bytes")),
+        "off": _off(row.get("planned_bytes"), row.get("used_bytes")),
         "of process": _bytes(row.get("peak_bytes")),
         "same work": "yes" if row["status"] == "ok" and row.get("checked_against") else "",
     }
 
 
-def notes(result: Values, earlier: Values | None = None) -> list[str]:
+def notes(result: Values) -> list[str]:
     """Return what a reader must know about the table, each once."""
     found = [f"{case['size']} is {case['title']}." for case in result["cases"] if case["size"] != case["title"]]
     for case in result["cases"]:
         found += _case_notes(case)
-    if earlier is not None:
-        pairs = differences(_machine(earlier), _machine(result))
-        found += [f"{key} differs: {then} earlier, {now} now." for key, then, now in pairs]
     found += result.get("notes") or []
     if not result["complete"]:
         found.append("Interrupted: the results are partial.")
@@ -156,15 +123,8 @@ def _case_notes(case: Values) -> Iterator[str]:
             yield f"{row['contender']} at {case['size']} in {case['precision']}: {row['status']}{why}."
 
 
-def _machine(result: Values) -> dict[str, Any]:
-    """Return what else than the program may change a time."""
-    devices = [case["device"] for case in result["cases"] if case["device"]]
-    return {key: result["environment"].get(key) for key in ("platform", "versions")} | {"device": devices[:1]}
-
-
-def print_result(result: Values, earlier: Values | None) -> None:
+def print_result(result: Values) -> None:
     """Print the table and the notes on the standard output."""
-    lines = [[" ".join(line[:3]), *line[3:]] for line in table(result, earlier)]  # size, precision and contender
-    left = {place for place, title in enumerate(lines[0]) if title in LEFT or not place}
-    print(f"bench={result['bench']}", *(line for _, line in fitted(lines, window(), left)), sep="\n")
-    print("", *notes(result, earlier), sep="\n")
+    titles, *lines = [[" ".join(line[:3]), *line[3:]] for line in table(result)]  # size, precision and contender
+    print(plain_table(Table(f"bench={result['bench']}", tuple(titles), [tuple(line) for line in lines])))
+    print(*notes(result), sep="\n")

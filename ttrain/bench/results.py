@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ttrain.bench.workload import Case, TrainingWork
-from ttrain.core.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 PYTORCH, OURS = "PyTorch", "ttrain"
 MEASURED, COST_MODEL, MOCKED, SIMULATED = "measured", "cost model", "mocked board", "simulator"
 RESAMPLES, CONFIDENCE = 4000, 0.95
@@ -31,31 +28,22 @@ class Row:
     status: str = "not measured"  # ok, invalid, failed, left out, not measured
     reason: str | None = None
     round_ms: list[float] = field(default_factory=list)  # median step time of each turn
-    fastest_ms: float | None = None  # of a single step
     cold_s: list[float] = field(default_factory=list)  # of each start with empty compile caches: building to first loss
     warm_s: list[float] = field(default_factory=list)  # the same with filled caches, or where nothing is compiled
-    imports_s: float | None = None  # start of the process until building starts
-    base_bytes: int | None = None  # memory before building
-    peak_bytes: int | None = None  # of building and the first steps
-    steady_bytes: int | None = None  # peak of later steps
-    planned_bytes: int | None = None  # expected above base_bytes
+    peak_bytes: int | None = None  # of the whole process
+    used_bytes: int | None = None  # peak of later steps, without what the process held before it built anything
+    planned_bytes: int | None = None  # what used_bytes is expected to be
     planned_ms: float | None = None  # expected of a step
     losses: list[float | None] = field(default_factory=list)  # of the first steps
     checked_against: str | None = None
     loss_difference: float | None = None
     weight_difference: float | None = None
-    beside: str | None = None  # what ran meanwhile
     facts: dict[str, Any] = field(default_factory=dict)  # such as peak_flops: FLOP/s of a large product there
 
     @property
     def timed(self) -> bool:
         """True if its step times may be compared: it was timed and did the same work."""
         return self.status == "ok" and bool(self.round_ms)
-
-    def turn(self, seconds: Sequence[float]) -> None:
-        """Enter the seconds of the timed steps of a turn."""
-        self.round_ms.append(1e3 * statistics.median(seconds))
-        self.fastest_ms = min(1e3 * min(seconds), self.fastest_ms or math.inf)
 
 
 @dataclass
@@ -81,14 +69,11 @@ class CaseResult:
         sizes = case.size, case.title, case.precision, work.unit, work.units_per_step, case.flops(), parameters
         return cls(*sizes, rows=rows)
 
-    def best_baseline(self, beside: str | None) -> Row | None:
-        """Return the fastest valid PyTorch, beside such a neighbour."""
-        rows = [row for row in self.rows if row.side == PYTORCH and row.timed and row.beside == beside]
-        return min(rows, key=lambda row: statistics.median(row.round_ms), default=None)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, with everything that derives from the samples."""
-        return {**asdict(self), "rows": [self._row(row, self.best_baseline(row.beside)) for row in self.rows]}
+        valid = [row for row in self.rows if row.side == PYTORCH and row.timed]
+        best = min(valid, key=lambda row: statistics.median(row.round_ms), default=None)
+        return {**asdict(self), "rows": [self._row(row, best) for row in self.rows]}
 
     def _row(self, row: Row, best: Row | None) -> dict[str, Any]:
         values = asdict(row)
@@ -98,8 +83,8 @@ class CaseResult:
             if self.basis != MOCKED:  # where nothing is computed
                 values["units_per_s"] = 1e3 * self.units_per_step / median
                 values["flops_per_s"] = 1e3 * self.flops_per_step / median
-            if self.basis != MOCKED and row.facts.get("peak_flops"):
-                values["mfu"] = values["flops_per_s"] / row.facts["peak_flops"]
+                peak = row.facts.get("peak_flops")
+                values["mfu"] = values["flops_per_s"] / peak if peak else None
         if row.timed and best is not None:
             values["times_as_fast"] = ratio(row.round_ms, best.round_ms)
         return values
@@ -158,18 +143,3 @@ def numbers(cases: Sequence[dict[str, Any]]) -> dict[str, float]:
             found[f"{before}times_as_fast"] = max(ours)
             ratios.append(max(ours))
     return {**found, "times_as_fast": min(ratios)} if ratios else found
-
-
-def read_earlier(path: str) -> dict[str, Any]:
-    """Return an earlier results.json. Raises UserError where it is missing or none of ours."""
-    fix = "Give the results.json of an earlier run."
-    try:
-        values: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
-        form = values["format"]
-    except OSError as error:
-        raise UserError(f"bench.compare={path}: can't be read ({error.strerror}). {fix}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"bench.compare={path}: is not a results.json of task=bench. {fix}") from error
-    if form != FORMAT:
-        raise UserError(f"bench.compare={path}: has format {form}, ttrain reads {FORMAT}. Measure again.")
-    return values

@@ -2,34 +2,182 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import socket
+import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+import ttrain
 from ttrain.bench.contender import loss_difference, problem
 from ttrain.bench.modelled import enter_times, modelled
-from ttrain.bench.process import Neighbour, Worker, caches
-from ttrain.bench.results import MOCKED, SIMULATED, CaseResult, Result, Row, finite
-from ttrain.bench.seats import Seat, failing, take_turns
-from ttrain.bench.settings import BenchConfig
-from ttrain.bench.workload import Case
-from ttrain.core.cores import OtherWork, affinity_cores
+from ttrain.bench.results import MOCKED, OURS, PYTORCH, SIMULATED, CaseResult, Result, Row, finite
+from ttrain.bench.settings import BASELINES, BenchConfig
+from ttrain.bench.workload import Case, ProductWork
+from ttrain.core.cores import OtherWork, affinity_cores, default_threads
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.device.info import MOCK, SIMULATOR, info_of
+from ttrain.device.settings import DeviceConfig
+from ttrain.engine.settings import EngineConfig
+from ttrain.train.supervise.child import Child, describe_exit
 
 COMPILERS = ("traced", "compile", "compile_all")  # keep machine code on disk: a cold start differs from a warm one
 # Who is built first: whoever no longer fits into memory side by side with the others is left out.
 _ORDER = ("eager", "compile", "static", "traced", "compile_all", "dynamic")
 _SPARE = 1.15  # times the memory of the largest contender so far that has to be free for the next one
+LEAST_ROUNDS = 3
+MOST_STEPS = 2000  # per turn
+SILENCE_SECONDS = 1200.0  # longest wait for an answer; a cold compilation is part of one
+_CLOSING_SECONDS = 5.0
 # glibc keeps up to 64 MiB of free memory for later; here it gives back what is more than a MiB, so that it is not taken
 # for memory in use.
 _TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
+
+Both = tuple[DeviceConfig, EngineConfig]
+Environment = Mapping[str, str] | None
+
+
+class WorkerFailed(Exception):
+    """A contender raised an error, or its measuring process ended."""
+
+
+class Worker:
+    """The measuring process of a contender, or one for each rank of it. See `child` for the messages."""
+
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int = 1,
+        environment: Mapping[str, str] | None = None,
+        silence: float = SILENCE_SECONDS,
+    ) -> None:
+        """`folder` takes what the processes print."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log, self._silence = folder / "output.txt", silence
+        root = str(Path(ttrain.__file__).resolve().parent.parent)  # so that it finds this very ttrain
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        self.links, self.children = list[Any](), list[Child]()
+        for place in _places(ranks):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "ttrain.bench.child", str(theirs.fileno())]
+            given = {**path, **place, **(environment or {})}
+            self.children.append(Child(command, given, self._log, signal.SIGKILL, [theirs.fileno()]))
+            theirs.close()
+            self.links.append(ours)
+
+    def ask(self, *message: Any) -> Any:
+        """Give a message to all processes and return the answer of the first. Raises WorkerFailed."""
+        for link in self.links:
+            with suppress(OSError):  # the answer that is missing tells why
+                link.send(message)
+        answers = [self._answer(number) for number in range(len(self.links))]
+        if failed := next((answer["failed"] for answer in answers if "failed" in answer), None):
+            raise WorkerFailed(failed)
+        return answers[0]["ok"]
+
+    def _answer(self, number: int) -> dict[str, Any]:
+        link = self.links[number]
+        try:
+            if link.poll(self._silence):
+                answer: dict[str, Any] = link.recv()
+                return answer
+        except (EOFError, OSError):
+            words = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines()]
+            last = f": {next(filter(None, reversed(words)), '')[:240]}".rstrip(": ")
+            code = self.children[number].wait() or 0
+            raise WorkerFailed(f"the measuring process ended: {describe_exit(code)}{last}") from None
+        waited = format_duration(self._silence)
+        raise WorkerFailed(f"nothing happened for {waited}; the measuring process was ended")
+
+    def close(self) -> None:
+        """Let the processes give back what they hold, and end them."""
+        for link in self.links:
+            link.close()
+        for child in self.children:
+            child.wait(_CLOSING_SECONDS)
+            child.kill()
+            child.wait()
+
+
+def _places(ranks: int) -> list[dict[str, str]]:
+    """Return the environments that make processes ranks of one another; an empty one for a process by itself."""
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A contender at a case: its row, its process and the size of its turns."""
+
+    own: str  # of an engine or a baseline
+    device: DeviceConfig
+    engine: EngineConfig
+    case: Case
+    folder: Path  # of what its process prints
+    variant: str = ""
+    mode: str = "none"  # of `parallel`
+    ranks: int = 1
+    row: Row = field(init=False)
+    worker: Worker | None = None  # stays from turn to turn; None: started anew for each
+    settle: int = 1  # steps that warm the caches up again and are not timed
+    timed: int = 1
+
+    def __post_init__(self) -> None:
+        shared = f" {self.mode} x{self.ranks}" if self.ranks > 1 else ""
+        name = f"{self.own}{shared}{', ' if self.variant else ''}{self.variant}"
+        self.row = Row(name, PYTORCH if self.own in BASELINES else OURS)
+
+    def size(self, turn_seconds: float, step_seconds: float) -> None:
+        """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
+        steps = min(max(round(turn_seconds / max(step_seconds, 1e-9)), 2), MOST_STEPS)
+        self.settle = max(1, steps // 5)
+        self.timed = steps - self.settle
+
+
+def entries_of(config: BenchConfig, variants: Mapping[str, Both], case: Case, folder: Path) -> list[Entry]:
+    """Return who takes part in a case, in the order of the rows.
+
+    `variants` are the configs of device and engine by variant; the first is that of the baselines. A product has one
+    way in PyTorch, and is not shared.
+    """
+    found, product = [], isinstance(case.work, ProductWork)
+    for name in dict.fromkeys([*config.baselines, *config.engines]):
+        ours = name not in BASELINES
+        ways = [("none", 1)] if ours or config.ranks == 1 else []
+        if config.ranks > 1 and not product:
+            ways += [(mode, config.ranks) for mode in (("ddp", "zero1") if ours else ("ddp",))]
+        if product and name in ("compile", "compile_all"):
+            continue
+        for variant, both in variants.items() if ours else [("", next(iter(variants.values())))]:
+            found += [Entry(name, *both, case, folder, variant, *way) for way in ways]
+    return found
+
+
+@contextmanager
+def failing(row: Row) -> Iterator[None]:
+    """Take a contender out whose process fails."""
+    try:
+        yield
+    except WorkerFailed as error:
+        row.status, row.reason = "failed", str(error)
 
 
 @dataclass
@@ -37,13 +185,14 @@ class Bench:
     """One run of a benchmark. `save` is called whenever `result` has grown, `say` with every finished stage."""
 
     config: BenchConfig
-    seats: list[Seat]
+    variants: Mapping[str, Both]
     seed: int
     plugins: list[str]
     result: Result
     save: Callable[[], None]
     say: Callable[[str], None] = print
     make_worker: Callable[..., Worker] = Worker
+    clock: Callable[[], float] = time.perf_counter
 
     def run(self) -> None:
         """Measure everything. Interrupted by KeyboardInterrupt, what was found so far is in `result`."""
@@ -59,19 +208,20 @@ class Bench:
         self.save()
 
     def _case(self, case: Case, folder: Path) -> None:
-        seats = [seat.at(case, folder, self.plugins, self.make_worker) for seat in self.seats if seat.can_do(case)]
-        found = CaseResult.of(case, [seat.row for seat in seats])
+        entries = entries_of(self.config, self.variants, case, folder)
+        found = CaseResult.of(case, [entry.row for entry in entries])
         self.result.cases.append(found)
-        if any(modelled(seat.device) for seat in seats):
+        if any(modelled(entry.device) for entry in entries):
             with self._stage(found, "cost model"):
-                enter_times(case, found, seats)
+                for entry in entries:
+                    enter_times(case, found, entry.row, entry.device, entry.own)
             return
         if "start" in self.config.measure:
-            self._starts(found, seats, case.seed)
+            self._starts(found, entries)
         if "memory" in self.config.measure:
-            self._memory(found, seats)
+            self._memory(found, entries)
         if "steps" in self.config.measure:
-            self._steps(found, [seat for seat in seats if seat.row.status != "failed"], case.seed)
+            self._steps(found, [entry for entry in entries if entry.row.status != "failed"])
 
     @contextmanager
     def _stage(self, found: CaseResult, label: str, row: Row | None = None) -> Iterator[None]:
@@ -84,80 +234,96 @@ class Bench:
         self.say(f"{found.size} in {found.precision}: {label}{'' if row is None else row.contender}{why} ({passed})")
         self.save()
 
-    def _starts(self, found: CaseResult, seats: Sequence[Seat], seed: int) -> None:
-        """Time starts in turns, each round with empty caches of its own; whoever compiles starts a second time."""
-        order = random.Random(seed)
-        for number in range(self.config.starts):
-            for seat in order.sample(seats, len(seats)):
-                row, environment = seat.row, caches(seat.folder / f"caches{number}" / seat.name)
-                samples = {"cold ": row.cold_s, "warm ": row.warm_s}
-                for heat, kept in samples.items() if seat.own in COMPILERS else [("", row.warm_s)]:
-                    if row.status != "failed":
-                        with self._stage(found, f"{heat}start of ", row), seat.once(environment) as (_, answer):
-                            kept.append(answer["first_step_s"])
-                            row.imports_s = answer["imports_s"]
+    @contextmanager
+    def _started(
+        self, entry: Entry, environment: Environment = None, command: str = "start"
+    ) -> Iterator[tuple[Worker, dict[str, Any]]]:
+        """Start a process of a contender, give it with what its start found, and end it."""
+        device = entry.device
+        if entry.ranks > 1:
+            device = replace(device, threads=max(1, (device.threads or default_threads()) // entry.ranks))
+            environment = {"OMP_NUM_THREADS": str(device.threads), **(environment or {})}
+        worker = self.make_worker(entry.folder, entry.ranks, environment)
+        try:
+            worker.ask("make", self.plugins, entry.own, replace(entry.case), device, entry.engine, entry.mode)
+            answer = worker.ask(command)
+            entry.row.description = answer["description"]
+            yield worker, answer
+        finally:
+            worker.close()
 
-    def _memory(self, found: CaseResult, seats: Sequence[Seat]) -> None:
-        for row, seat in ((seat.row, seat) for seat in seats if seat.row.status != "failed"):
-            with self._stage(found, "memory of ", row), seat.once(_TRIMMING, memory=True) as (_, answer):
-                for key in ("base_bytes", "peak_bytes", "steady_bytes", "planned_bytes"):
+    def _starts(self, found: CaseResult, entries: Sequence[Entry]) -> None:
+        """Time starts in turns, each round with empty caches of its own; whoever compiles starts a second time."""
+        order = random.Random(self.seed)
+        for number in range(self.config.starts):
+            for entry in order.sample(entries, len(entries)):
+                row, environment = entry.row, caches(entry.folder / f"caches{number}" / entry.row.contender)
+                samples = {"cold ": row.cold_s, "warm ": row.warm_s}
+                for heat, kept in samples.items() if entry.own in COMPILERS else [("", row.warm_s)]:
+                    if row.status != "failed":
+                        label = f"{heat}start of "
+                        with self._stage(found, label, row), self._started(entry, environment) as (_, answer):
+                            kept.append(answer["first_step_s"])
+
+    def _memory(self, found: CaseResult, entries: Sequence[Entry]) -> None:
+        for row, entry in ((entry.row, entry) for entry in entries if entry.row.status != "failed"):
+            with self._stage(found, "memory of ", row), self._started(entry, _TRIMMING, "memory") as (_, answer):
+                for key in ("peak_bytes", "used_bytes", "planned_bytes"):
                     setattr(row, key, answer[key])
 
-    def _steps(self, found: CaseResult, listed: Sequence[Seat], seed: int) -> None:
+    def _steps(self, found: CaseResult, entries: Sequence[Entry]) -> None:
         """Build everybody, check that they do the same work, and let them take turns."""
         with ExitStack() as opened:
-            seats = self._build(found, listed, opened)
-            if self.config.beside is not None:
-                seats += [beside for seat in list(seats) for beside in self._beside(found, seat, opened)]
-            for seat in seats:
-                seat.size(self.config.seconds / (self.config.rounds * len(seats)))
+            built = self._build(found, entries, opened)
+            for entry, step_seconds in built.items():
+                entry.size(self.config.seconds / (self.config.rounds * len(built)), step_seconds)
             others, each = OtherWork(children=True), found.device.get("name") == "cpu" or found.basis == MOCKED
             with self._stage(found, "steps"):
                 try:
-                    take_turns(seats, self.config.rounds, self.config.seconds, each, seed)
+                    self._take_turns(list(built), each)
                 finally:
                     found.others_cpu = others.cores() / affinity_cores()
-            for seat in seats:
-                if seat.worker is not None and seat.beside is None and seat.row.status == "ok":
-                    with failing(seat.row):
-                        self._facts(found, seat.row, seat.worker)
+            for entry in built:
+                if entry.worker is not None and entry.row.status == "ok":
+                    with failing(entry.row):
+                        self._facts(found, entry.row, entry.worker)
 
-    def _build(self, found: CaseResult, listed: Sequence[Seat], opened: ExitStack) -> list[Seat]:
-        """Start and check contenders one after the other; the first one is the reference of the others."""
+    def _build(self, found: CaseResult, entries: Sequence[Entry], opened: ExitStack) -> dict[Entry, float]:
+        """Start and check contenders one after the other, and return the seconds of a step of each."""
         reference: tuple[str, list[float]] | None = None
-        largest, seats = 0, list[Seat]()
-        for seat in sorted(listed, key=lambda each: _ORDER.index(each.own)):
-            row, free, device = seat.row, psutil.virtual_memory().available, seat.device
-            if len(seats) > 1 and largest * _SPARE > free:
+        largest, built = 0, dict[Entry, float]()
+        for entry in sorted(entries, key=lambda each: _ORDER.index(each.own)):
+            row, free, info = entry.row, psutil.virtual_memory().available, info_of(entry.device)
+            if len(built) > 1 and largest * _SPARE > free:
                 row.status = "left out"
                 row.reason = f"the largest so far needs {format_bytes(largest)}, {format_bytes(free)} are free"
                 continue
             with self._stage(found, "building ", row), ExitStack() as one:
-                worker, answer = one.enter_context(seat.once())
-                largest = max(largest, answer["rss"] * seat.ranks)
-                row.losses, seat.step_seconds = [finite(loss) for loss in answer["losses"]], answer["step_seconds"]
-                if info_of(device).mode(device) == MOCK:
+                worker, answer = one.enter_context(self._started(entry))
+                largest = max(largest, answer["rss"] * entry.ranks)
+                row.losses = [finite(loss) for loss in answer["losses"]]
+                if info.mode(entry.device) == MOCK:
                     row.status, found.basis = "ok", MOCKED
                 else:
-                    reference = self._check(found, seat, worker, answer["losses"], reference)
-                if not found.device or info_of(device).exclusive(device):
+                    reference = self._check(found, entry, worker, answer["losses"], reference)
+                if not found.device or info.exclusive(entry.device):
                     self._facts(found, row, worker)
-                if not info_of(device).exclusive(device):
-                    seat.worker = worker
+                if not info.exclusive(entry.device):
+                    entry.worker = worker
                     opened.push(one.pop_all())
-                seats.append(seat)
-        return seats
+                built[entry] = answer["step_seconds"]
+        return built
 
     def _check(
         self,
         found: CaseResult,
-        seat: Seat,
+        entry: Entry,
         worker: Worker,
         losses: list[float],
         reference: tuple[str, list[float]] | None,
     ) -> tuple[str, list[float]]:
         """Compare a contender with the reference, or make it that where there is none. Return the reference."""
-        row, weights = seat.row, str(seat.folder / "weights")
+        row, weights = entry.row, str(entry.folder / "weights")
         if reference is None:
             worker.ask("write_weights", weights)
             row.status, row.checked_against = "ok", row.contender
@@ -169,6 +335,22 @@ class Bench:
         row.status = "invalid" if row.reason else "ok"
         return reference
 
+    def _take_turns(self, entries: Sequence[Entry], each: bool) -> None:
+        """Give everybody a turn in every round, in random order.
+
+        It ends with the last round, or when the time is up after LEAST_ROUNDS. One that fails takes no further part.
+        """
+        order, stop = random.Random(self.seed), self.clock() + self.config.seconds
+        for number in range(self.config.rounds):
+            if number >= LEAST_ROUNDS and self.clock() >= stop:
+                return
+            going = [entry for entry in entries if entry.row.status != "failed"]
+            for entry in order.sample(going, len(going)):
+                with failing(entry.row), ExitStack() as stack:
+                    worker = entry.worker or stack.enter_context(self._started(entry))[0]
+                    seconds = worker.ask("turn", entry.settle, entry.timed, each)
+                    entry.row.round_ms.append(1e3 * statistics.median(seconds))
+
     def _facts(self, found: CaseResult, row: Row, worker: Worker) -> None:
         """Enter what a contender tells of itself and of its device."""
         answer = worker.ask("facts", "memory" in self.config.measure)
@@ -176,13 +358,13 @@ class Bench:
         found.device = found.device or answer["device"]
         found.basis = SIMULATED if found.device.get("mode") == SIMULATOR else found.basis
 
-    def _beside(self, found: CaseResult, seat: Seat, opened: ExitStack) -> list[Seat]:
-        """Return a second seat of a contender beside a neighbour, with a row of its own; none where that fails."""
-        row = Row(f"{seat.row.contender} beside", seat.row.side, seat.row.description, seat.row.status)
-        row.checked_against, row.beside = seat.row.checked_against, self.config.beside
-        found.rows.append(row)
-        with self._stage(found, "neighbour of ", row):
-            near = Neighbour(opened.enter_context(seat.once())[0] if self.config.beside == "same" else None)
-            opened.callback(near.close)
-            return [replace(seat, row=row, beside=near)]
-        return []
+
+def caches(folder: Path) -> dict[str, str]:
+    """Return the environment in which a process keeps all code that it compiles below a folder."""
+    kinds = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TTRAIN_CACHE": "ttrain",
+        "XDG_CACHE_HOME": "user",
+    }  # fmt: skip
+    for kind in kinds.values():
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+    return {variable: str(folder / kind) for variable, kind in kinds.items()}

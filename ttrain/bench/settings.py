@@ -14,7 +14,6 @@ from ttrain.nn.precision import PRECISIONS
 ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all")
 MEASURED = ("start", "memory", "steps")
-NEIGHBOURS = ("busy", "same")
 NAMED_SIZES = ("tiny", "char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
 PERCEPTRON = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")  # rows, width, layers
 PRODUCT = re.compile(r"mm([1-9]\d*)")  # rows and columns of both factors
@@ -69,12 +68,6 @@ class BenchConfig:
     )
     rounds: int = option(20, "turns of each contender, in random order; fewer if time is up", minimum=3)
     starts: int = option(1, "starts of each contender with cold and with warm caches", minimum=1)
-    beside: str | None = option(
-        None,
-        "repeat every turn beside another process: busy keeps one core busy, same does the same steps; null does not",
-        choices=NEIGHBOURS,
-    )
-    compare: str | None = option(None, "results.json of an earlier run to compare with", path=True)
     out: str | None = option(
         None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>", path=True
     )

@@ -110,11 +110,6 @@ class ProductWork:
     def title(self) -> str:
         return f"matrix product of {self.size}"
 
-    @property
-    def flops(self) -> int:
-        """Operations of a product; a multiply-add counts two."""
-        return 2 * self.size**3
-
     def factors(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Return both matrices, fp32."""
         generator = generator_of(seed, "bench product")
@@ -123,6 +118,11 @@ class ProductWork:
 
 
 Work = TrainingWork | ProductWork
+
+
+def product_loss(product: np.ndarray) -> float:
+    """Return the sum of the sizes, which stands for a loss, so that all of the product is compared."""
+    return float(np.abs(product, dtype=np.float64).sum())
 
 
 def _transformer(model: GPTConfig | LlamaConfig, rows: int, lr: float = 1e-3, rank: int = 0) -> TrainingWork:
@@ -177,6 +177,12 @@ class Case:
         return self.work
 
     @property
+    def product(self) -> ProductWork:
+        """The work, where it is that of a product."""
+        assert isinstance(self.work, ProductWork)
+        return self.work
+
+    @property
     def title(self) -> str:
         return self.work.title + (", batch on the device" if self.resident else "")
 
@@ -208,5 +214,5 @@ class Case:
     def flops(self) -> int:
         """Return the floating-point operations of one step, as the ops of our graph declare them."""
         if isinstance(self.work, ProductWork):
-            return self.work.flops
+            return 2 * self.work.size**3
         return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))

@@ -6,6 +6,8 @@ from __future__ import annotations
 RENAMED: dict[str, str] = {
     "bench=subdevices": "Give bench=core_grid: a variant with device.core_grid runs products on a part of the chip.",
     "bench.batch": "Give bench.size=[<rows>x<width>,...].",
+    "bench.beside": "Leave it out: run task=bench beside the other program, and compare both with benchmarks.compare.",
+    "bench.compare": "Give two results.json files to python -m benchmarks.compare.",
     "bench.dim": "Give bench.size=[<rows>x<width>,...].",
     "bench.layers": "Give bench.size=[<rows>x<width>x<layers>,...].",
     "bench.markdown": "Give results.json files to python -m benchmarks.page, which makes the tables of a page.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from contextlib import ExitStack, suppress
@@ -13,9 +12,8 @@ from typing import Any
 
 from ttrain.bench.modelled import modelled
 from ttrain.bench.report import print_result
-from ttrain.bench.results import Result, read_earlier
+from ttrain.bench.results import Result
 from ttrain.bench.run import Bench
-from ttrain.bench.seats import seats_of
 from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import Interrupted, UserError
@@ -33,15 +31,13 @@ def run(config: Config) -> None:
     """Measure, print and save. Ctrl-C and SIGTERM save what is there. Raises UserError before anything starts."""
     settings, name = config.bench, config.source.choices.get("bench", "bench")
     variants = {each: _with_overrides(config, each) for each in settings.variants or [""]}
-    earlier = None if settings.compare is None else read_earlier(settings.compare)
     notes = []
     if settings.baselines and not _here(config.device):
         notes.append("PyTorch does not take part: it would run on this machine, and the device is not here.")
         settings = replace(settings, baselines=[])
     for device, _ in variants.values():
         _check_here(settings.measure, device)
-    seats = seats_of(settings, variants)
-    if not seats:
+    if not settings.engines and not settings.baselines:
         raise UserError("bench.engines=[]: nobody takes part. Name at least one.")
     folder = claim_results("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
     result = Result(name, asdict(settings), _environment(config), notes=notes)
@@ -54,13 +50,12 @@ def run(config: Config) -> None:
         with suppress(ValueError):  # only the main thread may: SIGTERM, too, ends in saved results
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         try:
-            Bench(settings, seats, config.run.seed, config.plugins, result, save, _say).run()
+            Bench(settings, variants, config.run.seed, config.plugins, result, save, _say).run()
         except KeyboardInterrupt:
             interrupted = True
     save()
-    print_result(result.to_dict(), earlier)
+    print_result(result.to_dict())
     print(f"results: {folder}")
-    print(f"compare a later run with it: bench.compare={shlex.quote(str(folder / RESULTS))}")
     if interrupted:
         raise Interrupted(f"interrupted; partial results are in {folder}")
 

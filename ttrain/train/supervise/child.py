@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a child gets when its parent dies
 USER_SIGNALS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
@@ -26,8 +26,6 @@ class Child(subprocess.Popen[bytes]):
     It leads a session, so a terminal's Ctrl-C reaches it only as its parent passes it on.
     """
 
-    stdin: IO[bytes]  # where it is piped
-    stdout: IO[bytes]
     send = subprocess.Popen.send_signal
 
     def __init__(
@@ -36,12 +34,11 @@ class Child(subprocess.Popen[bytes]):
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         orphaned: signal.Signals = signal.SIGTERM,
-        piped: bool = False,
+        inherited: Sequence[int] = (),
     ) -> None:
         """`environment` is added to ours, `orphaned` is the signal that it gets where we are killed.
 
-        With `piped` its input and output are `stdin` and `stdout`; a log then has what it says on its standard error
-        stream.
+        `inherited` are file descriptors that it has too.
 
         Raises OSError where the process or the file can't be made.
         """
@@ -50,10 +47,11 @@ class Child(subprocess.Popen[bytes]):
             super().__init__(
                 list(command),
                 env={**os.environ, **(environment or {})},
-                stdin=subprocess.PIPE if piped else None if file is None else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else file,
-                stderr=file if piped or file is None else subprocess.STDOUT,
+                stdin=None if file is None else subprocess.DEVNULL,
+                stdout=file,
+                stderr=None if file is None else subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=inherited,
                 preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
 
