@@ -120,9 +120,9 @@ def _run(arguments: list[str]) -> int:
                 composed = composer.compose(overrides)
                 if not composed.asks_for_sweep:
                     return _run_one(composer.check(composed), overrides)
-            from ttrain.sweep import command
+            from ttrain.sweep import run
 
-            return command.run(composer, overrides)
+            return run.run_sweep(composer, overrides)
     return EXIT_DONE
 
 

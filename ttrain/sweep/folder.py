@@ -48,7 +48,7 @@ class SweepFolder:
         Without `wanted` it is the newest unfinished sweep of the same identity, else a new one. Raises UserError where
         it can't be written, holds another search, or is held by another process.
         """
-        started = {"created": now(), "jobs": []}
+        started: dict[str, Any] = {"created": now(), "jobs": []}
         try:
             if wanted is None:
                 known = [(path, read_sweep(path)) for path in sorted(root.glob("*/*"), reverse=True)[:_SEARCHED]]
@@ -108,10 +108,6 @@ class SweepFolder:
     def status(self, job: Job) -> Status:
         """Return what is known of a job; empty where it never started."""
         return read_json(self.path / job.name / STATUS)
-
-    def run_of(self, job: Job) -> Path:
-        """Return the run directory of a job that has started."""
-        return self.path / str(self.status(job).get("run", job.name))
 
     def write_status(self, job: Job, status: Status) -> None:
         replace_file(self.job_folder(job) / STATUS, to_json(status))

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,16 @@ class Job:
         return f"{self.number:03d}_{label}" if label else f"{self.number:03d}"
 
     @property
+    def task(self) -> str:
+        return "train" if self.config is None else self.config.task.name
+
+    @property
     def run_dir(self) -> str | None:
         """The run directory that a training job was given, None where it has that of the sweep."""
-        return None if self.config is None or self.config.task.name != "train" else self.config.run.dir
+        return None if self.config is None or self.task != "train" else self.config.run.dir
+
+
+Compose = Callable[[Job], Job]
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class SweepOverrides:
         if problems:
             raise ConfigError(problems)
         ours = [*parsed, *(override for override in master.overrides if not override.is_hydra_override())]
-        last = {override.get_key_element(): override for override in ours}
+        last = {override.key_or_group: override for override in ours}
         hydra = [str(override.input_line) for override in master.overrides if override.is_hydra_override()]
         return cls(list(last.values()), hydra)
 
@@ -76,20 +83,19 @@ class SweepOverrides:
     def swept(self) -> list[Override]:
         return [override for override in self.overrides if override.is_sweep_override()]
 
+    def _fixed(self, own: bool) -> list[str]:
+        single = [override for override in self.overrides if not override.is_sweep_override()]
+        return [str(each.input_line) for each in single if each.key_or_group.startswith("sweep.") == own]
+
     @property
     def fixed(self) -> list[str]:
         """Overrides that all jobs share, without those of the sweep itself."""
-        return [
-            f"{override.get_key_element()}={override.get_value_element_as_str()}"
-            for override in self.overrides
-            if not override.is_sweep_override() and not override.key_or_group.startswith("sweep.")
-        ]
+        return self._fixed(own=False)
 
     @property
     def own(self) -> list[str]:
         """Overrides of the sweep itself and of Hydra; jobs are checked with them and run without."""
-        given = [each for each in self.overrides if each.key_or_group.startswith("sweep.")]
-        return [*(str(override.input_line) for override in given), *self.hydra]
+        return [*self._fixed(own=True), *self.hydra]
 
     def setting(self, key: str, master: Composed) -> Any:
         """A key of the section `sweep`: from the overrides where they give it, else as composed."""
@@ -106,15 +112,9 @@ class SweepOverrides:
                 )
             if override.key_or_group.startswith("sweep."):
                 raise ConfigError(f"{override.input_line}: keys of the sweep itself can't be swept.")
-        keys = [override.get_key_element() for override in self.overrides]
-        swept = {override.get_key_element() for override in self.swept}
-        jobs = []
-        for number, overrides in enumerate(itertools.product(*map(_alternatives, self.overrides))):
-            pairs = dict(zip(keys, overrides, strict=True))
-            own = tuple(override for key, override in pairs.items() if not key.lstrip("+").startswith("sweep."))
-            axes = {key.lstrip("+"): override.partition("=")[2] for key, override in pairs.items() if key in swept}
-            jobs.append(Job(number, own, axes))
-        return jobs
+        keys = [override.key_or_group for override in self.swept]
+        values = itertools.product(*(override.sweep_string_iterator() for override in self.swept))
+        return [self.job_of(dict(zip(keys, each, strict=True)), number) for number, each in enumerate(values)]
 
     def example(self) -> Job:
         """Return a job with the first value of every swept key, to check the overrides that all jobs share."""
@@ -127,17 +127,9 @@ class SweepOverrides:
             axes[override.key_or_group] = str(first)
         return self.job_of(axes)
 
-    def job_of(self, axes: dict[str, str]) -> Job:
-        """Return the job of values that a search chose; it has no number yet."""
-        return Job(-1, (*self.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
-
-
-def _alternatives(override: Override) -> list[str]:
-    """Return the override as each job has it."""
-    key = override.get_key_element()
-    if override.is_sweep_override():
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
-    return [str(override.input_line) if override.is_delete() else f"{key}={override.get_value_element_as_str()}"]
+    def job_of(self, axes: dict[str, str], number: int = -1) -> Job:
+        """Return the job of these values; one that a search chose has no number yet."""
+        return Job(number, (*self.fixed, *(f"{key}={value}" for key, value in axes.items())), axes)
 
 
 def compose_job(composer: Composer, job: Job, own: Sequence[str] = ()) -> Job:

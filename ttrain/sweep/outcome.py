@@ -17,7 +17,7 @@ from ttrain.core.files import read_json, replace_file
 from ttrain.core.names import did_you_mean
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
-from ttrain.sweep.folder import PRUNED, Status, SweepFolder
+from ttrain.sweep.folder import PRUNED, SweepFolder
 from ttrain.sweep.jobs import Job
 from ttrain.train.logging.chart import Series, line_chart
 from ttrain.train.logging.meter import loop_speed
@@ -57,15 +57,8 @@ def rows(folder: SweepFolder, jobs: Sequence[Job]) -> list[dict[str, Any]]:
     for job, status in ((job, folder.status(job)) for job in jobs):
         first = {"job": job.number, **job.axes, "state": status.get("state", "missing")}
         last = {key: status.get(key) for key in _LAST} | {"folder": job.name}
-        found.append({**first, **columns(*job_numbers(folder, job, status)), **last})
+        found.append({**first, **status.get("numbers", columns(job.task, {})), **last})
     return found
-
-
-def job_numbers(folder: SweepFolder, job: Job, status: Status) -> tuple[str, Numbers]:
-    """Return the task and the numbers of a job, by what its status says of where they are."""
-    task, output = str(status.get("task", "train")), status.get("output")
-    run = folder.path / str(status.get("run", job.name))
-    return task, numbers_of(task, run, None if output is None else folder.path / str(output))
 
 
 def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -129,7 +122,11 @@ def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[st
 
 def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -> None:
     """Draw evaluations.svg: what each job's evaluations found, up to where it finished or was pruned."""
-    series = [Series(str(job.number), list(enumerate(measured(folder.run_of(job), objective), 1))) for job in jobs]
+    runs = [folder.path / str(folder.status(job).get("run", job.name)) for job in jobs]
+    series = [
+        Series(str(job.number), list(enumerate(measured(run, objective), 1)))
+        for job, run in zip(jobs, runs, strict=True)
+    ]
     chart = line_chart(series, f"{objective} of {len(jobs)} jobs", "evaluation", objective)
     if chart:
         replace_file(folder.path / "evaluations.svg", chart + "\n")
@@ -176,14 +173,12 @@ def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
 
 
 def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
-    """Return the problem with sweep.objective where a job is done and has no such number.
-
-    The checks of the config know the numbers of training.
-    """
+    """Return the problem with sweep.objective where a job is done, has numbers, and none of that name."""
     known = [name for name, value in numbers.items() if as_number(value) is not None]
-    if task == "train" or not known or objective_key(task, numbers, wanted) in known:
+    usual = task == "train" and wanted == SweepConfig().objective
+    if usual or not known or objective_key(task, numbers, wanted) in known:
         return None
-    return f"sweep.objective={wanted}: task={task} has no such number. {did_you_mean(wanted, known)}"
+    return f"sweep.objective={wanted}: the job of task={task} has no such number. {did_you_mean(wanted, known)}"
 
 
 def measured(run: Path, objective: str) -> list[float]:

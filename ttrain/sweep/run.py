@@ -1,24 +1,29 @@
-"""Running a sweep: a fresh process for each job, and what became of it."""
+"""`ttrain -m ...` from its overrides to its exit code: a fresh process for each job, and what became of it."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from shutil import which
 
-from ttrain.config.schema import SweepConfig
+from ttrain.config.compose import Composed, Composer
+from ttrain.config.schema import Source, SweepConfig
 from ttrain.core.cores import default_threads
-from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER
+from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
 from ttrain.sweep import outcome
 from ttrain.sweep.folder import DONE, FINISHED, LOG, PRUNED, Status, SweepFolder, now
-from ttrain.sweep.jobs import Job
-from ttrain.sweep.sources import Grid
+from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
+from ttrain.sweep.search import Grid, Search
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override
 from ttrain.train.runs.run_directory import RECORD
@@ -26,6 +31,58 @@ from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
 _POLL_SECONDS = 0.05
 _ON_CPU = ("cpu", "null")
+
+
+def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
+    """Run the sweep and return its exit code.
+
+    Raises ConfigError, and leaves no folder behind, where no job can be composed.
+    """
+    master = composer.compose(overrides, sweep=True)
+    if master.problems:
+        raise ConfigError(master.problems)
+    sweep = SweepOverrides.read(composer, master)
+    searches = sweep.setting("search", master) is not None
+    compose = partial(compose_job, composer, own=sweep.own)
+    jobs = [sweep.example()] if searches else sweep.combinations()
+    first = next((job.config for job in list(map(compose, jobs)) if job.config is not None), None)
+    if first is None:
+        raise ConfigError([_labelled(job) for job in jobs])
+    settings = first.sweep
+    if settings.srun is not None and which("srun") is None:
+        raise ConfigError("sweep.srun: there is no srun here. Start the sweep where SLURM is, or leave it out.")
+    check_directories(jobs)
+    parts = [job.key for job in jobs]
+    if searches:
+        ranges = [str(override.input_line) for override in sweep.swept]
+        parts = [*sweep.fixed, *ranges, str(settings.search), settings.direction, settings.objective]
+    identity = json.dumps(sorted([*composer.files.flags, *parts]))
+    folder = SweepFolder.open(_directory(settings, master), identity, overrides, same=searches)
+    try:
+        queue = Search(sweep, first, folder, compose) if searches else Grid(folder, jobs, compose)
+        _say(f"sweep {folder.path}: {queue.title}")
+        runner = Runner(folder, settings, composer.job_flags(master), queue)
+        runner.run()
+        runner.finish()
+        return runner.exit_code
+    finally:
+        folder.close()
+
+
+def _labelled(job: Job) -> str:
+    label = " ".join(f"{key}={value}" for key, value in job.axes.items())
+    return f"[{label}] {job.problem}" if label else str(job.problem)
+
+
+def _directory(settings: SweepConfig, master: Composed) -> str | None:
+    """Return sweep.dir, or Hydra's own name for it where the command line gives that."""
+    if settings.dir is None and any(override.key_or_group == "hydra.sweep.dir" for override in master.overrides):
+        return str(master.root.hydra.sweep.dir)
+    return settings.dir
+
+
+def _say(text: str) -> None:
+    print(f"ttrain: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -42,30 +99,28 @@ class _Running:
 class Runner:
     """Starts jobs, at most `settings.parallel` at once and one on a card, and records how they end."""
 
-    def __init__(
-        self, folder: SweepFolder, settings: SweepConfig, flags: Sequence[str], say: Callable[[str], None]
-    ) -> None:
-        """`flags` come before the overrides of every job, such as --config-dir."""
-        self.folder, self.settings, self.flags, self._say = folder, settings, tuple(flags), say
+    def __init__(self, folder: SweepFolder, settings: SweepConfig, flags: Sequence[str], queue: Grid) -> None:
+        """`flags` come before the overrides of every job, such as --config-dir. `queue` gives the jobs."""
+        self.folder, self.settings, self.flags, self.queue = folder, settings, tuple(flags), queue
         self._running: list[_Running] = []
-        self._waiting: Job | None = None  # taken from the source, but there is no room on the card yet
+        self._waiting: Job | None = None  # taken from the queue, but there is no room on the card yet
         self.failed: list[int] = []  # exit codes
         self.interrupted = False
         self._unknown_objective = False
 
-    def run(self, source: Grid) -> None:
-        """Runs until the source has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
+    def run(self) -> None:
+        """Runs until the queue has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
         with PassOn(lambda: [running.child for running in self._running]) as signals:
             while True:
                 stopping = signals.received > 0 or self._gives_up
                 if not stopping:
-                    self._start_jobs(source)
+                    self._start_jobs()
                 if not self._running:
                     break
                 time.sleep(_POLL_SECONDS)
-                self._collect(source)
+                self._collect()
                 if not stopping:
-                    self._prune(source)
+                    self._prune()
                 if self._gives_up and not signals.received:
                     signals.received = 1
                     for running in self._running:
@@ -76,18 +131,17 @@ class Runner:
     def _gives_up(self) -> bool:
         return self._unknown_objective or (self.settings.fail_fast and bool(self.failed))
 
-    def _start_jobs(self, source: Grid) -> None:
+    def _start_jobs(self) -> None:
         while len(self._running) < self.settings.parallel:
-            job = self._waiting or source.next()
+            job = self._waiting or self.queue.next()
             self._waiting = None
             if job is None:
                 return
             if job.problem is not None:
                 self.failed.append(EXIT_USER)
                 status = {**self._status(job, []), "state": "failed", "exit_code": EXIT_USER, "reason": job.problem}
-                self.folder.write_status(job, status)
-                self._say(f"job {job.name} failed: {job.problem}")
-                source.tell(job, status)
+                _say(f"job {job.name} failed: {job.problem}")
+                self._tell(job, status)
                 if self.settings.fail_fast:
                     return
                 continue
@@ -109,7 +163,7 @@ class Runner:
         child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
-        self._say(f"job {job.name} started: {path}")
+        _say(f"job {job.name} started: {path}")
 
     def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
         """Return the overrides of the job, and where its results go if it does not train.
@@ -118,7 +172,7 @@ class Runner:
         """
         overrides = [each for each in job.overrides if not each.startswith("hydra.")]
         assert job.config is not None
-        if job.config.task.name != "train":
+        if job.task != "train":
             attempt = self.folder.status(job).get("attempts", 0) + 1
             key, output = outcome.output_override(job.config, self.folder.job_folder(job), attempt)
             return overrides if key is None else [*overrides, override(key, Path(str(output)))], output
@@ -134,7 +188,7 @@ class Runner:
     def _status(self, job: Job, overrides: Sequence[str]) -> Status:
         return {
             "job": job.number,
-            "task": "train" if job.config is None else job.config.task.name,
+            "task": job.task,
             "axes": job.axes,
             "overrides": list(overrides) or list(job.overrides),
             "run": os.path.relpath(self._run_directory(job), self.folder.path),  # so that the sweep can be moved
@@ -150,19 +204,22 @@ class Runner:
             environment["OMP_NUM_THREADS"] = str(max(1, default_threads() // self.settings.parallel))
         return environment
 
-    def _collect(self, source: Grid) -> None:
+    def _tell(self, job: Job, status: Status) -> None:
+        """Write down how a job ended, and tell the queue."""
+        self.folder.write_status(job, status)
+        self.queue.tell(job, status)
+
+    def _collect(self) -> None:
         for running in list(self._running):
             code = running.child.poll()
             if code is not None:
                 self._running.remove(running)
-                status = self._ended(running, code)
-                self.folder.write_status(running.job, status)
-                source.tell(running.job, status)
+                self._tell(running.job, self._ended(running, code))
 
-    def _prune(self, source: Grid) -> None:
+    def _prune(self) -> None:
         """End the jobs that are not worth to be finished, as Ctrl-C does: what they have is saved."""
         for running in self._running:
-            if not running.pruned and source.hopeless(running.job, self._run_directory(running.job)):
+            if not running.pruned and self.queue.hopeless(running.job, self._run_directory(running.job)):
                 running.pruned = True
                 running.child.send(signal.SIGTERM)
 
@@ -171,21 +228,23 @@ class Runner:
         job, wanted = running.job, self.settings.objective
         seconds = time.monotonic() - running.started
         status = {**running.status, "exit_code": code, "ended": now(), "seconds": round(seconds, 3)}
-        task, numbers = outcome.job_numbers(self.folder, job, status)
-        key = outcome.objective_key(task, numbers, wanted)
+        output = None if "output" not in status else self.folder.path / str(status["output"])
+        numbers = outcome.numbers_of(job.task, self._run_directory(job), output)
+        key = outcome.objective_key(job.task, numbers, wanted)
         objective = outcome.as_number(numbers.get(key))
         reason: str | None = None
         trace: str | None = None
-        problem = outcome.objective_problem(task, numbers, wanted) if code == 0 else None
-        if code == 0 and problem is None:
+        problem = outcome.objective_problem(job.task, numbers, wanted) if code == 0 else None
+        if code == 0 and (problem is None or job.task == "train"):
             state, told = FINISHED, f"finished in {format_duration(seconds)}"
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
-            reason = dry_run or numbers.get("caution")
+            reason = dry_run or numbers.get("caution") or problem
+            status["objective_key"] = key if objective is not None else None
         elif running.pruned and code in (EXIT_INTERRUPTED, -signal.SIGTERM):
-            found = outcome.measured(self._run_directory(job), wanted)
+            values = outcome.measured(self._run_directory(job), wanted)
             best = min if self.settings.direction == "minimize" else max
-            objective = best(filter(math.isfinite, found), default=None)
-            reason = f"pruned after {len(found)} evaluation(s)"
+            objective = best(filter(math.isfinite, values), default=None)
+            reason = f"pruned after {len(values)} evaluation(s)"
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             state, told = PRUNED, f"was {reason}"
         elif code == EXIT_INTERRUPTED:
@@ -199,8 +258,38 @@ class Runner:
             self.failed.append(code)
             state, told, reason = "failed", f"failed: {problem.splitlines()[0]}", problem
         reached = f", {key} {objective:.6g}" if state in DONE and objective is not None else ""
-        self._say(f"job {job.name} {told}{reached}")
-        return {**status, "objective": objective, "state": state, "reason": reason, "traceback": trace}
+        _say(f"job {job.name} {told}{reached}")
+        found = {"objective": objective, "numbers": outcome.columns(job.task, numbers)}
+        return {**status, **found, "state": state, "reason": reason, "traceback": trace}
+
+    def finish(self) -> None:
+        """Write the table, the CSV and the plots, whatever happened."""
+        folder, jobs, settings = self.folder, self.queue.jobs, self.settings
+        records = outcome.rows(folder, jobs)
+        outcome.write_table(folder.path / "sweep.csv", records)
+        axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
+        keys = (folder.status(job).get("objective_key") for job in jobs)
+        objective = next(filter(None, keys), settings.objective)
+        outcome.draw_axes(folder.path, records, axes, objective)
+        if settings.prune is not None:
+            outcome.draw_evaluations(folder, jobs, objective)
+        if records:
+            outcome.print_table(records, axes, objective)
+        finished, pruned = (sum(record["state"] == state for record in records) for state in DONE)
+        done = finished + pruned == len(records) and not self.interrupted
+        folder.finish(done)
+        early = f", {pruned} pruned" if pruned else ""
+        table = folder.path / "sweep.csv"
+        _say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {table}")
+        judged = [(record["objective"], job) for record, job in zip(records, jobs, strict=True)
+                  if record["state"] == FINISHED and record["objective"] is not None and job.axes]  # fmt: skip
+        if judged:
+            choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
+            value, best = choose(judged, key=lambda pair: pair[0])
+            alone = Source(overrides=best.overrides, flags=self.flags).command(without=["hydra", "run.dir", "sweep"])
+            _say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
+        if not done:
+            _say("the same command again runs the jobs that are missing or failed")
 
     @property
     def exit_code(self) -> int:

@@ -1,4 +1,4 @@
-"""Sources of jobs: a grid, which has them all at once, and a search, in which Optuna proposes the values of the next.
+"""The jobs to run next: of a grid, which has them all at once, and of a search, in which Optuna proposes the values.
 
 `optimizer.lr=tag(log,interval(1e-4,1e-2))`, `model.width=range(64,257,64)`, `engine=static,dynamic` are Hydra's
 overrides for ranges of numbers and for choices.
@@ -7,7 +7,6 @@ overrides for ranges of numbers and for choices.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,16 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.sweep.folder import DONE, FINISHED, PRUNED, Status, SweepFolder
-from ttrain.sweep.jobs import Job, SweepOverrides
+from ttrain.sweep.jobs import Compose, Job, SweepOverrides
 from ttrain.sweep.outcome import measured
 from ttrain.train.logging.metrics import METRICS
 
 JOURNAL = "search.journal"
 _KEY = "job"  # attribute of a trial: the key of its job
 _PROPOSALS = 20  # for each job of a search: small spaces repeat themselves
-
-Compose = Callable[[Job], Job]
+_SAMPLERS = {
+    "tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler", "gp": "GPSampler", "qmc": "QMCSampler",
+}  # fmt: skip
 
 
 class Grid:
@@ -71,7 +71,8 @@ class Search(Grid):
         except (ValueError, KeyError) as error:
             raise UserError(f"{path} is damaged: {error}. Give another sweep.dir.") from None
         known = self._study.trials
-        self._study.sampler = self._sampler(first.run.seed + len(known))  # a seed would begin with the same draws again
+        sampler = getattr(optuna.samplers, _SAMPLERS[str(settings.search)])
+        self._study.sampler = sampler(seed=first.run.seed + len(known))  # a seed would begin with the same draws again
         self.jobs = folder.jobs()
         statuses = {job.key: folder.status(job) for job in self.jobs}
         for trial in known:
@@ -81,7 +82,7 @@ class Search(Grid):
                 self._end(number, statuses.get(trial.user_attrs.get(_KEY), {}))
         self._values = {trial.user_attrs.get(_KEY): trial.params for trial in known if trial.params}
         self._again = [job for job in self.jobs if statuses[job.key].get("state") not in DONE]
-        if lost := [job.name for job in self._again if job.key not in self._values]:
+        if lost := [job.name for job in self.jobs if job.key not in self._values]:
             raise UserError(f"{path} has nothing of job {lost[0]}. Give another sweep.dir.")
         self._trials: dict[str, Any] = {}
         self._read: dict[str, tuple[int, int]] = {}  # by job: evaluations that were reported, bytes that were read
@@ -162,14 +163,6 @@ class Search(Grid):
         if settings.prune == "median":
             return pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=after - 1)
         return pruners.NopPruner()
-
-    def _sampler(self, seed: int) -> Any:
-        samplers = self._optuna.samplers
-        named = {
-            "tpe": samplers.TPESampler, "random": samplers.RandomSampler, "cmaes": samplers.CmaEsSampler,
-            "gp": samplers.GPSampler, "qmc": samplers.QMCSampler,
-        }  # fmt: skip
-        return named[str(self._settings.search)](seed=seed)
 
 
 def _mend(journal: Path) -> None:
