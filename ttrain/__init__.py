@@ -11,17 +11,7 @@ if TYPE_CHECKING:
     from ttrain.api import Config, StepResult, Training, TtrainError, UserError, load_config, option, register, run
 
 __version__ = "0.1.0"
-__all__ = [
-    "Config",
-    "StepResult",
-    "Training",
-    "TtrainError",
-    "UserError",
-    "load_config",
-    "option",
-    "register",
-    "run",
-]
+__all__ = ["Config", "StepResult", "Training", "TtrainError", "UserError", "load_config", "option", "register", "run"]
 
 
 def __getattr__(name: str) -> Any:

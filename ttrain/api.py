@@ -25,17 +25,7 @@ if TYPE_CHECKING:
 
     from ttrain.models.base import Batch, Model
 
-__all__ = [
-    "Config",
-    "StepResult",
-    "Training",
-    "TtrainError",
-    "UserError",
-    "load_config",
-    "option",
-    "register",
-    "run",
-]
+__all__ = ["Config", "StepResult", "Training", "TtrainError", "UserError", "load_config", "option", "register", "run"]
 
 
 def load_config(*overrides: str, config_dir: str | Path | None = None) -> Config:

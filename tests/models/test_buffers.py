@@ -24,7 +24,7 @@ from ttrain.graph.verify import verify
 from ttrain.nn.module import Buffer, use, use_buffer
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.testing.models import ModelTrial
+from ttrain.testing import check_model
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
@@ -215,7 +215,4 @@ def test_a_derived_one_of_any_dtype(dtype: DType) -> None:
 
 
 def test_the_whole_model_agrees_with_pytorch() -> None:
-    trial = ModelTrial("centred", Centred(), ROWS, seed=1)
-    got = trial.run(open_cpu(), StaticEngine)
-    for name, wanted in trial.expected().items():
-        np.testing.assert_allclose(np.asarray(got[name]).reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-6)
+    check_model(Centred(), ROWS, open_cpu())

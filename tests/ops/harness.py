@@ -16,7 +16,17 @@ from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.kinds import Kind
 from ttrain.plan.lifetime import overwritable
-from ttrain.testing.cases import TORCH, Arrays, cases_of, draw, input_names, input_specs, record, rounded
+from ttrain.testing.cases import (
+    TORCH,
+    Arrays,
+    cases_of,
+    draw,
+    input_names,
+    input_specs,
+    output_name,
+    record,
+    rounded,
+)
 from ttrain.testing.compare import Tolerance, ulp_errors
 from ttrain.testing.tolerances import tolerance
 
@@ -224,12 +234,6 @@ def assert_within(got: np.ndarray, expected: np.ndarray, dtype: DType, allowed: 
         f"(got {got.flat[worst]!r}, expected {expected.flat[worst]!r}; allowed {allowed.peak}), "
         f"99 % within {most:.1f} (allowed {allowed.most})"
     )
-
-
-def output_name(op: Op, case: Case, index: int) -> str:
-    """The declared name of an output; all tensors of a list share its name."""
-    names = op.outputs_of(case.attributes)
-    return names[0 if len(names) == 1 or names[0].endswith("*") else index].rstrip("*?")
 
 
 def assert_equals_reference(

@@ -15,7 +15,7 @@ from ttrain.device.base import Device
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.testing import cases_of, verdict
-from ttrain.testing.trials import Trial, run_trials
+from ttrain.testing.trials import OpTrial, run_trials
 
 EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
 NOT_RECORDED = {*EXCHANGES, "block_norms", "token_windows"}  # by a step of a mesh: of ranks, and of ids that lie there
@@ -37,5 +37,5 @@ def test_row_equals_reference(op: Op, case: Case) -> None:
 
 
 def check_row(device: Device, op: Op, case: Case) -> None:
-    trial = Trial(op, 0, case, DType.FP32, None, tuple(range(len(op.outputs) + 99)))
+    trial = OpTrial(op, 0, case, DType.FP32, None, tuple(range(len(op.outputs) + 99)))
     verdict(list(trial.compared(run_trials(device, StaticEngine, [trial]), "static", FACTOR)))

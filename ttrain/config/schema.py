@@ -21,7 +21,6 @@ from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.testing.settings import VerifyConfig
 from ttrain.train.forecast.settings import PlanConfig, ProfileConfig
 from ttrain.train.runs.record import command_line, override
 from ttrain.train.settings import (
@@ -33,7 +32,7 @@ from ttrain.train.settings import (
     SuperviseConfig,
     TrainConfig,
 )
-from ttrain.train.task_settings import EvalConfig, ExportConfig, ReportConfig, RunsConfig, SampleConfig
+from ttrain.train.task_settings import EvalConfig, ExportConfig, ReportConfig, RunsConfig, SampleConfig, VerifyConfig
 
 
 @dataclass

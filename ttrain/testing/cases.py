@@ -212,11 +212,10 @@ def record(op: Op, case: Case, dtype: DType) -> tuple[Graph, dict[str, Value], t
     return graph, values, outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def output_name(op: Op, index: int) -> str:
+def output_name(op: Op, case: Case, index: int) -> str:
     """The declared name of an output; all tensors of a list share its name."""
-    if len(op.outputs) == 1 or op.outputs[0].endswith("*"):
-        return op.outputs[0].rstrip("*?")
-    return op.outputs[index].rstrip("*?")
+    names = op.outputs_of(case.attributes)
+    return names[0 if len(names) == 1 or names[0].endswith("*") else index].rstrip("*?")
 
 
 def leaves_of(op: Op, values: Mapping[str, Value]) -> dict[str, Value]:

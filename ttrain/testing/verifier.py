@@ -18,10 +18,8 @@ from ttrain.graph import REGISTRY, Op
 from ttrain.models.base import Model
 from ttrain.testing.cases import cases_of
 from ttrain.testing.compare import Comparison, Tolerance, compare, verdict
-from ttrain.testing.models import ModelTrial
-from ttrain.testing.run import MakeEngine
 from ttrain.testing.tolerances import EXACT, GRADIENT, MODEL
-from ttrain.testing.trials import Trial, reach, run_trials, trials
+from ttrain.testing.trials import MakeEngine, ModelTrial, Trial, reach, run_trials, trials
 
 Each = Callable[[Sequence[Trial]], Iterable[Trial]]
 
@@ -65,31 +63,22 @@ class Verifier:
         inner = [op for op, seen in reached.items() if seen.outputs and not seen.alone]
         self._note("Verified through the backward of their forward op only", inner)
         planned = [trial for op, seen in reached.items() for trial in trials(op, self.dtype, seen)]
-        results = {name: run_trials(self.device, make, planned) for name, make in self.engines.items()}
-        for engine, outputs in results.items():
-            for trial in each(planned):
-                yield from trial.compared(outputs, engine, self.factor, self.device.uniform_compute)
-        yield from self._equal("ops", results, GRADIENT[self.dtype])
+        yield from self._compare("ops", planned, GRADIENT[self.dtype], each)
 
     def model(self, name: str, model: Model, rows: int = 2, seed: int = 0) -> Iterator[Comparison]:
         """Compare the loss of a model and the gradients of its parameters."""
         if self.device.uniform_compute:
             model.follow_compute()
-        trial = ModelTrial(name, model, rows, seed)
-        expected = trial.expected()
-        results = {engine: trial.run(self.device, make) for engine, make in self.engines.items()}
-        for engine, got in results.items():
-            yield from trial.compared(got, expected, engine, self.factor)
-        yield from self._equal(name, results, MODEL[self.dtype])
+        yield from self._compare(name, [ModelTrial(name, model, rows, seed)], MODEL[self.dtype])
 
-    def _note(self, what: str, ops: Sequence[Op]) -> None:
-        if ops:
-            self.notes.append(f"{what}: {', '.join(op.name for op in ops)}.")
-
-    def _equal(
-        self, subject: str, results: Mapping[str, Mapping[str, Any]], allowed: Tolerance
+    def _compare(
+        self, subject: str, planned: Sequence[Trial], allowed: Tolerance, each: Each = iter
     ) -> Iterator[Comparison]:
-        """Compare each engine with the first one, and yield the worst."""
+        """Compare every engine with PyTorch, and those after the first one with it as well, of which the worst."""
+        results = {name: run_trials(self.device, make, planned) for name, make in self.engines.items()}
+        for engine, outputs in results.items():
+            for trial in each(planned):
+                yield from trial.compared(outputs, engine, self.factor, self.device.uniform_compute)
         (first, base), *others = results.items()
         for engine, values in others:
             labels: dict[str, Any] = {"subject": subject, "quantity": f"{engine} against {first}", "engine": engine}
@@ -101,6 +90,10 @@ class Verifier:
             ]
             if found:
                 yield max(found, key=lambda one: one.badness)
+
+    def _note(self, what: str, ops: Sequence[Op]) -> None:
+        if ops:
+            self.notes.append(f"{what}: {', '.join(op.name for op in ops)}.")
 
 
 def check_ops(

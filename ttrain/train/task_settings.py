@@ -162,3 +162,20 @@ class ReportConfig:
             yield "task=report: run.dir and report.run both name runs. Give run=<one>,<another> for all of them."
         elif task != "report" and self.run and run is None:
             yield f"report.run={self.run}: task={task} takes one run. Give run.dir=<run directory>."
+
+
+@dataclass
+class VerifyConfig:
+    """Settings of task=verify, which compares ops and models with PyTorch in fp64."""
+
+    ops: list[str] = option([], "names or families of ops; empty takes all, none takes no op", one=True)
+    model: bool = option(True, "verify the gradients of the configured model too")
+    rows: int = option(2, "sequences or examples of the model's batch", minimum=1)
+    engines: str = option("one", "one is the configured engine; all compares every engine", choices=("one", "all"))
+    tolerance: float = option(1.0, "factor on every allowed error", above=0)
+    json: str | None = option(None, "file to write every comparison into", path=True)
+
+    @rule
+    def _none_stands_alone(self, others: Any) -> Iterator[str]:
+        if "none" in self.ops and len(self.ops) > 1:
+            yield f"verify.ops=[{','.join(self.ops)}]: none takes no op. Leave it out, or the others."
