@@ -16,7 +16,7 @@ from ttrain.config import registry
 from ttrain.config.components import TaskConfig
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, DeviceBusy, Interrupted, UserError
-from ttrain.sweep import command
+from ttrain.sweep import run
 
 REPO = Path(__file__).parents[2]
 
@@ -144,9 +144,7 @@ def test_a_sweep_is_handed_on_with_the_flags(monkeypatch: pytest.MonkeyPatch, tm
     text = "defaults: [config, _self_]\nhydra: {mode: MULTIRUN, sweeper: {params: {engine: 'dynamic,static'}}}\n"
     (tmp_path / "mine.yaml").write_text(text, "utf-8")
     given: list[Any] = []
-    monkeypatch.setattr(
-        command, "run", lambda composer, overrides: given.append((overrides, composer.files.flags)) or 75
-    )
+    monkeypatch.setattr(run, "run_sweep", lambda made, overrides: given.append((overrides, made.files.flags)) or 75)
     assert main(["-m", "run.seed=1,2"]) == 75
     assert main(["--config-dir", str(tmp_path), "--config-name", "mine", "run.seed=3"]) == 75  # a file may ask for it
     expected = ("--config-dir", str(tmp_path), "--config-name", "mine")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ttrain.config.compose import Composer
-from ttrain.sweep import command, run
+from ttrain.sweep import run
 
 # What a job does follows from run.seed; the rest of a job is checked where real processes run.
 STAND_IN = """
@@ -77,6 +77,6 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
 
     def start(*overrides: str, name: str | None = None) -> int:
         with Composer(name) as composer:
-            return command.run(composer, list(overrides))
+            return run.run_sweep(composer, list(overrides))
 
     yield start

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.ttnn.runs import sgd
-from tests.width.tools import PLACES, TIME, WIDTH, Regression, check, registered, train, train_in_torch
+from tests import forked
+from tests.native.conftest import require_compiler
+from tests.ttnn.runs import cpu, golden, run, sgd, step_inputs
 from ttrain import ops
-from ttrain.core.spec import DType
-from ttrain.graph import Value, composite
-from ttrain.nn.initialize import Normal
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.graph import Graph, Value, composite
+from ttrain.graph.graph import REGISTRY
+from ttrain.models.base import LOSS_WEIGHT, SCALAR
+from ttrain.nn.initialize import Normal, initial_values
 from ttrain.nn.layers import Linear
-from ttrain.nn.module import Buffer, Parameter, use, use_buffer
+from ttrain.nn.module import Buffer, Module, Parameter, use, use_buffer
+from ttrain.ops.update import Rule
+from ttrain.optim.adafactor import Adafactor
+from ttrain.optim.groups import orthogonalised
+from ttrain.optim.muon import NorMuon
+from ttrain.optim.settings import AdafactorConfig, NorMuonConfig
 
+PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden dynamic", "golden static")
 HEADS, KV_HEADS = 4, 2
+ROWS, TIME, WIDTH, STEPS = 2, 9, 24, 3
 
 
 def relative_bias_of_test(distances: Value, table: Value) -> Value:
@@ -34,8 +46,11 @@ def distances(shape: tuple[int, ...]) -> np.ndarray:
     return key - query + TIME - 1
 
 
-class Biased(Regression):
-    """Causal attention over a window of 6 keys, each with a learned bias for its distance."""
+class Biased(Module):
+    """Squared error of causal attention over a window of 6 keys, each with a learned bias for its distance."""
+
+    config: Any = None
+    compute = DType.FP32
 
     def __init__(self) -> None:
         self.query, self.projection = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
@@ -44,11 +59,27 @@ class Biased(Regression):
         self.distances = Buffer((TIME, TIME), distances, dtype=DType.INT64)
         self.name_parameters()
 
-    def predict(self, x: Value) -> Value:
-        table, distances = use(x.graph, self.table, x.spec.dtype), use_buffer(x.graph, self.distances)
-        bias = x.graph.apply("relative_bias_of_test", distances, table)
+    def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
+        return {name: TensorSpec((rows, TIME, WIDTH)) for name in ("inputs", "targets")}
+
+    def loss(self, graph: Graph, rows: int, training: bool) -> Value:
+        x, targets = (graph.input(name, spec) for name, spec in self.batch_specs(rows).items())
+        table, distances = use(graph, self.table, x.spec.dtype), use_buffer(graph, self.distances)
+        bias = graph.apply("relative_bias_of_test", distances, table)
         given = (self.query(x), self.key(x), self.value(x))
-        return self.projection(ops.attention(*given, heads=HEADS, kv_heads=KV_HEADS, bias=bias, window=6))
+        mixed = ops.attention(*given, heads=HEADS, kv_heads=KV_HEADS, bias=bias, window=6)
+        return ops.squared_error(self.projection(mixed), targets, graph.input(LOSS_WEIGHT, SCALAR))
+
+
+class Whole:
+    """Rules of whole matrices: NorMuon for hidden ones, Adafactor for the rest."""
+
+    def __init__(self) -> None:
+        self.config = NorMuonConfig()
+
+    def rule(self, parameter: Parameter, decays: bool) -> Rule:
+        hidden = orthogonalised(parameter)
+        return (NorMuon(self.config) if hidden else Adafactor(AdafactorConfig())).rule(parameter, decays)
 
 
 def declare() -> None:
@@ -59,16 +90,25 @@ def model() -> Any:
     return Biased()
 
 
-def optimizer() -> Any:
-    return sgd(momentum=0, clip_norm=None, weight_decay=0)
+optimizer = Whole  # on the mocked board
 
 
-def in_torch(parameters: Any, fields: Any) -> torch.Tensor:
+@pytest.fixture(autouse=True)
+def _declared() -> Iterator[None]:
+    """The op is gone afterwards: other tests run every op of the registry."""
+    before = dict(REGISTRY)
+    declare()
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+
+
+def in_torch(parameters: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
 
     def by_heads(name: str, heads: int) -> torch.Tensor:
-        split = linear(name, fields["inputs"]).unflatten(-1, (heads, WIDTH // HEADS)).transpose(1, 2)
+        split = linear(name, x).unflatten(-1, (heads, WIDTH // HEADS)).transpose(1, 2)
         return split.repeat_interleave(HEADS // heads, 1)
 
     bias = parameters["table"][torch.from_numpy(distances((TIME, TIME)))].permute(2, 0, 1)[None]
@@ -79,13 +119,44 @@ def in_torch(parameters: Any, fields: Any) -> torch.Tensor:
     return linear("projection", mixed.transpose(1, 2).flatten(2))
 
 
-@pytest.fixture(autouse=True)
-def _declared() -> Iterator[None]:
-    with registered():
-        declare()
-        yield
+class _AnyInputs:
+    inputs: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_it_trains_as_torch_does(place: str) -> None:
-    check(train(place, model(), optimizer()), train_in_torch(model(), in_torch))
+    """fp32 beside plain descent in fp64, over STEPS steps."""
+    device, engine = place.split()
+    if device == "golden":
+        pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    elif engine == "traced":
+        require_compiler()
+    descent = sgd(momentum=0, clip_norm=None, weight_decay=0)
+    opened = golden() if device == "golden" else cpu()
+    outcome = run(model(), descent, opened, engine=engine, rows=ROWS, steps=STEPS)
+
+    first = initial_values(model(), 7)
+    parameters = {name: torch.from_numpy(np.array(value)).double().requires_grad_() for name, value in first.items()}
+    losses = []
+    for step in range(1, STEPS + 1):
+        given = step_inputs(model(), _AnyInputs(), ROWS, step)
+        x, targets = (torch.from_numpy(given[name]).double() for name in ("inputs", "targets"))
+        loss = float(given[LOSS_WEIGHT]) * ((in_torch(parameters, x) - targets) ** 2).sum()
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        losses.append(float(loss))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+                parameter -= float(given["lr"]) * gradient
+    np.testing.assert_allclose(outcome.losses, losses, rtol=1e-4)
+    for name, wanted in parameters.items():
+        scale = float(wanted.abs().max())
+        np.testing.assert_allclose(outcome.state[name], wanted.detach(), rtol=0, atol=1e-4 * scale, err_msg=name)
+
+
+def test_a_mocked_board_takes_its_ops_and_those_of_rules_of_whole_matrices(tmp_path: Path) -> None:
+    """The board's validators take every op."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    order = json.dumps({"board": "n150", "modules": [__name__]})
+    done = forked.run("tests.ttnn.mock_child", order, TTRAIN_CACHE=str(tmp_path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"computes": False, "zero": True, "steps": 3}

@@ -178,7 +178,7 @@ def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
     usual = task == "train" and wanted == SweepConfig().objective
     if usual or not known or objective_key(task, numbers, wanted) in known:
         return None
-    return f"sweep.objective={wanted}: the job of task={task} has no such number. {did_you_mean(wanted, known)}"
+    return f"sweep.objective={wanted}: task={task} has no such number. {did_you_mean(wanted, known)}"
 
 
 def measured(run: Path, objective: str) -> list[float]:
