@@ -34,7 +34,7 @@ class Row:
     used_bytes: int | None = None  # peak of later steps, without what the process held before it built anything
     planned_bytes: int | None = None  # what used_bytes is expected to be
     planned_ms: float | None = None  # expected of a step
-    losses: list[float | None] = field(default_factory=list)  # of the first steps
+    losses: list[float] = field(default_factory=list)  # of the first steps
     checked_against: str | None = None
     loss_difference: float | None = None
     weight_difference: float | None = None
@@ -76,7 +76,7 @@ class CaseResult:
         return {**asdict(self), "rows": [self._row(row, best) for row in self.rows]}
 
     def _row(self, row: Row, best: Row | None) -> dict[str, Any]:
-        values = asdict(row)
+        values = {**asdict(row), "losses": [finite(loss) for loss in row.losses]}
         if row.round_ms:
             q1, median, q3 = (float(value) for value in np.percentile(row.round_ms, [25, 50, 75]))
             values["step_ms"] = {"median": median, "q1": q1, "q3": q3, "rounds": len(row.round_ms)}

@@ -31,6 +31,7 @@ from ttrain.device.info import MOCK, SIMULATOR, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.train.supervise.child import Child, describe_exit
+from ttrain.train.supervise.launch import rank_environment
 
 COMPILERS = ("traced", "compile", "compile_all")  # keep machine code on disk: a cold start differs from a warm one
 # Who is built first: whoever no longer fits into memory side by side with the others is left out.
@@ -116,10 +117,7 @@ def _places(ranks: int) -> list[dict[str, str]]:
         return [{}]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        shared = {**rank_environment(ranks, probe.getsockname()[1]), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
@@ -242,7 +240,6 @@ class Bench:
         device = entry.device
         if entry.ranks > 1:
             device = replace(device, threads=max(1, (device.threads or default_threads()) // entry.ranks))
-            environment = {"OMP_NUM_THREADS": str(device.threads), **(environment or {})}
         worker = self.make_worker(entry.folder, entry.ranks, environment)
         try:
             worker.ask("make", self.plugins, entry.own, replace(entry.case), device, entry.engine, entry.mode)
@@ -290,7 +287,6 @@ class Bench:
 
     def _build(self, found: CaseResult, entries: Sequence[Entry], opened: ExitStack) -> dict[Entry, float]:
         """Start and check contenders one after the other, and return the seconds of a step of each."""
-        reference: tuple[str, list[float]] | None = None
         largest, built = 0, dict[Entry, float]()
         for entry in sorted(entries, key=lambda each: _ORDER.index(each.own)):
             row, free, info = entry.row, psutil.virtual_memory().available, info_of(entry.device)
@@ -301,11 +297,11 @@ class Bench:
             with self._stage(found, "building ", row), ExitStack() as one:
                 worker, answer = one.enter_context(self._started(entry))
                 largest = max(largest, answer["rss"] * entry.ranks)
-                row.losses = [finite(loss) for loss in answer["losses"]]
+                row.losses = answer["losses"]
                 if info.mode(entry.device) == MOCK:
                     row.status, found.basis = "ok", MOCKED
                 else:
-                    reference = self._check(found, entry, worker, answer["losses"], reference)
+                    _check(found, entry, worker)
                 if not found.device or info.exclusive(entry.device):
                     self._facts(found, row, worker)
                 if not info.exclusive(entry.device):
@@ -313,27 +309,6 @@ class Bench:
                     opened.push(one.pop_all())
                 built[entry] = answer["step_seconds"]
         return built
-
-    def _check(
-        self,
-        found: CaseResult,
-        entry: Entry,
-        worker: Worker,
-        losses: list[float],
-        reference: tuple[str, list[float]] | None,
-    ) -> tuple[str, list[float]]:
-        """Compare a contender with the reference, or make it that where there is none. Return the reference."""
-        row, weights = entry.row, str(entry.folder / "weights")
-        if reference is None:
-            worker.ask("write_weights", weights)
-            row.status, row.checked_against = "ok", row.contender
-            return row.contender, losses
-        name, expected = reference
-        loss, way = loss_difference(losses, expected), worker.ask("weight_difference", weights)
-        row.checked_against, row.loss_difference, row.weight_difference = name, finite(loss), finite(way)
-        row.reason = problem(found.precision, loss, way, name)
-        row.status = "invalid" if row.reason else "ok"
-        return reference
 
     def _take_turns(self, entries: Sequence[Entry], each: bool) -> None:
         """Give everybody a turn in every round, in random order.
@@ -357,6 +332,20 @@ class Bench:
         row.facts, row.planned_ms = answer["facts"], answer["planned_ms"]
         found.device = found.device or answer["device"]
         found.basis = SIMULATED if found.device.get("mode") == SIMULATOR else found.basis
+
+
+def _check(found: CaseResult, entry: Entry, worker: Worker) -> None:
+    """Compare a contender with the reference of its case, or make it that where there is none."""
+    row, weights = entry.row, str(entry.folder / "weights")
+    reference = next((each for each in found.rows if each.checked_against == each.contender), None)
+    if reference is None:
+        worker.ask("write_weights", weights)
+        row.status, row.checked_against = "ok", row.contender
+        return
+    loss, way = loss_difference(row.losses, reference.losses), worker.ask("weight_difference", weights)
+    row.checked_against, row.loss_difference, row.weight_difference = reference.contender, finite(loss), finite(way)
+    row.reason = problem(found.precision, loss, way, reference.contender)
+    row.status = "invalid" if row.reason else "ok"
 
 
 def caches(folder: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ttrain.config.registry import component
+from ttrain.config.registry import component, loaded
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
@@ -344,25 +344,11 @@ def null_device(config: DeviceConfig) -> Device:
     return NullDevice()
 
 
-def dynamic_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """Launches as recorded."""
-    from ttrain.engine.dynamic import DynamicEngine
-
-    return DynamicEngine(device, state)
-
-
-def static_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """A flat list of kernels over planned buffers."""
-    from ttrain.engine.static import StaticEngine
-
-    return StaticEngine(device, state, config.rematerialize)
-
-
-def traced_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """Replays of what the device captured or compiled."""
-    from ttrain.engine.traced import TracedEngine
-
-    return TracedEngine(device, state, config.rematerialize)
+def our_engine(config: EngineConfig, device: Device, state: State) -> Engine:
+    """Return the engine of ttrain that has the config's name."""
+    engine = loaded(f"ttrain.engine.{config.name}:{config.name.title()}Engine")
+    made: Engine = engine(device, state) if config.name == "dynamic" else engine(device, state, config.rematerialize)
+    return made
 
 
 def no_views(*_: Any) -> list[Logger]:

@@ -61,7 +61,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("model", GPTConfig, "ttrain.models.gpt:GPT", ("gpt",)),
     ("model", LlamaConfig, "ttrain.models.llama:Llama", ("llama",)),
     ("model", AGILLMConfig, "ttrain.models.agillm:AGILLM", ("agillm",)),
-    ("engine", EngineConfig, "ttrain.config.build:{}_engine", ("dynamic", "static", "traced")),
+    ("engine", EngineConfig, "ttrain.config.build:our_engine", ("dynamic", "static", "traced")),
     ("device", DeviceConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
     ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
     *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),

@@ -214,9 +214,8 @@ class Composer:
             if value and key not in given:
                 where = self._origins(composed).get(key)
                 problems.append(f"{key}={value!r}: {why} (set in {where}). Give {advice} on the command line.")
-        if self.files.flags:
-            plain = hydra.compose(None, return_hydra_config=True)
-            problems += refused(plain.hydra, composed.root.hydra, lambda key: self._origins(composed).get(key))
+        for key, file in self._set_by_files(composed) if self.files.flags else ():
+            problems += refused(key, file) if re.match("hydra[./]", key) else []
         return problems
 
     def _source(self, composed: Composed) -> Source:
@@ -235,16 +234,19 @@ class Composer:
 
     def _origins(self, composed: Composed) -> dict[str, str]:
         """Dotted key or section -> the file that set it last; empty for what the command line gave."""
-        lines = self._lines(composed.overrides)
-        loader = GlobalHydra.instance().config_loader()
         origins: dict[str, str] = {}
-        for default in loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults:
-            for key in self.files.keys(default.config_path, default.package):
-                parts = key.split(".")
-                parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-                origins.update(dict.fromkeys(parents, f"{default.config_path}{YAML}"))
+        for key, file in self._set_by_files(composed):
+            parts = key.split(".")
+            origins.update(dict.fromkeys((".".join(parts[:length]) for length in range(1, len(parts) + 1)), file))
         given = [override.key_or_group for override in composed.overrides if not self._is_hydras(override)]
         return {key: file for key, file in origins.items() if not any(f"{key}.".startswith(f"{own}.") for own in given)}
+
+    def _set_by_files(self, composed: Composed) -> Iterator[tuple[str, str]]:
+        """Yield the keys that files set, and Hydra's own groups of which they choose an option, each with its file."""
+        loader, lines = GlobalHydra.instance().config_loader(), self._lines(composed.overrides)
+        for default in loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults:
+            for key in self.files.keys(default.config_path, default.package):
+                yield key, f"{default.config_path}{YAML}"
 
     @contextmanager
     def one_sentence(self, problems: Sequence[str] = ()) -> Iterator[None]:

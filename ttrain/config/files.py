@@ -85,7 +85,11 @@ class ConfigFiles:
         yield from self.keys(path)
 
     def keys(self, path: str, package: str | None = None) -> Iterator[str]:
-        """Dotted keys that a file sets; `package` is where Hydra puts them, None for what the file says."""
+        """Dotted keys that a file sets, and Hydra's groups of which it chooses an option.
+
+        `package` is where Hydra puts them, None for what the file says.
+        """
+        yield from (default.group for default in self._defaults(path) if default.group.startswith("hydra/"))
         values, declared = self._read(path)
         package = (declared or path.rpartition("/")[0].replace("/", ".")) if package is None else package
         own = {key: value for key, value in values.items() if key != "defaults"}

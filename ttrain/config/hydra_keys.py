@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-
-from omegaconf import DictConfig, OmegaConf
-
-from ttrain.core.options import differences, leaves
+from collections.abc import Iterable
 
 _HEEDED = re.compile(
     r"hydra\.(mode|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
     r"|job\.config\.override_dirname(\..+)?)"  # what ${hydra:job.override_dirname} is made of
 )
-_OF_HYDRA = re.compile(r"hydra\.(runtime|overrides|searchpath|job\.config_name)\b.*")  # which Hydra itself fills in
 _INSTEAD = {
     "hydra.run.dir": "Give run.dir=<folder>.",
     "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
@@ -42,21 +37,11 @@ def ignored(keys: Iterable[str], origin: str = "") -> list[str]:
     return problems
 
 
-def refused(plain: DictConfig, given: DictConfig, origin: Callable[[str], str | None]) -> Iterator[str]:
-    """One problem for each of Hydra's keys that files have set: code is refused, and what would do nothing.
-
-    `plain` is Hydra's part of the tree without files.
-    """
-    for group, option in given.runtime.choices.items():
-        if group.startswith("hydra/") and option != plain.runtime.choices.get(group, option):
-            yield from ignored([group])
-    before, now = (OmegaConf.to_container(each, resolve=False) for each in (plain, given))
-    for key, _, value in differences(before, now, "hydra"):
-        for path in leaves(value, key):
-            if path.rpartition(".")[2] in ("_target_", "()", "class"):
-                yield f"{path}: refused (set in {origin(path)}); a config file can't name code."
-            elif not _OF_HYDRA.fullmatch(path):
-                yield from ignored([path], f" (set in {origin(path)})")
+def refused(key: str, file: str) -> list[str]:
+    """Return the problem of a key of Hydra that a file sets: code is refused, and what would do nothing."""
+    if key.rpartition(".")[2] in ("_target_", "()", "class"):
+        return [f"{key}: refused (set in {file}); a config file can't name code."]
+    return ignored([key], f" (set in {file})")
 
 
 def _instead(name: str) -> str:
