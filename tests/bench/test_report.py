@@ -69,10 +69,8 @@ def test_numbers_of_a_sweep_are_named_by_what_differs() -> None:
 
 def test_quartiles_by_another_library() -> None:
     times = list(np.random.default_rng(0).lognormal(size=21))
-    case = CaseResult(
-        "a", "a", "fp32", "tokens", 1, 1.0, 1, rows=[Row("static", "ttrain", status="ok", round_ms=times)]
-    )
-    found = case.to_dict()["rows"][0]["step_ms"]
+    row = Row("static", "ttrain", status="ok", round_ms=times)
+    found = CaseResult("a", "a", "fp32", "tokens", 1, 1.0, 1, rows=[row]).to_dict()["rows"][0]["step_ms"]
     expected = statistics.quantiles(times, n=4, method="inclusive")
     assert [found[name] for name in ("q1", "median", "q3")] == pytest.approx(expected)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ttrain.core.tables import Table, fitted
-from ttrain.sweep.outcome import print_table
+from ttrain.core import tables
+from ttrain.core.tables import fitted
+from ttrain.sweep import outcome
 from ttrain.tasks import plan, runs
 from ttrain.train.runs.inspect import RunInfo
 
@@ -41,20 +43,12 @@ def test_a_cell_that_is_wider_than_a_line_is_folded() -> None:
     ]
 
 
-@pytest.fixture(params=[40, 80])
-def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    tables = "ttrain.sweep.outcome", "ttrain.tasks.runs", "ttrain.core.tables"
-    for module in tables:
-        __import__(module)
-        monkeypatch.setattr(sys.modules[module], "window", lambda: request.param)
-    return int(request.param)
-
-
-def squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def test_the_table_of_a_sweep(columns: int, capsys: Any) -> None:
+@pytest.mark.parametrize("columns", [40, 80])
+def test_tables_that_tasks_print_fit_the_window_and_lose_nothing(
+    columns: int, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (outcome, runs, tables):
+        monkeypatch.setattr(module, "window", lambda: columns)
     records = [
         {
             "job": number, "optimizer.lr": "0.0003", "model.width": "192", "engine": "static", "state": "failed",
@@ -63,29 +57,13 @@ def test_the_table_of_a_sweep(columns: int, capsys: Any) -> None:
         }
         for number in range(3)
     ]  # fmt: skip
-    print_table(records, ["optimizer.lr", "model.width", "engine"], "best_val_loss")
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= columns
-    for part in ("optimizer.lr", "model.width", "best_val_loss", "1.2346", "2.3456", "123.5k", "GiB of memory,"):
-        assert any(part in line for line in lines), part
-
-
-def test_the_list_of_runs(columns: int, capsys: Any) -> None:
-    from pathlib import Path
-
+    outcome.print_table(records, ["optimizer.lr", "model.width", "engine"], "best_val_loss")
     path = Path("outputs/2026-11-28/12-37-36_nano-gpt_cpu_static_of_a_long_name")
     runs._print([RunInfo(path, "finished", 1000, 1000, 1000, metrics=[{"train/loss": 1.5, "val/loss": 1.625}])])
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= columns
-    assert "1000/1000" in text and "1.5000" in text and "1.6250" in text
-    first_block = text.partition("\n\n")[0].splitlines()[1:]
-    assert squeezed("".join(line[: columns // 2] for line in first_block)).startswith(str(path)[:20])
-
-
-def test_the_tables_of_a_plan(columns: int, capsys: Any) -> None:
     rows = [("blocks.*.attention of a name that is long", "12,345,678", "45.6%", "123.4 GiB", "1.5 ms")]
-    plan._print([Table("Parameters", ("module", "count", "share", "bytes", "time"), rows)])
+    plan._print([tables.Table("Parameters", ("module", "count", "share", "bytes", "time"), rows)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
-    for part in (*rows[0][1:], "count", "share"):
+    of_sweep = ("optimizer.lr", "model.width", "best_val_loss", "1.2346", "2.3456", "123.5k", "GiB of memory,")
+    for part in (*of_sweep, "1000/1000", "1.5000", "1.6250", str(path)[:15], *rows[0][1:], "count", "share"):
         assert any(part in line for line in lines), part

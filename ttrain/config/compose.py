@@ -23,9 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
 from ttrain.config.files import YAML, ConfigFiles, store_options
-from ttrain.config.hydra_keys import ignored, refused
 from ttrain.config.overrides import parse
-from ttrain.config.renamed import instead
+from ttrain.config.renamed import instead, instead_of_hydras
 from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Source, sections
 from ttrain.config.validate import Findings, section_type, typed_config
@@ -35,6 +34,10 @@ from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of
 from ttrain.train.runs.record import as_text
 
+_HEEDED = re.compile(  # of Hydra's keys
+    r"hydra(\.(mode|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
+    r"|job\.config\.override_dirname(\..+)?))?"  # what ${hydra:job.override_dirname} is made of
+)
 NULL_OPTION = "null"  # the name of a device, which YAML reads as no value
 ON_COMMAND_LINE = {  # keys that run code of the user's choice, so that no file may give them
     "plugins": ("a config file can't name a plugin", "plugins=[...]"),
@@ -159,7 +162,7 @@ class Composer:
         if override.is_hydra_override():
             if "_target_" in line:
                 return f"{line}: the key _target_ is refused."
-            return next(iter(ignored([key])), None)
+            return _ignored(key)
         if override.is_sweep_override() and not sweep:
             how = "a comma means a sweep, which" if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP else "a sweep"
             return f"{line}: {how} needs -m. For a list write {key}=[...]; quote text twice."
@@ -215,7 +218,10 @@ class Composer:
                 where = self._origins(composed).get(key)
                 problems.append(f"{key}={value!r}: {why} (set in {where}). Give {advice} on the command line.")
         for key, file in self._set_by_files(composed) if self.files.flags else ():
-            problems += refused(key, file) if re.match("hydra[./]", key) else []
+            if key.rpartition(".")[2] in ("_target_", "()", "class") and key.startswith("hydra."):
+                problems.append(f"{key}: refused (set in {file}); a config file can't name code.")
+            elif re.match("hydra[./]", key) and (problem := _ignored(key, f" (set in {file})")):
+                problems.append(problem)
         return problems
 
     def _source(self, composed: Composed) -> Source:
@@ -274,6 +280,15 @@ def load(overrides: Sequence[str] = (), config_name: str | None = None, config_d
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
         return composer.typed(overrides)
+
+
+def _ignored(key: str, origin: str = "") -> str | None:
+    """Return the problem of a key of Hydra, such as `hydra.run.dir` or `hydra/launcher`, that would do nothing."""
+    key = key.lstrip("+~")
+    name = key.replace("/", ".")
+    if _HEEDED.fullmatch(name):
+        return None
+    return f"{key}: has no effect with ttrain{origin}. {instead_of_hydras(name)}"
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:

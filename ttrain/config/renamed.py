@@ -1,4 +1,7 @@
-"""Keys and options that went: what to give instead, on the command line and for the recorded config of a run."""
+"""Keys and options that went, and keys of Hydra that do nothing here: what to give instead.
+
+Both are answered on the command line, those that went also in the recorded config of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,17 @@ RENAMED: dict[str, str] = {
     "device.make_room": "device.yield_cores",
     "device.products": "device.matmul",
     "guard.search_seconds": "Leave it out: no steps are repeated. guard.nonfinite=skip names the first bad tensor.",
+    "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
+    "hydra.job.env_set": "Set the variable in the shell, before the command.",
+    "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
+    "hydra.job_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
+    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>, under SLURM sweep.srun.",
+    "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
+    "hydra.run.dir": "Give run.dir=<folder>.",
+    "hydra.searchpath": "Give --config-dir <folder>.",
+    "hydra.sweep": "Give sweep.dir=<folder>.",
+    "hydra.sweeper": "ttrain runs sweeps itself: see sweep.search=tpe, sweep.trials, sweep.parallel.",
+    "hydra.verbose": "HYDRA_FULL_ERROR=1 shows tracebacks.",
     "lr_finder.rise": "Leave it out: task=lr_finder stops where the loss has risen by half of what it had fallen.",
     "optimizer.group_lr": "optimizer.lr_multipliers",
     "precision=bf16_pure": "precision=bf16_true",
@@ -42,3 +56,10 @@ def instead(old: str) -> str:
         return "Give task=bench bench=<preset>; --help lists the presets."
     new = RENAMED.get(old, "")
     return new if " " in new or not new else f"It is now {new}."
+
+
+def instead_of_hydras(key: str) -> str:
+    """Return the sentence that answers a key of Hydra, or a section of its keys, that does nothing with ttrain."""
+    while key and key not in RENAMED:
+        key = key.rpartition(".")[0]
+    return RENAMED.get(key, "Leave it out.")
