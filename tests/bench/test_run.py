@@ -26,9 +26,10 @@ from ttrain.tasks import bench as task
 
 def ran(processes: Processes, device: DeviceConfig = ONE_THREAD, clock: Any = None, **changes: Any) -> dict[str, Any]:
     """The only case of a benchmark, as JSON, with its rows by contender."""
-    result, variants = Result("gpt", {}, {"command": "a command"}), {"": (device, EngineConfig())}
+    result = Result("gpt", {}, {"command": "a command"})
     save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
-    made = Bench(replace(QUICK, **changes), variants, 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
+    config = replace(QUICK, **changes)
+    made = Bench(config, device, EngineConfig(), 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
     made.clock = clock or made.clock
     made.run()
     assert made.result.complete and processes.open == 0
@@ -137,7 +138,6 @@ def test_a_device_that_two_processes_can_not_share_is_opened_for_every_turn(monk
     ("changes", "names"),
     [
         ({"ranks": 2}, ["eager ddp x2", "static", "static ddp x2", "static zero1 x2"]),
-        ({"variants": ["a=1", "a=2"]}, ["eager", "static, a=1", "static, a=2"]),
         ({"size": ["mm8"], "baselines": ["eager", "compile"]}, ["eager", "static"]),  # a product has one way in PyTorch
         ({"size": ["mm8"], "ranks": 2}, ["static"]),
     ],
@@ -145,8 +145,7 @@ def test_a_device_that_two_processes_can_not_share_is_opened_for_every_turn(monk
 )
 def test_who_takes_part(changes: dict[str, Any], names: list[str]) -> None:
     config = replace(QUICK, **{"baselines": ["eager"], **changes})
-    variants = {variant: (ONE_THREAD, EngineConfig()) for variant in config.variants or [""]}
-    found = entries_of(config, variants, case(config.size[0]), Path())
+    found = entries_of(config, ONE_THREAD, EngineConfig(), case(config.size[0]), Path())
     assert [entry.row.contender for entry in found] == names
 
 

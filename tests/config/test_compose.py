@@ -66,7 +66,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(override: str) -> Non
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 84
+    assert len(shipped_options()) == 83
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 

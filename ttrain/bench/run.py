@@ -45,7 +45,6 @@ _CLOSING_SECONDS = 5.0
 # for memory in use.
 _TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
 
-Both = tuple[DeviceConfig, EngineConfig]
 Environment = Mapping[str, str] | None
 
 
@@ -130,7 +129,6 @@ class Entry:
     engine: EngineConfig
     case: Case
     folder: Path  # of what its process prints
-    variant: str = ""
     mode: str = "none"  # of `parallel`
     ranks: int = 1
     row: Row = field(init=False)
@@ -140,8 +138,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         shared = f" {self.mode} x{self.ranks}" if self.ranks > 1 else ""
-        name = f"{self.own}{shared}{', ' if self.variant else ''}{self.variant}"
-        self.row = Row(name, PYTORCH if self.own in BASELINES else OURS)
+        self.row = Row(f"{self.own}{shared}", PYTORCH if self.own in BASELINES else OURS)
 
     def size(self, turn_seconds: float, step_seconds: float) -> None:
         """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
@@ -150,22 +147,18 @@ class Entry:
         self.timed = steps - self.settle
 
 
-def entries_of(config: BenchConfig, variants: Mapping[str, Both], case: Case, folder: Path) -> list[Entry]:
-    """Return who takes part in a case, in the order of the rows.
-
-    `variants` are the configs of device and engine by variant; the first is that of the baselines. A product has one
-    way in PyTorch, and is not shared.
-    """
+def entries_of(
+    config: BenchConfig, device: DeviceConfig, engine: EngineConfig, case: Case, folder: Path
+) -> list[Entry]:
+    """Return who takes part, in the order of the rows. A product has one way in PyTorch, and is not shared."""
     found, product = [], isinstance(case.work, ProductWork)
     for name in dict.fromkeys([*config.baselines, *config.engines]):
         ours = name not in BASELINES
         ways = [("none", 1)] if ours or config.ranks == 1 else []
         if config.ranks > 1 and not product:
             ways += [(mode, config.ranks) for mode in (("ddp", "zero1") if ours else ("ddp",))]
-        if product and name in ("compile", "compile_all"):
-            continue
-        for variant, both in variants.items() if ours else [("", next(iter(variants.values())))]:
-            found += [Entry(name, *both, case, folder, variant, *way) for way in ways]
+        if not (product and name in ("compile", "compile_all")):
+            found += [Entry(name, device, engine, case, folder, *way) for way in ways]
     return found
 
 
@@ -183,7 +176,8 @@ class Bench:
     """One run of a benchmark. `save` is called whenever `result` has grown, `say` with every finished stage."""
 
     config: BenchConfig
-    variants: Mapping[str, Both]
+    device: DeviceConfig
+    engine: EngineConfig
     seed: int
     plugins: list[str]
     result: Result
@@ -206,10 +200,10 @@ class Bench:
         self.save()
 
     def _case(self, case: Case, folder: Path) -> None:
-        entries = entries_of(self.config, self.variants, case, folder)
+        entries = entries_of(self.config, self.device, self.engine, case, folder)
         found = CaseResult.of(case, [entry.row for entry in entries])
         self.result.cases.append(found)
-        if any(modelled(entry.device) for entry in entries):
+        if modelled(self.device):
             with self._stage(found, "cost model"):
                 for entry in entries:
                     enter_times(case, found, entry.row, entry.device, entry.own)

@@ -18,7 +18,6 @@ NAMED_SIZES = ("tiny", "char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lor
 PERCEPTRON = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")  # rows, width, layers
 PRODUCT = re.compile(r"mm([1-9]\d*)")  # rows and columns of both factors
 _LARGEST_PERCEPTRON, _LARGEST_PRODUCT = (2**20, 2**16, 1024), 2**15
-_OVERRIDE = re.compile(r"(device|engine)\.(?!name=)\w+=\S*")
 
 
 @dataclass
@@ -42,11 +41,6 @@ class BenchConfig:
         "forms of PyTorch; compile compiles the model, compile_all the optimizer step too",
         choices=BASELINES,
         one=True,
-    )
-    variants: list[str] = option(
-        [],
-        "overrides of device and engine; every engine runs once with each entry, such as "
-        "[device.threads=1,device.threads=2]; a space separates two overrides of one entry",
     )
     ranks: int = option(
         1,
@@ -82,9 +76,6 @@ class BenchConfig:
                 yield f"bench.{key}=[]: name at least one, such as [{example}]."
         if not self.engines and not self.baselines:
             yield "bench.engines=[] and bench.baselines=[]: nobody takes part. Name at least one."
-        for override in (each for variant in self.variants for each in variant.split()):
-            if not _OVERRIDE.fullmatch(override):
-                yield f"bench.variants={override}: must be <key>=<value> of device or engine."
         if self.ranks & (self.ranks - 1):
             yield f"bench.ranks={self.ranks}: must be a power of two."
         if self.ranks > 1 and "memory" in self.measure:

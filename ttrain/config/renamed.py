@@ -7,7 +7,9 @@ from __future__ import annotations
 
 # Old key, section or `key=option` -> the new one, or a sentence that says what to do.
 RENAMED: dict[str, str] = {
-    "bench=subdevices": "Give bench=core_grid: a variant with device.core_grid runs products on a part of the chip.",
+    "bench=core_grid": "Give -m bench=chip device.core_grid=[7,8],[7,4].",
+    "bench=dispatch": "Give -m bench=chip device.dispatch=worker,eth.",
+    "bench=subdevices": "Give -m bench=chip device.core_grid=[7,8],[7,4].",
     "bench.batch": "Give bench.size=[<rows>x<width>,...].",
     "bench.beside": "Leave it out: run task=bench beside the other program, and compare both with benchmarks.compare.",
     "bench.compare": "Give two results.json files to python -m benchmarks.compare.",
@@ -17,6 +19,7 @@ RENAMED: dict[str, str] = {
     "bench.name": "Give bench=<preset>.",
     "bench.repeats": "bench.starts",
     "bench.startup": "Give bench.measure=[start,steps], or [steps] alone.",
+    "bench.variants": "Give -m and several values of a key, such as device.threads=1,2.",
     "bench.work": "bench.size",
     "data.order=read": "data.order=sequential",
     "device.make_room": "device.yield_cores",
