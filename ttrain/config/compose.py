@@ -35,7 +35,7 @@ from ttrain.core.options import default_of, key_of
 from ttrain.train.runs.record import as_text
 
 _HEEDED = re.compile(  # of Hydra's keys
-    r"hydra(\.(mode|sweep\.dir|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
+    r"hydra(\.(mode|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
     r"|job\.config\.override_dirname(\..+)?))?"  # what ${hydra:job.override_dirname} is made of
 )
 NULL_OPTION = "null"  # the name of a device, which YAML reads as no value
@@ -86,7 +86,6 @@ class Composer:
 
     def compose(self, overrides: Sequence[str] = (), sweep: bool = False) -> Composed:
         """Compose the tree of these overrides; in a `sweep` those with several values are parsed and left out."""
-        registry.load_installed_plugins()
         registry.load_plugins(_plugins(overrides))
         parsed, problems = self.parsed(overrides, sweep)
         store_options()
@@ -160,8 +159,6 @@ class Composer:
     def _problem(self, override: Override, sweep: bool) -> str | None:
         key, line = override.key_or_group, str(override.input_line)
         if override.is_hydra_override():
-            if "_target_" in line:
-                return f"{line}: the key _target_ is refused."
             return _ignored(key)
         if override.is_sweep_override() and not sweep:
             how = "a comma means a sweep, which" if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP else "a sweep"
@@ -218,9 +215,7 @@ class Composer:
                 where = self._origins(composed).get(key)
                 problems.append(f"{key}={value!r}: {why} (set in {where}). Give {advice} on the command line.")
         for key, file in self._set_by_files(composed) if self.files.flags else ():
-            if key.rpartition(".")[2] in ("_target_", "()", "class") and key.startswith("hydra."):
-                problems.append(f"{key}: refused (set in {file}); a config file can't name code.")
-            elif re.match("hydra[./]", key) and (problem := _ignored(key, f" (set in {file})")):
+            if re.match("hydra[./]", key) and (problem := _ignored(key, f" (set in {file})")):
                 problems.append(problem)
         return problems
 

@@ -9,7 +9,7 @@ by an entry point of the group `ttrain.plugins`. Nothing in a config file can na
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -96,11 +96,13 @@ def info_that(answers: Callable[[DeviceInfo], object]) -> DeviceInfo:
     return next((info for info in infos() if answers(info)), DeviceInfo())
 
 
-def load_plugins(modules: list[str]) -> None:
-    """Import the modules that the command line named; importing one registers its rows."""
-    for module in modules:
-        if module in _LOADED_PLUGINS:
-            continue
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import the modules that the command line named, and those that installed packages offer.
+
+    Importing one registers its rows. Packages offer modules under the entry-point group `ttrain.plugins`.
+    """
+    named = [*(entry.module for entry in entry_points(group=ENTRY_POINT_GROUP)), *modules]
+    for module in (name for name in named if name not in _LOADED_PLUGINS):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
@@ -111,11 +113,3 @@ def load_plugins(modules: list[str]) -> None:
                 "Install it, or put its folder into PYTHONPATH."
             ) from error
         _LOADED_PLUGINS.add(module)
-
-
-def load_installed_plugins() -> None:
-    """Import what installed packages offer under the entry-point group `ttrain.plugins`."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.value not in _LOADED_PLUGINS:
-            entry.load()
-            _LOADED_PLUGINS.add(entry.value)

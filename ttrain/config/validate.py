@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
@@ -65,9 +65,7 @@ def typed_config(values: Mapping[str, Any], source: Source | None = None, findin
     """
     found = findings or Findings()
     config = Config(source=source or Source())
-    for key, value in values.items():
-        for target in [str(key)] if key == "_target_" else _target_keys(value, str(key)):
-            found.add(f"{target}: the key _target_ is refused; components are chosen by registered name only.")
+    for key in values:
         if key not in sections():
             hint = instead(str(key)) or _suggest_root(str(key))
             found.add(f"{key}: unknown key{found.origin(str(key))}. {hint}")
@@ -141,8 +139,6 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
     accepted = {}
     for key, value in values.items():
         path = f"{section}.{key}"
-        if key == "_target_":
-            continue
         if key not in known:
             hint = instead(path) or _suggest(section, str(key), schema)
             found.add(f"{path}: unknown key{found.origin(path)}. {hint}")
@@ -299,15 +295,3 @@ def owner_of(key: str) -> str | None:
         if is_dataclass(default) and key in {declared.name for declared in fields(default)} and key != "name":
             return section
     return None
-
-
-def _target_keys(values: Any, prefix: str) -> Iterator[str]:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            path = f"{prefix}.{key}" if prefix else str(key)
-            if key == "_target_":
-                yield path
-            yield from _target_keys(value, path)
-    elif isinstance(values, list):
-        for position, value in enumerate(values):
-            yield from _target_keys(value, f"{prefix}[{position}]")

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 
-from ttrain.config.compose import Composed, Composer
+from ttrain.config.compose import Composer
 from ttrain.config.schema import Source, SweepConfig
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
@@ -57,7 +57,7 @@ def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
         ranges = [str(override.input_line) for override in sweep.swept]
         parts = [*sweep.fixed, *ranges, str(settings.search), settings.direction, settings.objective]
     identity = json.dumps(sorted([*composer.files.flags, *parts]))
-    folder = SweepFolder.open(_directory(settings, master), identity, overrides, same=searches)
+    folder = SweepFolder.open(settings.dir, identity, overrides, same=searches)
     try:
         queue = Search(sweep, first, folder, compose) if searches else Grid(folder, jobs, compose)
         _say(f"sweep {folder.path}: {queue.title}")
@@ -72,13 +72,6 @@ def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
 def _labelled(job: Job) -> str:
     label = " ".join(f"{key}={value}" for key, value in job.axes.items())
     return f"[{label}] {job.problem}" if label else str(job.problem)
-
-
-def _directory(settings: SweepConfig, master: Composed) -> str | None:
-    """Return sweep.dir, or Hydra's own name for it where the command line gives that."""
-    if settings.dir is None and any(override.key_or_group == "hydra.sweep.dir" for override in master.overrides):
-        return str(master.root.hydra.sweep.dir)
-    return settings.dir
 
 
 def _say(text: str) -> None:
@@ -188,8 +181,6 @@ class Runner:
     def _status(self, job: Job, overrides: Sequence[str]) -> Status:
         return {
             "job": job.number,
-            "task": job.task,
-            "axes": job.axes,
             "overrides": list(overrides) or list(job.overrides),
             "run": os.path.relpath(self._run_directory(job), self.folder.path),  # so that the sweep can be moved
             "attempts": self.folder.status(job).get("attempts", 0) + 1,
