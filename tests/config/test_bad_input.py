@@ -166,8 +166,9 @@ def test_what_hydra_refuses_is_said_in_one_sentence(override: str, part: str) ->
     assert problem.startswith(part)
 
 
-@pytest.mark.parametrize("override", ["model._target_=x", "+a.b._target_=x", "hydra.launcher._target_=x",
-                                      "train.steps={_target_: x}", "optimizer.lr_multipliers={_target_: x}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "override", ["model._target_=x", "+a.b._target_=x", "hydra.launcher._target_=x", "train.steps={_target_: x}"]
+)
 def test_code_on_the_command_line_is_refused(override: str) -> None:
     assert problems(override)[0].startswith(override.lstrip("+")[:5].partition(".")[0])
 

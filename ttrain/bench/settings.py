@@ -107,7 +107,5 @@ def size_problem(size: str) -> str | None:
     if (product := PRODUCT.fullmatch(size)) is not None:
         over_limit = int(product[1]) > _LARGEST_PRODUCT
         return f"bench.size={size}: must be at most mm{_LARGEST_PRODUCT}." if over_limit else None
-    if size.isdecimal():
-        return f"bench.size={size}: write mm{size} for a product of matrices, {size}x{size} for a perceptron."
     hint = did_you_mean(size, NAMED_SIZES)
     return f"bench.size={size}: no such size. {hint} Or give <rows>x<width>[x<layers>] or mm<n>."

@@ -36,9 +36,7 @@ def run(config: Config) -> None:
             )
         engines, notes = _engines(config, device)
         print(f"Verifying on {device.name}, {dtype}, engine {', '.join(engines)}, against PyTorch in fp64.", flush=True)
-        verifier = Verifier(
-            device, engines, dtype, settings.tolerance, lambda name: not (device.compiles and name == "traced")
-        )
+        verifier = Verifier(device, engines, dtype, settings.tolerance)
         found: list[Comparison] = []
         found += verifier.ops(chosen, partial(waited_for, what="Comparing ops with PyTorch")) if chosen else ()
         if settings.model:

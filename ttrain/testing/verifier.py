@@ -41,7 +41,7 @@ def chosen_ops(names: Sequence[str], key: str = "") -> list[Op]:
 class Verifier:
     """Compares on one device, by engines of these names. `notes` tells what could not be compared.
 
-    `factor` multiplies every allowed error. `exact(engine)` is True for engines that run the same kernels as the first.
+    `factor` multiplies every allowed error.
     """
 
     def __init__(
@@ -50,9 +50,8 @@ class Verifier:
         engines: Mapping[str, MakeEngine],
         dtype: DType = DType.FP32,
         factor: float = 1.0,
-        exact: Callable[[str], bool] = lambda engine: True,
     ) -> None:
-        self.device, self.engines, self.dtype, self.factor, self.exact = device, engines, dtype, factor, exact
+        self.device, self.engines, self.dtype, self.factor = device, engines, dtype, factor
         self.notes: list[str] = []
 
     def ops(self, chosen: Sequence[Op], each: Each = iter) -> Iterator[Comparison]:
@@ -82,7 +81,8 @@ class Verifier:
         (first, base), *others = results.items()
         for engine, values in others:
             labels: dict[str, Any] = {"subject": subject, "quantity": f"{engine} against {first}", "engine": engine}
-            bound = EXACT if self.exact(engine) else allowed * self.factor
+            compiled = self.device.compiles and engine == "traced"  # other engines run the kernels of the first
+            bound = allowed * self.factor if compiled else EXACT
             found = [
                 compare(values[name], np.asarray(wanted), self.dtype, bound, case=name, dtype=self.dtype, **labels)
                 for name, wanted in base.items()
