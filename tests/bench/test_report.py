@@ -16,7 +16,6 @@ from ttrain.bench.engines import EngineContender
 from ttrain.bench.report import notes, print_result, table
 from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio
 from ttrain.cli import main
-from ttrain.config.compose import load
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.base import EngineCounters
 from ttrain.graph import Graph
@@ -164,8 +163,3 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {key}") and shown.err.count("\n") == 1
     assert not shown.out and not list(tmp_path.iterdir())
-
-
-def test_one_value_stands_for_a_list_of_it() -> None:
-    found = load(["task=bench", "bench=gpt", "bench.size=nano", "bench.engines=static"])
-    assert (found.bench.size, found.bench.engines) == (["nano"], ["static"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ttrain import __version__
 from ttrain.cli import main, parse_arguments
 from ttrain.config import registry
 from ttrain.config.components import TaskConfig
@@ -102,21 +103,20 @@ def test_a_wrong_flag(overrides: list[str], part: str) -> None:
     assert part in str(caught.value)
 
 
-def test_help_lists_groups_keys_and_examples(capsys: Any) -> None:
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    groups = "model      agillm, gpt2, llama, mlp, [nano-gpt]", "recipe     agillm_large_cpu, "
-    assert all(part in text for part in (*groups, "train.steps=1000", "ttrain task=sample"))
-
-
-@pytest.mark.parametrize("columns", [60, 200])
-def test_tables_of_the_help_fit_the_window(capsys: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+@pytest.mark.parametrize(("flag", "columns"), [("--help", 60), ("-h", 200)])
+def test_help_lists_groups_keys_and_examples_in_tables_that_fit(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, flag: str, columns: int
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["--help"]) == 0
-    tables = capsys.readouterr().out.partition("Groups")[2].partition("Examples")[0]
-    rows = [line for line in tables.splitlines() if line.startswith("  ")]
-    assert max(map(len, rows)) <= columns
-    assert "optimizer steps of the whole run" in " ".join(tables.split())
+    assert main([flag]) == 0
+    text = capsys.readouterr().out
+    tables, _, examples = text.partition("Groups")[2].partition("Examples")
+    assert max(len(line) for line in tables.splitlines() if line.startswith("  ")) <= columns
+    assert "ttrain task=sample" in examples
+    found = "train.steps=1000", "optimizer steps of the whole run", "model agillm, gpt2, llama, mlp, [nano-gpt]"
+    assert all(part in " ".join(tables.split()) for part in (*found, "recipe agillm_large_cpu, "))
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == f"ttrain {__version__}\n"
 
 
 def test_cfg_job_prints_the_complete_config(capsys: Any) -> None:

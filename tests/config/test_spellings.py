@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ttrain import __version__
 from ttrain.cli import main, parse_arguments
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
@@ -110,13 +109,6 @@ def test_numbers_spaces_quotes_and_dashes(argument: str, expected: Any) -> None:
 def test_what_is_not_understood_is_told_as_it_should_be(argument: str, part: str) -> None:
     (problem,) = refused(argument)
     assert part in problem
-
-
-def test_short_flags(capsys: Any) -> None:
-    assert main(["-h"]) == 0
-    assert "train.steps=1000" in capsys.readouterr().out
-    assert main(["-V"]) == 0
-    assert capsys.readouterr().out == f"ttrain {__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from ttrain.core.errors import ConfigError
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
-from ttrain.graph.graph import Node, Value, op
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
-from ttrain.ops import scale
 from ttrain.testing import VerifyError, check_model, check_ops
 
 
@@ -39,19 +36,3 @@ def test_ops_and_models_that_are_right_pass() -> None:
 def test_a_wrong_kernel_is_named() -> None:
     with pytest.raises(VerifyError, match=r"relu y \(relu-"):
         check_ops("relu", device=Doubled("cpu", threads=1))
-
-
-def test_a_wrong_gradient_of_a_model_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = op("relu").vjp
-
-    def flipped(node: Node, *gradients: Value | None) -> Sequence[Value | None]:
-        return [None if value is None else scale(value, -1.0) for value in right(node, *gradients)]
-
-    monkeypatch.setattr(op("relu"), "vjp", flipped)
-    with pytest.raises(VerifyError, match=r"model d\S*weight"):
-        check_model(MLP(MLPConfig(width=8, inputs=5, outputs=3)))
-
-
-def test_an_op_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gellu"):
-        check_ops("gellu")

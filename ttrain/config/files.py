@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -26,14 +26,6 @@ def packaged() -> Path:
     """Return `conf`: inside the installed package, or beside it in a clone."""
     package = Path(ttrain.__file__).resolve().parent
     return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
-
-
-class Default(NamedTuple):
-    """An entry of a defaults list: an option of a group, or a config of no group."""
-
-    group: str
-    option: Any
-    overrides: bool
 
 
 class ConfigFiles:
@@ -68,20 +60,20 @@ class ConfigFiles:
         return set(self._listed(self.name, frozenset()))
 
     def _listed(self, path: str, seen: frozenset[str]) -> Iterator[str]:
-        for default in self._defaults(path) if path not in seen else ():
-            if default.group:
-                yield default.group
+        for group, option, _ in self._defaults(path) if path not in seen else ():
+            if group:
+                yield group
             else:
-                yield from self._listed(str(default.option).lstrip("/"), seen | {path})
+                yield from self._listed(str(option).lstrip("/"), seen | {path})
 
     def sets(self, group: str, option: str) -> Iterator[str]:
         """Dotted keys that an option sets, and groups of which it chooses another option."""
         path = f"{group}/{option}"
-        for default in self._defaults(path):
-            if default.overrides:
-                yield default.group
-            elif not default.group and default.option != option:
-                yield from self.sets(group, str(default.option))
+        for named, chosen, overrides in self._defaults(path):
+            if overrides:
+                yield named
+            elif not named and chosen != option:
+                yield from self.sets(group, str(chosen))
         yield from self.keys(path)
 
     def keys(self, path: str, package: str | None = None) -> Iterator[str]:
@@ -89,19 +81,20 @@ class ConfigFiles:
 
         `package` is where Hydra puts them, None for what the file says.
         """
-        yield from (default.group for default in self._defaults(path) if default.group.startswith("hydra/"))
+        yield from (group for group, _, _ in self._defaults(path) if group.startswith("hydra/"))
         values, declared = self._read(path)
         package = (declared or path.rpartition("/")[0].replace("/", ".")) if package is None else package
         own = {key: value for key, value in values.items() if key != "defaults"}
         yield from leaves(own, "" if package == "_global_" else package) if own else ()
 
-    def _defaults(self, path: str) -> Iterator[Default]:
+    def _defaults(self, path: str) -> Iterator[tuple[str, Any, bool]]:
+        """Yield the defaults list of a file: a group with its option, or a config of no group; and if it overrides."""
         entries = self._read(path)[0].get("defaults")
         for entry in entries if isinstance(entries, list) else ():
             for key, option in entry.items() if isinstance(entry, dict) else [("", entry)]:
                 group = str(key).rpartition(" ")[2].partition("@")[0].lstrip("/")
                 if option != "_self_":
-                    yield Default(group, option, str(key).startswith("override "))
+                    yield group, option, str(key).startswith("override ")
 
     def _read(self, path: str) -> tuple[dict[Any, Any], str | None]:
         """The values of a file and the package that it declares; nothing where there is none."""
