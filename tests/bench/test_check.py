@@ -59,22 +59,6 @@ def test_our_llama_does_what_that_of_transformers_does(size: str, tmp_path: Path
     assert [path for path, _ in given.first_weights(True)][-1].endswith("lora.b.weight") == (size == "llama-lora")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["eager", "static", "dynamic"])
-def test_a_product_is_that_of_numpy(name: str, precision: str) -> None:
-    given = case("mm40", precision)
-    contender = make_contender(name, given, ONE_THREAD, EngineConfig())
-    contender.build()
-    contender.step(1)
-    assert given.flops() == 2 * 40**3
-    a, b = given.product.factors(given.seed)
-    expected = a.astype(np.float64) @ b
-    bound = 1e-5 if precision == "fp32" else 2e-2
-    assert np.abs(contender.weight("product") - expected).max() < bound * np.abs(expected).max()
-    assert contender.loss(None) == pytest.approx(np.abs(expected).sum(), rel=bound)
-    contender.close()
-
-
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
     """As precision=bf16_true trains; what was held in fp32 would take twice the bytes."""
     ours: Any

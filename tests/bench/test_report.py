@@ -103,7 +103,7 @@ def test_the_roof_adds_up_the_kernels_of_the_plan() -> None:
 
 
 CHIP = [
-    ["bench=chip", "device=n300", "bench.size=[mm1024,nano32]"],
+    ["bench=chip", "device=n300", "bench.size=[64x64x1,nano32]"],
     ["bench=wormhole", "device=n300", "bench.size=256x256"],
     ["bench=gpt", "device=n300", "bench.precision=bf16"],
 ]
@@ -129,7 +129,13 @@ def test_what_a_card_is_told_changes_what_the_model_says(tmp_path: Path, monkeyp
     found = {}
     for precision, cores in (("bf16", "[7,8]"), ("bf16", "[7,4]"), ("bf8", "[7,8]")):
         folder = tmp_path / f"{precision} {cores}"
-        overrides = ["bench=chip", "device=n300", "bench.size=mm4096", "bench.engines=static", f"bench.out={folder}"]
+        overrides = [
+            "bench=chip",
+            "device=n300",
+            "bench.size=8192x2048x1",
+            "bench.engines=static",
+            f"bench.out={folder}",
+        ]
         overrides += [f"bench.precision={precision}", f"device.core_grid={cores}"]
         assert main(["task=bench", *overrides]) == 0
         found[precision, cores] = json.loads((folder / "results.json").read_text("utf-8"))["numbers"]["static_ms"]

@@ -10,7 +10,7 @@ import torch
 
 from ttrain.bench.contender import Contender
 from ttrain.bench.reference import reference_of
-from ttrain.bench.workload import Case, product_loss
+from ttrain.bench.workload import Case
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.settings import DeviceConfig
@@ -33,16 +33,13 @@ class PyTorchContender(Contender):
         super().__init__(case, device)
         self.name, self.description = name, _DESCRIPTIONS[name]
 
-    def _open(self) -> torch.device:
-        """Open our device, which sets the same number of threads as for our engines, and return torch's."""
-        self.device = build.build_device(self._device_config)
-        found: torch.device = getattr(self.device, "device", torch.device("cpu"))
-        return found
-
     def build(self) -> None:
-        case, self._device = self.case, self._open()
+        case = self.case
+        # The device sets the same number of threads as for our engines.
+        self.device = build.build_device(self._device_config)
+        self._device: torch.device = getattr(self.device, "device", torch.device("cpu"))
         held = torch.bfloat16 if case.dtypes.master is DType.BF16 else None
-        model = reference_of(case.training).to(self._device, held)
+        model = reference_of(case.work).to(self._device, held)
         self._parameters = dict(model.named_parameters())
         for parameter in self._parameters.values():
             if not parameter.requires_grad and parameter.dim() > 1:  # as a user loads a model that stays as it is
@@ -51,7 +48,7 @@ class PyTorchContender(Contender):
         self._model: Callable[..., torch.Tensor] = self._wrapped(model)
         trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
-        self._optimizer = make_optimizer(trained, case.training.optimizer, fused)
+        self._optimizer = make_optimizer(trained, case.work.optimizer, fused)
         self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
         self._batches = [
             [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in case.batches
@@ -65,14 +62,14 @@ class PyTorchContender(Contender):
         """Load the first weights of our model; every parameter must get one."""
         missing = set(self._parameters)
         for path, values in self.case.first_weights():
-            name = self.case.training.reference_name(path)
+            name = self.case.work.reference_name(path)
             with torch.no_grad():
                 self._parameters[name].copy_(torch.from_numpy(values))
             missing.remove(name)
         assert not missing, f"the reference has parameters of its own: {missing}"
 
     def _clip_and_step(self) -> None:
-        limit = self.case.training.optimizer.clip_norm
+        limit = self.case.work.optimizer.clip_norm
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         self._optimizer.step()
@@ -87,7 +84,7 @@ class PyTorchContender(Contender):
         return loss.detach()
 
     def weight(self, path: str) -> np.ndarray:
-        return self._parameters[self.case.training.reference_name(path)].detach().float().cpu().numpy().copy()
+        return self._parameters[self.case.work.reference_name(path)].detach().float().cpu().numpy().copy()
 
     def synchronize(self) -> None:
         if self._device.type == "cuda":
@@ -119,26 +116,6 @@ class DistributedContender(PyTorchContender):
         import torch.distributed as dist
 
         dist.destroy_process_group()
-
-
-class TorchProduct(PyTorchContender):
-    """One matrix product, by torch.mm into a tensor that exists."""
-
-    def build(self) -> None:
-        case, self._device = self.case, self._open()
-        kind = torch.bfloat16 if case.dtypes.compute is DType.BF16 else torch.float32
-        self._a, self._b = (torch.from_numpy(each).to(self._device, kind) for each in case.product.factors(case.seed))
-        self._c = torch.zeros_like(self._a)
-        self.description = "torch.mm(a, b, out=c)"
-
-    def step(self, number: int) -> None:
-        torch.mm(self._a, self._b, out=self._c)
-
-    def loss(self, handle: Any) -> float:
-        return product_loss(self.weight(""))
-
-    def weight(self, path: str) -> np.ndarray:
-        return self._c.float().cpu().numpy().copy()
 
 
 def make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig, fused: bool) -> torch.optim.Optimizer:

@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import torch
 
-from ttrain.bench.baselines import DistributedContender, PyTorchContender, TorchProduct
+from ttrain.bench.baselines import DistributedContender, PyTorchContender
 from ttrain.bench.contender import Contender
-from ttrain.bench.engines import EngineContender, EngineProduct
+from ttrain.bench.engines import EngineContender
 from ttrain.bench.settings import BASELINES
-from ttrain.bench.workload import Case, ProductWork, TrainingWork
+from ttrain.bench.workload import Case
 from ttrain.config import components, registry  # noqa: F401 - components fills the registry
 from ttrain.core.errors import TtrainError
 from ttrain.device.settings import DeviceConfig
@@ -37,8 +37,6 @@ _NO_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "CppWrapperCodeGenError
 def make_contender(name: str, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> Contender:
     """Return a contender by its name in the config; `mode` is how it shares its batch with other ranks."""
     engine = replace(engine, name=name)
-    if isinstance(case.work, ProductWork):
-        return TorchProduct(name, case, device) if name in BASELINES else EngineProduct(case, device, engine)
     if name in BASELINES:
         return PyTorchContender(name, case, device) if mode == "none" else DistributedContender(name, case, device)
     return EngineContender(case, device, engine, mode)
@@ -66,8 +64,7 @@ class Measured:
         small = self._made(replace(case, small=True))
         small.start()
         small.close()
-        if isinstance(case.work, TrainingWork):
-            _ = case.batches
+        _ = case.batches
         gc.unfreeze()
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc: give back what is free

@@ -12,22 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ttrain import ops
 from ttrain.bench.contender import Contender
-from ttrain.bench.workload import PRODUCT_PATH, Case, product_loss
+from ttrain.bench.workload import Case
 from ttrain.config import build
-from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.settings import EngineConfig
-from ttrain.engine.state import State, StateTensor
-from ttrain.graph.graph import Graph
+from ttrain.engine.state import State
 from ttrain.graph.kinds import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.parallel.world import World
 from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.step_time import KernelTimes, host_time, timing
 from ttrain.train.settings import GuardConfig, TrainConfig
@@ -38,7 +34,7 @@ from ttrain.train.steps.step import Stepper, reads_ahead
 
 def session_of(case: Case, device: Device, engine: EngineConfig, ranks: Ranks | None = None) -> Session:
     """Return the session of a case as `task=train` builds it; the values of its state are still unset."""
-    work, ranks = case.training, ranks or Ranks()
+    work, ranks = case.work, ranks or Ranks()
     specs = case.model.batch_specs(work.rows // ranks.slices)
     resident = Resident(specs, indexed=False) if case.resident else None
     train = TrainConfig(batch_size=work.rows)
@@ -60,11 +56,11 @@ class EngineContender(Contender):
     def __init__(self, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str = "none") -> None:
         """`mode` is the way of `parallel` for one of several ranks, each of which does this."""
         super().__init__(case, device)
-        self._engine_config, self._mode, self._world = engine, mode, World()
+        self._engine_config, self._mode = engine, mode
         self.description = f"engine={engine.name}, rematerialize={str(engine.rematerialize).lower()}"
 
     def build(self) -> None:
-        case, work = self.case, self.case.training
+        case, work = self.case, self.case.work
         self._world = build.build_world(ParallelConfig(name=self._mode), self._device_config)
         self.device = build.build_device(self._device_config, case.dtypes, self._world)
         session = session_of(case, self.device, self._engine_config, self._world.ranks)
@@ -129,29 +125,3 @@ class EngineContender(Contender):
         self.engine.close()
         self.device.close()
         self._world.close()
-
-
-class EngineProduct(EngineContender):
-    """One matrix product: a single node, its result stored. Both factors stay on the device."""
-
-    def build(self) -> None:
-        case = self.case
-        self.device = build.build_device(self._device_config, case.dtypes)
-        spec = TensorSpec((case.product.size,) * 2, case.dtypes.compute)
-        kinds = {"a": Kind.PARAMETER, "b": Kind.PARAMETER, PRODUCT_PATH: Kind.GRADIENT}
-        self.state = State(self.device, [StateTensor(name, spec, kind) for name, kind in kinds.items()])
-        for name, values in zip(kinds, case.product.factors(case.seed), strict=False):
-            self.state.write(name, values)
-
-        def trace(graph: Graph) -> None:
-            a, b, c = (graph.state_value(name, spec, kind) for name, kind in kinds.items())
-            ops.assign(c, ops.matmul(a, b))
-
-        self.engine = build.build_engine(self._engine_config, self.device, self.state)
-        self.built = self.engine.build("product", trace)
-
-    def step(self, number: int) -> None:
-        self.built({})
-
-    def loss(self, handle: Any) -> float:
-        return product_loss(self.weight(PRODUCT_PATH))

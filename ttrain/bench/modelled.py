@@ -6,7 +6,7 @@ from contextlib import closing
 
 from ttrain.bench.engines import session_of
 from ttrain.bench.results import COST_MODEL, CaseResult, Row
-from ttrain.bench.workload import Case, ProductWork
+from ttrain.bench.workload import Case
 from ttrain.config import build
 from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
@@ -25,11 +25,7 @@ def enter_times(case: Case, found: CaseResult, row: Row, device: DeviceConfig, e
     device = info_of(device).held(device, case.precision)
     model = info_of(device).time_model(device)
     found.basis, found.device = COST_MODEL, model.describe()
-    if isinstance(case.work, ProductWork):
-        held = "bf8" if case.precision == "bf8" else str(case.dtypes.compute)
-        total, bound = model.product(case.work.size, held, engine)
-    else:
-        total, bound = model.step(_planned(case, device), engine)
+    total, bound = model.step(_planned(case, device), engine)
     row.status, row.description, row.round_ms = "ok", f"cost model of engine={engine}", [total]
     row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(engine)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.bench.workload import Case, TrainingWork
+from ttrain.bench.workload import Case
 
 FORMAT = 4
 PYTORCH, OURS = "PyTorch", "ttrain"
@@ -56,7 +56,7 @@ class CaseResult:
     unit: str  # what units_per_step counts
     units_per_step: int
     flops_per_step: float
-    parameters: int | None
+    parameters: int
     basis: str = MEASURED
     device: dict[str, Any] = field(default_factory=dict)
     others_cpu: float | None = None  # share of all cores that other processes used during the steps
@@ -65,8 +65,8 @@ class CaseResult:
     @classmethod
     def of(cls, case: Case, rows: list[Row]) -> CaseResult:
         """Return the result of a case that nobody has done yet."""
-        work, parameters = case.work, case.model.parameter_count if isinstance(case.work, TrainingWork) else None
-        sizes = case.size, case.title, case.precision, work.unit, work.units_per_step, case.flops(), parameters
+        work, count = case.work, case.model.parameter_count
+        sizes = case.size, case.title, case.precision, work.unit, work.units_per_step, case.flops(), count
         return cls(*sizes, rows=rows)
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ttrain.bench.contender import loss_difference, problem
 from ttrain.bench.modelled import enter_times, modelled
 from ttrain.bench.results import MOCKED, OURS, PYTORCH, SIMULATED, CaseResult, Result, Row, finite
 from ttrain.bench.settings import BASELINES, BenchConfig
-from ttrain.bench.workload import Case, ProductWork
+from ttrain.bench.workload import Case
 from ttrain.core.cores import OtherWork, affinity_cores, default_threads
 from ttrain.core.units import format_bytes, format_duration
 from ttrain.device.info import MOCK, SIMULATOR, info_of
@@ -150,15 +150,14 @@ class Entry:
 def entries_of(
     config: BenchConfig, device: DeviceConfig, engine: EngineConfig, case: Case, folder: Path
 ) -> list[Entry]:
-    """Return who takes part, in the order of the rows. A product has one way in PyTorch, and is not shared."""
-    found, product = [], isinstance(case.work, ProductWork)
+    """Return who takes part, in the order of the rows."""
+    found = []
     for name in dict.fromkeys([*config.baselines, *config.engines]):
         ours = name not in BASELINES
         ways = [("none", 1)] if ours or config.ranks == 1 else []
-        if config.ranks > 1 and not product:
+        if config.ranks > 1:
             ways += [(mode, config.ranks) for mode in (("ddp", "zero1") if ours else ("ddp",))]
-        if not (product and name in ("compile", "compile_all")):
-            found += [Entry(name, device, engine, case, folder, *way) for way in ways]
+        found += [Entry(name, device, engine, case, folder, *way) for way in ways]
     return found
 
 
@@ -188,12 +187,10 @@ class Bench:
 
     def run(self) -> None:
         """Measure everything. Interrupted by KeyboardInterrupt, what was found so far is in `result`."""
-        resident = self.config.resident_batch
         with tempfile.TemporaryDirectory(prefix="ttrain-bench-", ignore_cleanup_errors=True) as folder:
             for size in dict.fromkeys(self.config.size):
                 for precision in dict.fromkeys(self.config.precision):
-                    # The factors of a product stay on the device anyway.
-                    case = Case(size, precision, self.seed, resident and not size.startswith("mm"))
+                    case = Case(size, precision, self.seed, self.config.resident_batch)
                     self._case(case, Path(folder) / f"{size} {precision}")
                     self.save()
         self.result.complete = True

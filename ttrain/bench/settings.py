@@ -16,8 +16,7 @@ BASELINES = ("eager", "compile", "compile_all")
 MEASURED = ("start", "memory", "steps")
 NAMED_SIZES = ("tiny", "char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
 PERCEPTRON = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")  # rows, width, layers
-PRODUCT = re.compile(r"mm([1-9]\d*)")  # rows and columns of both factors
-_LARGEST_PERCEPTRON, _LARGEST_PRODUCT = (2**20, 2**16, 1024), 2**15
+_LARGEST_PERCEPTRON = (2**20, 2**16, 1024)
 
 
 @dataclass
@@ -29,7 +28,7 @@ class BenchConfig:
         "sizes to measure; a perceptron is <rows>x<width>[x<layers>], such as 1024x512, or tiny (32x64); a transformer "
         "is char (4 layers, 128 wide, 12 x 64 tokens), nano (6 layers, 384 wide, 8 x 256 tokens), nano32 (32 x 256 "
         "tokens), gpt2 (124M), smollm2 (135M, beside Transformers) or smollm2-lora (rank 8, beside PEFT), the last "
-        "three with 2 x 256 tokens; mm<n> is a product of two n x n matrices",
+        "three with 2 x 256 tokens",
         one=True,
     )
     precision: list[str] = option(
@@ -104,8 +103,7 @@ def size_problem(size: str) -> str | None:
         given = zip(("rows", "width", "layers"), shape.groups(), _LARGEST_PERCEPTRON, strict=True)
         over = [f"{name} must be at most {most}" for name, number, most in given if int(number or 2) > most]
         return f"bench.size={size}: {', '.join(over)}." if over else None
-    if (product := PRODUCT.fullmatch(size)) is not None:
-        over_limit = int(product[1]) > _LARGEST_PRODUCT
-        return f"bench.size={size}: must be at most mm{_LARGEST_PRODUCT}." if over_limit else None
+    if re.fullmatch(r"mm\d+", size):
+        return f"bench.size={size}: give {size[2:]}x{size[2:]}x1, one linear layer, whose step is two such products."
     hint = did_you_mean(size, NAMED_SIZES)
-    return f"bench.size={size}: no such size. {hint} Or give <rows>x<width>[x<layers>] or mm<n>."
+    return f"bench.size={size}: no such size. {hint} Or give <rows>x<width>[x<layers>]."

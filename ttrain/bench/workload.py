@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ttrain.bench.settings import PERCEPTRON, PRODUCT
+from ttrain.bench.settings import PERCEPTRON
 from ttrain.config.build import build_model, build_optimizer
 from ttrain.data.settings import TextConfig
 from ttrain.device.settings import DeviceConfig
@@ -26,7 +26,6 @@ from ttrain.train.steps.step_graph import StepGraph
 
 Batch = dict[str, np.ndarray]
 BATCHES = 8  # distinct ones; steps take them in turn
-PRODUCT_PATH = "product"  # stands for a parameter's path where the work is one matrix product
 
 
 @dataclass(frozen=True)
@@ -97,34 +96,6 @@ class TrainingWork:
         return [{"tokens": rows[:, :-1].copy(), "targets": rows[:, 1:].copy()} for rows in drawn]
 
 
-@dataclass(frozen=True)
-class ProductWork:
-    """One square matrix product [size, size] x [size, size]; nothing is trained."""
-
-    size: int
-
-    unit = "products"
-    units_per_step = 1
-
-    @property
-    def title(self) -> str:
-        return f"matrix product of {self.size}"
-
-    def factors(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return both matrices, fp32."""
-        generator = generator_of(seed, "bench product")
-        a, b = (generator.standard_normal((self.size, self.size), dtype=np.float32) for _ in range(2))
-        return a, b
-
-
-Work = TrainingWork | ProductWork
-
-
-def product_loss(product: np.ndarray) -> float:
-    """Return the sum of the sizes, which stands for a loss, so that all of the product is compared."""
-    return float(np.abs(product, dtype=np.float64).sum())
-
-
 def _transformer(model: GPTConfig | LlamaConfig, rows: int, lr: float = 1e-3, rank: int = 0) -> TrainingWork:
     """Return the work with nanoGPT's settings for a small transformer."""
     adam = AdamWConfig(lr=lr, betas=[0.9, 0.99], weight_decay=0.1, clip_norm=1.0)
@@ -133,7 +104,7 @@ def _transformer(model: GPTConfig | LlamaConfig, rows: int, lr: float = 1e-3, ra
 
 _NANO = GPTConfig(layers=6, heads=6, width=384, context=256, vocabulary=65, bias=False)
 _SMOLLM2 = LlamaConfig(layers=30, heads=9, kv_heads=3, width=576, hidden=1536, context=256, vocabulary=49152)
-NAMED: dict[str, Work] = {
+NAMED: dict[str, TrainingWork] = {
     "char": _transformer(GPTConfig(layers=4, heads=4, width=128, context=64, vocabulary=65, bias=False), 12),
     "nano": _transformer(_NANO, 8),
     "nano32": _transformer(replace(_NANO, vocabulary=256, bias=True), 32),
@@ -144,11 +115,9 @@ NAMED: dict[str, Work] = {
 }
 
 
-def work_of(size: str) -> Work:
+def work_of(size: str) -> TrainingWork:
     """Return the work that a value of `bench.size` stands for."""
     size = "32x64" if size == "tiny" else size
-    if (product := PRODUCT.fullmatch(size)) is not None:
-        return ProductWork(int(product[1]))
     if (shape := PERCEPTRON.fullmatch(size)) is not None:
         rows, width, layers = (int(number or 2) for number in shape.groups())
         return TrainingWork(MLPConfig(layers=layers, width=width), rows, SGDConfig(lr=0.1, momentum=0, clip_norm=None))
@@ -166,21 +135,9 @@ class Case:
     small: bool = False  # the same ops in few layers
 
     @cached_property
-    def work(self) -> Work:
+    def work(self) -> TrainingWork:
         work = work_of(self.size)
-        return work.smaller() if self.small and isinstance(work, TrainingWork) else work
-
-    @property
-    def training(self) -> TrainingWork:
-        """The work, where it is that of training."""
-        assert isinstance(self.work, TrainingWork)
-        return self.work
-
-    @property
-    def product(self) -> ProductWork:
-        """The work, where it is that of a product."""
-        assert isinstance(self.work, ProductWork)
-        return self.work
+        return work.smaller() if self.small else work
 
     @property
     def title(self) -> str:
@@ -193,26 +150,20 @@ class Case:
     @cached_property
     def model(self) -> Model:
         """Our model on symbolic tensors: the list of parameters, whoever computes."""
-        work = self.training
-        return build_model(work.model, self.dtypes, DeviceConfig(), TextConfig(), work.lora)
+        return build_model(self.work.model, self.dtypes, DeviceConfig(), TextConfig(), self.work.lora)
 
     @cached_property
     def batches(self) -> list[Batch]:
         """Batches that steps take in turn."""
-        found = self.training.batches(self.seed)
+        found = self.work.batches(self.seed)
         return found[:1] if self.resident else found
 
     def first_weights(self, trained: bool = False) -> Iterator[tuple[str, np.ndarray]]:
         """Yield (our parameter path, first values fp32), one parameter in memory at a time; all, or those trained."""
-        if isinstance(self.work, ProductWork):
-            yield PRODUCT_PATH, np.zeros((self.work.size, self.work.size), np.float32)
-            return
         for path, parameter in self.model.parameters().items():
             if parameter.trainable or not trained:
                 yield path, initial_value(parameter, self.seed)
 
     def flops(self) -> int:
         """Return the floating-point operations of one step, as the ops of our graph declare them."""
-        if isinstance(self.work, ProductWork):
-            return 2 * self.work.size**3
         return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))

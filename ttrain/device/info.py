@@ -65,9 +65,6 @@ class TimeModel(Protocol):
     def describe(self) -> dict[str, object]:
         """Return facts for a result: `name`, `mode`, `model` (what tells the times) and `source`."""
 
-    def product(self, size: int, dtype: str, engine: str) -> tuple[float, str]:
-        """Return (milliseconds, what bounds it) of a square matrix product that is waited for."""
-
     def step(self, work: Work, engine: str) -> tuple[float, str]:
         """Return (milliseconds, what bounds it) of an optimizer step."""
 

@@ -11,7 +11,7 @@ from ttrain.core.errors import UserError
 from ttrain.device.measured import Section
 from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, duration, simplest
 from ttrain.device.ttnn.cost.lowering import Lowering
-from ttrain.device.ttnn.cost.wormhole import BYTES, CONSTANTS, Constants, Product, StepEstimate, Wormhole
+from ttrain.device.ttnn.cost.wormhole import CONSTANTS, Constants, StepEstimate, Wormhole
 from ttrain.device.ttnn.runtime.identity import board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -151,11 +151,6 @@ class WormholeModel:
             "model": "the cost model of a Wormhole chip",
             "source": "ttrain/device/ttnn/cost, docs/planning.md",
         }
-
-    def product(self, size: int, dtype: str, engine: str) -> tuple[float, str]:
-        estimate = chip_of(self.config, engine).blocking([Product(size, size, size, 1, BYTES[dtype])])
-        bound = "call" if estimate.total > 2 * (estimate.compute + estimate.bandwidth) else estimate.bottleneck
-        return estimate.total / 1e3, bound
 
     def step(self, work: Work, engine: str) -> tuple[float, str]:
         time = CardStep(work, self.config).time(self.config, engine)
