@@ -129,15 +129,8 @@ def test_what_a_card_is_told_changes_what_the_model_says(tmp_path: Path, monkeyp
     found = {}
     for precision, cores in (("bf16", "[7,8]"), ("bf16", "[7,4]"), ("bf8", "[7,8]")):
         folder = tmp_path / f"{precision} {cores}"
-        overrides = [
-            "bench=chip",
-            "device=n300",
-            "bench.size=8192x2048x1",
-            "bench.engines=static",
-            f"bench.out={folder}",
-        ]
-        overrides += [f"bench.precision={precision}", f"device.core_grid={cores}"]
-        assert main(["task=bench", *overrides]) == 0
+        overrides = f"device=n300 bench.size=8192x2048x1 bench.precision={precision} device.core_grid={cores}".split()
+        assert main(["task=bench", "bench=chip", "bench.engines=static", *overrides, f"bench.out={folder}"]) == 0
         found[precision, cores] = json.loads((folder / "results.json").read_text("utf-8"))["numbers"]["static_ms"]
     whole = found["bf16", "[7,8]"]
     assert 1.5 < found["bf16", "[7,4]"] / whole < 2.5 and found["bf8", "[7,8]"] <= whole

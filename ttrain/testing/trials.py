@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,19 +32,11 @@ _SPREAD = 0.02  # standard deviation of what is added to parameters that start a
 TOGETHER = 100  # trials in one step: planning takes the square of their number
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Numbers of the outputs of an op that can be seen on a device, none where it can't run.
+def reach(op: Op, device: Device) -> tuple[tuple[int, ...], bool]:
+    """Return the numbers of the outputs of an op that can be seen on a device, none where it can't run.
 
-    `alone` is True where the op can be given inputs of its own.
-    """
-
-    outputs: tuple[int, ...]
-    alone: bool = True
-
-
-def reach(op: Op, device: Device) -> Reach:
-    """Find what a kernel shows of an op, or its decomposition, which may leave out what only a fused backward reads.
+    The other value is True where the op can be given inputs of its own. A decomposition may leave out what only a fused
+    backward reads.
 
     Where a kernel holds an output in a layout of its own, such as the statistics of layer norm on a card, the numbers
     in it are its own business, and an op that reads them is verified through the backward of the one that makes them.
@@ -60,7 +51,7 @@ def reach(op: Op, device: Device) -> Reach:
         except TtrainError:
             values = []
     shown = [index for index, value in enumerate(values) if device.arenas or not _special(value, device)]
-    return Reach(tuple(shown), alone)
+    return tuple(shown), alone
 
 
 def _special(value: Value, device: Device) -> bool:
@@ -224,13 +215,13 @@ class ModelTrial(Trial):
         return f"d{name}", self.dtype, MODEL[self.dtype], MODEL_COSINE[self.dtype]
 
 
-def trials(op: Op, dtype: DType, reached: Reach) -> list[Trial]:
+def trials(op: Op, dtype: DType, seen: tuple[int, ...], alone: bool) -> list[Trial]:
     """Forward of every case of an op, and every gradient where backward may pass through."""
     found = list[Trial]()
     for number, case in enumerate(cases.cases_of(op)):
-        if reached.outputs and reached.alone:
-            found.append(OpTrial(op, number, case, dtype, None, reached.outputs))
-        if reached.outputs and op.differentiable:
+        if seen and alone:
+            found.append(OpTrial(op, number, case, dtype, None, seen))
+        if seen and op.differentiable:
             found += [OpTrial(op, number, case, dtype, tuple(c)) for c in cases.output_choices(op, case, dtype)]
     return found
 

@@ -58,10 +58,10 @@ class Verifier:
         """Compare ops in all their cases, forward and backward. `each` passes the trials on, for who counts them."""
         reached = {op: reach(op, self.device) for op in chosen if cases_of(op)}
         self._note("Without cases to run, so not verified", [op for op in chosen if op not in reached])
-        self._note(f"No kernel on {self.device.name}", [op for op, seen in reached.items() if not seen.outputs])
-        inner = [op for op, seen in reached.items() if seen.outputs and not seen.alone]
+        self._note(f"No kernel on {self.device.name}", [op for op, (seen, _) in reached.items() if not seen])
+        inner = [op for op, (seen, alone) in reached.items() if seen and not alone]
         self._note("Verified through the backward of their forward op only", inner)
-        planned = [trial for op, seen in reached.items() for trial in trials(op, self.dtype, seen)]
+        planned = [trial for op, seen in reached.items() for trial in trials(op, self.dtype, *seen)]
         yield from self._compare("ops", planned, GRADIENT[self.dtype], each)
 
     def model(self, name: str, model: Model, rows: int = 2, seed: int = 0) -> Iterator[Comparison]:
