@@ -20,7 +20,7 @@ from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.files import read_json
 from ttrain.sweep import run
-from ttrain.sweep.folder import STATUS, SweepFolder, read_sweep
+from ttrain.sweep.jobs import STATUS, SweepFolder, read_sweep
 from ttrain.train.logging.chart import COLORS
 from ttrain.train.logging.events import read_events
 from ttrain.train.runs.inspect import read_run

@@ -17,8 +17,7 @@ from ttrain.core.files import read_json, replace_file
 from ttrain.core.names import did_you_mean
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
-from ttrain.sweep.folder import PRUNED, SweepFolder
-from ttrain.sweep.jobs import Job
+from ttrain.sweep.jobs import PRUNED, Job, SweepFolder
 from ttrain.train.logging.chart import Series, line_chart
 from ttrain.train.logging.meter import loop_speed
 from ttrain.train.logging.metrics import METRICS, read_metrics

@@ -21,8 +21,19 @@ from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
 from ttrain.sweep import outcome
-from ttrain.sweep.folder import DONE, FINISHED, LOG, PRUNED, Status, SweepFolder, now
-from ttrain.sweep.jobs import Job, SweepOverrides, check_directories, compose_job
+from ttrain.sweep.jobs import (
+    DONE,
+    FINISHED,
+    LOG,
+    PRUNED,
+    Job,
+    Status,
+    SweepFolder,
+    SweepOverrides,
+    check_directories,
+    compose_job,
+    now,
+)
 from ttrain.sweep.search import Grid, Search
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override

@@ -14,8 +14,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
-from ttrain.sweep.folder import DONE, FINISHED, PRUNED, Status, SweepFolder
-from ttrain.sweep.jobs import Compose, Job, SweepOverrides
+from ttrain.sweep.jobs import DONE, FINISHED, PRUNED, Compose, Job, Status, SweepFolder, SweepOverrides
 from ttrain.sweep.outcome import measured
 from ttrain.train.logging.metrics import METRICS
 
