@@ -26,7 +26,7 @@ from ttrain.config.files import YAML, ConfigFiles, store_options
 from ttrain.config.overrides import parse
 from ttrain.config.renamed import instead, instead_of_hydras
 from ttrain.config.saved import with_model_folder
-from ttrain.config.schema import Config, Source, sections
+from ttrain.config.schema import Config, Given, sections
 from ttrain.config.validate import Findings, section_type, typed_config
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
@@ -219,7 +219,7 @@ class Composer:
                 problems.append(problem)
         return problems
 
-    def _source(self, composed: Composed) -> Source:
+    def _source(self, composed: Composed) -> Given:
         explicit: set[str] = set()
         mine = [override for override in composed.overrides if not override.is_hydra_override()]
         for override in mine:
@@ -231,7 +231,7 @@ class Composer:
             if isinstance(option := composed.choices.get(group), str):
                 explicit |= {*self.files.sets(group, option)}
         lines = tuple(str(override.input_line) for override in mine)
-        return Source(composed.choices, lines, self.job_flags(composed), frozenset(explicit))
+        return Given(composed.choices, lines, self.job_flags(composed), frozenset(explicit))
 
     def _origins(self, composed: Composed) -> dict[str, str]:
         """Dotted key or section -> the file that set it last; empty for what the command line gave."""

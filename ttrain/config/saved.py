@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config import registry
-from ttrain.config.schema import Config, Source, to_dict
+from ttrain.config.schema import Config, Given, to_dict
 from ttrain.config.validate import Findings, typed_config
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.options import key_of
@@ -47,7 +47,7 @@ def _copy(path: list[str], source: Mapping[str, Any], target: dict[str, Any]) ->
         target[last] = copy.deepcopy(source[last])
 
 
-def with_model_folder(values: dict[Any, Any], source: Source, found: Findings) -> tuple[dict[Any, Any], Source]:
+def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) -> tuple[dict[Any, Any], Given]:
     """The plain values, which have model.from, with what it says in them, and their source.
 
     Keys that disagree are problems.
@@ -107,7 +107,7 @@ def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -
             yield f"model.{key}={value}: {given} has {sizes[key]}. Leave the key out, or give what the folder has."
 
 
-def _with_tokenizer(data: Any, folder: Path, source: Source) -> Any:
+def _with_tokenizer(data: Any, folder: Path, source: Given) -> Any:
     """The data section with the folder's tokenizer and its end token, unless the user gave one."""
     row = registry.find("data", str(data.get("name"))) if isinstance(data, Mapping) else None
     if row is None or getattr(row.config, "tokenizer", None) is None or "data.tokenizer" in source.explicit:

@@ -110,8 +110,8 @@ class LrFinderConfig:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Origin of a config; not part of the config itself."""
+class Given:
+    """The part of a command that a config came from: what was given, and in which files. Not a part of the config."""
 
     choices: dict[str, str] = field(default_factory=dict)  # group -> option, such as model -> nano-gpt
     overrides: tuple[str, ...] = ()  # the command line's key=value arguments, as given
@@ -184,7 +184,7 @@ class Config:
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
     report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register more components; command line only")
-    source: Source = field(default_factory=Source, repr=False, compare=False)
+    source: Given = field(default_factory=Given, repr=False, compare=False)
 
     @staticmethod
     def info_that(answers: Callable[[DeviceInfo], object]) -> DeviceInfo:

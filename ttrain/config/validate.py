@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
 from ttrain.config.renamed import instead
-from ttrain.config.schema import Config, Source, sections
+from ttrain.config.schema import Config, Given, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
@@ -58,13 +58,13 @@ class Findings:
         return "" if file is None else f" (set in {file})"
 
 
-def typed_config(values: Mapping[str, Any], source: Source | None = None, findings: Findings | None = None) -> Config:
+def typed_config(values: Mapping[str, Any], source: Given | None = None, findings: Findings | None = None) -> Config:
     """Return the typed config of plain nested values, such as a composed tree or the config saved in a checkpoint.
 
     Keys that are left out take their defaults. Raises ConfigError with all problems, those already in `findings` first.
     """
     found = findings or Findings()
-    config = Config(source=source or Source())
+    config = Config(source=source or Given())
     for key in values:
         if key not in sections():
             hint = instead(str(key)) or _suggest_root(str(key))

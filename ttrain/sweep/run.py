@@ -16,7 +16,7 @@ from pathlib import Path
 from shutil import which
 
 from ttrain.config.compose import Composer
-from ttrain.config.schema import Source, SweepConfig
+from ttrain.config.schema import Given, SweepConfig
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
@@ -288,7 +288,7 @@ class Runner:
         if judged:
             choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
             value, best = choose(judged, key=lambda pair: pair[0])
-            alone = Source(overrides=best.overrides, flags=self.flags).command(without=["hydra", "run.dir", "sweep"])
+            alone = Given(overrides=best.overrides, flags=self.flags).command(without=["hydra", "run.dir", "sweep"])
             _say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
         if not done:
             _say("the same command again runs the jobs that are missing or failed")

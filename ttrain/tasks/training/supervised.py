@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ttrain.config.schema import Source
+from ttrain.config.schema import Given
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import SuperviseConfig
@@ -17,7 +17,7 @@ from ttrain.train.supervise.supervisor import Supervisor, continuing
 _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks
 
 
-def wanted(task: str, config: SuperviseConfig, source: Source) -> bool:
+def wanted(task: str, config: SuperviseConfig, source: Given) -> bool:
     """Return whether this process should supervise: the config asks for it, and it is no child of a supervisor."""
     alone = not os.environ.get(VARIABLE) and place() is None
     return task == "train" and alone and config.wanted(source.explicit)
