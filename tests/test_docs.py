@@ -42,8 +42,6 @@ SHELL = ("sh", "bash", "shell", "console")
 FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html", ".csv")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-ANYWHERE = ("auto", "cpu", "null", "my-cpu")  # devices
-
 OTHER_PROGRAMS = {
     "pip install -e .": "installs for minutes; .ci/run does it in a fresh environment",
     "pip install -e .[test]": "as above",
@@ -201,10 +199,7 @@ def smaller(config: Config, steps: int) -> Config:
         small["data.examples"] = 64
     if config.task.name in ("sample", "eval", "export"):  # the rest is that of the run, or of the file
         small = {key: value for key, value in small.items() if key.startswith(("sample.", "device."))}
-    for key, value in (
-        ("plan.time", False),
-        ("verify.ops", ["relu", "linear"]),
-    ):  # to measure or compare all takes long
+    for key, value in (("plan.time", False), ("verify.ops", ["relu", "linear"])):  # all of it takes long
         if key not in config.source.explicit and config.task.name == key.partition(".")[0]:
             small[key] = value
     for key, value in small.items():
@@ -288,8 +283,12 @@ def check_the_plugin() -> None:
 
     from ttrain.config import build
 
-    overrides = ["plugins=[my_parts]", "model=bigram", "optimizer=adagrad", "data.path=book.txt", "train.steps=5"]
-    overrides += [
+    overrides = [
+        "plugins=[my_parts]",
+        "model=bigram",
+        "optimizer=adagrad",
+        "data.path=book.txt",
+        "train.steps=5",
         "train.batch_size=4",
         "model.context=16",
         "model.width=8",
@@ -390,10 +389,8 @@ def known_keys(former: bool = False) -> set[str]:
 
 
 def test_keys_and_options_exist() -> None:
-    keys, plugin = (
-        {page: known_keys(former=page.name == "CHANGELOG.md") for page in PAGES},
-        {"bigram", "adagrad", "my-cpu"},
-    )
+    keys = {page: known_keys(former=page.name == "CHANGELOG.md") for page in PAGES}
+    plugin = {"bigram", "adagrad", "my-cpu"}
     wrong: list[str] = []
     with Composer() as composer:
         options = {group: composer.files.options(group) for group in composer.files.groups()}

@@ -77,14 +77,8 @@ def test_what_a_task_prints_and_records(task: str, files: list[str], capsys: Any
         for label in ("train on", "sample"):
             assert main([*shlex.split(printed[label])[3:], *TINY[1:4]]) == 0
     elif task == "lr_finder":
-        ramp = [
-            "lr_finder.steps=30",
-            "lr_finder.low=1e-4",
-            "lr_finder.high=10",
-            "lr_finder.out=found",
-            "optimizer.lr=1",
-            "+task=lr_finder",
-        ]
+        keys = "steps=30 lr_finder.low=1e-4 lr_finder.high=10 lr_finder.out=found optimizer.lr=1 +task=lr_finder"
+        ramp = f"lr_finder.{keys}".split()
         assert main([*files, *TINY, *ramp]) == 0
         command = json.loads(Path("found/results.json").read_text("utf-8"))["command"]
         assert (composed(command).model.width, composed(command).task.name) == (24, "train")
