@@ -111,10 +111,7 @@ def test_without_a_rate_the_schedule_decides() -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
-    [
-        (("model=nano-gpt", "device=cpu"), "model.vocabulary=null"),
-        (("model=mlp", "device=null"), "device=null"),
-    ],
+    [(("model=nano-gpt", "device=cpu"), "model.vocabulary=null"), (("model=mlp", "device=null"), "device=null")],
 )
 def test_what_can_not_be_trained_is_told(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ttrain.UserError, match=said):

@@ -28,10 +28,7 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
         (("model=gpt2", "data=tokens", "data.path=x"), None),
         ((*GROWING, "train.steps=21"), None),
         ((*GROWING, "train.steps=20"), "64 tokens begin at step 21"),
-        (
-            ("train.batch_schedule=[8,16]", "train.gradient_accumulation=2", "train.steps=10"),
-            "batches of 16 begin",
-        ),
+        (("train.batch_schedule=[8,16]", "train.gradient_accumulation=2", "train.steps=10"), "batches of 16 begin"),
         (("schedule=constant", "schedule.min_lr_ratio=0.2"), "schedule.min_lr_ratio=0.2 changes nothing"),
         (("schedule.decay=0.3",), "schedule.decay=0.3 changes nothing: it is for schedule=wsd"),
         (("optimizer.weight_decay=0.2", "optimizer.decay_rule=none"), "optimizer.weight_decay=0.2 changes nothing"),

@@ -113,10 +113,7 @@ def test_what_is_not_understood_is_told_as_it_should_be(argument: str, part: str
 
 @pytest.mark.parametrize(
     ("override", "group", "option"),
-    [
-        ("model=gpt2.yaml", "model", "gpt2"),
-        ("recipe=agillm_tiny.yaml", "recipe", "agillm_tiny"),
-    ],
+    [("model=gpt2.yaml", "model", "gpt2"), ("recipe=agillm_tiny.yaml", "recipe", "agillm_tiny")],
 )
 def test_an_option_may_be_named_as_its_file(override: str, group: str, option: str) -> None:
     assert load([override]).source.choices[group] == option

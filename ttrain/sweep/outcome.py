@@ -71,14 +71,10 @@ def write_table(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objective: str) -> None:
-    """Print one line a job."""
-    shown = {"step": "step", "train/loss": "train/loss", "objective": objective, "tokens_per_s": "tokens/s"}
-    training = any(record.get("step") is not None for record in records)
-    if any(record.get("val/bits_per_byte") is not None for record in records):
-        shown["val/bits_per_byte"] = "bits/byte"
-    hidden = {"job", "state", *axes, *_LAST, *(TRAINING if training else ())}
+    """Print one line a job, with every number that some job has."""
+    hidden = {"job", "state", *axes, *_LAST, objective}
     numbers = [key for record in records for key, value in record.items() if key not in hidden and value is not None]
-    shown = {**(shown if training or not numbers else {}), **{key: key for key in numbers}}
+    shown = {**{key: key for key in numbers}, "objective": objective}
     lines = [["job", *axes, "state", *shown.values(), "time", "reason"]]
     for record in records:
         reason = str(record["reason"] or "").splitlines()

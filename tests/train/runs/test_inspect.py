@@ -107,7 +107,7 @@ def test_bits_per_byte_are_in_reports_and_sweeps(runs: dict[str, Path], capsys: 
     record = {**dict.fromkeys(_LAST), "job": 0, "state": "finished"}
     print_table([{**record, **columns("train", {"step": 12, "val/bits_per_byte": 1.2345})}], [], "best_val_loss")
     head, line = capsys.readouterr().out.splitlines()
-    assert "bits/byte" in head and "1.2345" in line
+    assert "val/bits_per_byte" in head and "1.2345" in line
 
 
 def test_a_report_is_one_page_that_loads_nothing(runs: dict[str, Path], capsys: Any) -> None:
