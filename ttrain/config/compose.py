@@ -112,13 +112,6 @@ class Composer:
         findings = Findings(list(composed.problems), bad, cache(lambda: self._origins(composed)))
         with self.one_sentence(composed.problems):
             values, source = _resolved(composed.job, findings), self._source(composed)
-            for override in composed.overrides:
-                group, _, key = override.key_or_group.rpartition(".")
-                chosen = composed.root.get(group) if key == "name" and group in registry.groups() else None
-                if chosen is not None and (given := values[group].get("name")) != chosen.get("name"):
-                    findings.add(
-                        f"{group}.name={given}: a component is chosen by its group; give {group}={given}.", group
-                    )
             model = values.get("model")
             if isinstance(model, dict) and model.get("from") not in (None, "???"):
                 values, source = with_model_folder(values, source, findings)
@@ -163,6 +156,9 @@ class Composer:
         if override.is_sweep_override() and not sweep:
             how = "a comma means a sweep, which" if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP else "a sweep"
             return f"{line}: {how} needs -m. For a list write {key}=[...]; quote text twice."
+        group, _, name = key.rpartition(".")
+        if name == "name" and group in registry.groups() and not override.is_sweep_override():
+            return f"{line}: a component is chosen by its group; give {group}={override.value()}."
         if override.is_delete() or not self.files.is_group(key):
             return None
         valid = self.files.options(key)
