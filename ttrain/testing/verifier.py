@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,21 +39,18 @@ def chosen_ops(names: Sequence[str], key: str = "") -> list[Op]:
     return [op for op in REGISTRY.values() if not names or op.name in names or op.family in names]
 
 
+@dataclass
 class Verifier:
     """Compares on one device, by engines of these names. `notes` tells what could not be compared.
 
     `factor` multiplies every allowed error.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        engines: Mapping[str, MakeEngine],
-        dtype: DType = DType.FP32,
-        factor: float = 1.0,
-    ) -> None:
-        self.device, self.engines, self.dtype, self.factor = device, engines, dtype, factor
-        self.notes: list[str] = []
+    device: Device
+    engines: Mapping[str, MakeEngine]
+    dtype: DType = DType.FP32
+    factor: float = 1.0
+    notes: list[str] = field(default_factory=list)
 
     def ops(self, chosen: Sequence[Op], each: Each = iter) -> Iterator[Comparison]:
         """Compare ops in all their cases, forward and backward. `each` passes the trials on, for who counts them."""
