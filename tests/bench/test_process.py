@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.bench.pretend import ONE_THREAD, case
-from ttrain.bench import child, contender
+from ttrain.bench import child, contender, run
 from ttrain.bench.run import Worker, WorkerFailed
 from ttrain.core.errors import UserError
 from ttrain.engine.settings import EngineConfig
@@ -47,7 +47,8 @@ def test_a_process_builds_compares_and_times(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(process.pid) for worker in workers for process in worker.children)
 
 
-def test_what_goes_wrong_in_a_process_is_told(tmp_path: Path) -> None:
+def test_what_goes_wrong_in_a_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_CLOSING_SECONDS", 0.1)
     (tmp_path / "dies.py").write_text("import os, sys\nprint('the end', file=sys.stderr, flush=True)\nos._exit(75)\n")
     worker = Worker(tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     try:

@@ -56,7 +56,7 @@ def test_everybody_has_one_turn_per_round_in_an_order_that_changes_but_can_be_re
     ("step_seconds", "settle", "timed"), [(0.1, 2, 8), (10.0, 1, 1), (0.001, 200, 800), (0.0, 400, 1600)]
 )
 def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int) -> None:
-    entry = Entry("static", ONE_THREAD, EngineConfig(), case("4x8"), Path())
+    entry = Entry("static", case("4x8"), Path())
     entry.size(1.0, step_seconds)
     assert (entry.settle, entry.timed) == (settle, timed)
 
@@ -144,7 +144,7 @@ def test_a_device_that_two_processes_can_not_share_is_opened_for_every_turn(monk
 )
 def test_who_takes_part(changes: dict[str, Any], names: list[str]) -> None:
     config = replace(QUICK, **{"baselines": ["eager"], **changes})
-    found = entries_of(config, ONE_THREAD, EngineConfig(), case(config.size[0]), Path())
+    found = entries_of(config, case(config.size[0]), Path())
     assert [entry.row.contender for entry in found] == names
 
 

@@ -45,8 +45,6 @@ _CLOSING_SECONDS = 5.0
 # for memory in use.
 _TRIMMING = {"MALLOC_TRIM_THRESHOLD_": str(2**20), "MALLOC_TOP_PAD_": "0"}
 
-Environment = Mapping[str, str] | None
-
 
 class WorkerFailed(Exception):
     """A contender raised an error, or its measuring process ended."""
@@ -125,8 +123,6 @@ class Entry:
     """A contender at a case: its row, its process and the size of its turns."""
 
     own: str  # of an engine or a baseline
-    device: DeviceConfig
-    engine: EngineConfig
     case: Case
     folder: Path  # of what its process prints
     mode: str = "none"  # of `parallel`
@@ -147,9 +143,7 @@ class Entry:
         self.timed = steps - self.settle
 
 
-def entries_of(
-    config: BenchConfig, device: DeviceConfig, engine: EngineConfig, case: Case, folder: Path
-) -> list[Entry]:
+def entries_of(config: BenchConfig, case: Case, folder: Path) -> list[Entry]:
     """Return who takes part, in the order of the rows."""
     found = []
     for name in dict.fromkeys([*config.baselines, *config.engines]):
@@ -157,7 +151,7 @@ def entries_of(
         ways = [("none", 1)] if ours or config.ranks == 1 else []
         if config.ranks > 1:
             ways += [(mode, config.ranks) for mode in (("ddp", "zero1") if ours else ("ddp",))]
-        found += [Entry(name, device, engine, case, folder, *way) for way in ways]
+        found += [Entry(name, case, folder, *way) for way in ways]
     return found
 
 
@@ -197,13 +191,13 @@ class Bench:
         self.save()
 
     def _case(self, case: Case, folder: Path) -> None:
-        entries = entries_of(self.config, self.device, self.engine, case, folder)
+        entries = entries_of(self.config, case, folder)
         found = CaseResult.of(case, [entry.row for entry in entries])
         self.result.cases.append(found)
         if modelled(self.device):
             with self._stage(found, "cost model"):
                 for entry in entries:
-                    enter_times(case, found, entry.row, entry.device, entry.own)
+                    enter_times(case, found, entry.row, self.device, entry.own)
             return
         if "start" in self.config.measure:
             self._starts(found, entries)
@@ -225,15 +219,15 @@ class Bench:
 
     @contextmanager
     def _started(
-        self, entry: Entry, environment: Environment = None, command: str = "start"
+        self, entry: Entry, environment: Mapping[str, str] | None = None, command: str = "start"
     ) -> Iterator[tuple[Worker, dict[str, Any]]]:
         """Start a process of a contender, give it with what its start found, and end it."""
-        device = entry.device
+        device = self.device
         if entry.ranks > 1:
             device = replace(device, threads=max(1, (device.threads or default_threads()) // entry.ranks))
         worker = self.make_worker(entry.folder, entry.ranks, environment)
         try:
-            worker.ask("make", self.plugins, entry.own, replace(entry.case), device, entry.engine, entry.mode)
+            worker.ask("make", self.plugins, entry.own, replace(entry.case), device, self.engine, entry.mode)
             answer = worker.ask(command)
             entry.row.description = answer["description"]
             yield worker, answer
@@ -278,9 +272,9 @@ class Bench:
 
     def _build(self, found: CaseResult, entries: Sequence[Entry], opened: ExitStack) -> dict[Entry, float]:
         """Start and check contenders one after the other, and return the seconds of a step of each."""
-        largest, built = 0, dict[Entry, float]()
+        largest, built, info = 0, dict[Entry, float](), info_of(self.device)
         for entry in sorted(entries, key=lambda each: _ORDER.index(each.own)):
-            row, free, info = entry.row, psutil.virtual_memory().available, info_of(entry.device)
+            row, free = entry.row, psutil.virtual_memory().available
             if len(built) > 1 and largest * _SPARE > free:
                 row.status = "left out"
                 row.reason = f"the largest so far needs {format_bytes(largest)}, {format_bytes(free)} are free"
@@ -289,13 +283,13 @@ class Bench:
                 worker, answer = one.enter_context(self._started(entry))
                 largest = max(largest, answer["rss"] * entry.ranks)
                 row.losses = answer["losses"]
-                if info.mode(entry.device) == MOCK:
+                if info.mode(self.device) == MOCK:
                     row.status, found.basis = "ok", MOCKED
                 else:
                     _check(found, entry, worker)
-                if not found.device or info.exclusive(entry.device):
+                if not found.device or info.exclusive(self.device):
                     self._facts(found, row, worker)
-                if not info.exclusive(entry.device):
+                if not info.exclusive(self.device):
                     entry.worker = worker
                     opened.push(one.pop_all())
                 built[entry] = answer["step_seconds"]
