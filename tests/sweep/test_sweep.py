@@ -302,18 +302,6 @@ def test_a_search_without_its_journal_is_refused(sweep: Sweep) -> None:
         sweep(*overrides)
 
 
-def test_plans_are_listed_by_what_they_need(sweep: Sweep, capfd: Any) -> None:
-    assert sweep("task=plan", "optimizer.lr=0.1,0.2", "run.seed=1") == 0
-    path = only_sweep()
-    assert [(row["parameters"], row["memory_bytes"], row["objective"]) for row in table(path)] == [
-        ("7", "2048", "2.2"), ("7", "2048", "2.4"),
-    ]  # fmt: skip
-    assert (path / "000_lr=0.1" / "plan.json").exists() and (path / "optimizer.lr.svg").exists()
-    printed = capfd.readouterr()
-    assert "2.0 KiB" in printed.out and "step_ms 2.2" in printed.err
-    assert "train/loss" not in printed.out
-
-
 def test_benchmarks_are_listed_by_their_contenders_and_one_that_failed_starts_again(sweep: Sweep, capfd: Any) -> None:
     """Beside what it left."""
     overrides = ("task=bench", "bench=mlp", "run.seed=1,3,109")
@@ -331,12 +319,18 @@ def test_benchmarks_are_listed_by_their_contenders_and_one_that_failed_starts_ag
     assert table(path)[2]["static_ms"] == "110.0"
 
 
-def test_an_objective_that_no_job_has_ends_the_sweep(sweep: Sweep, capfd: Any) -> None:
+def test_plans_are_listed_by_what_they_need_and_an_unknown_objective_ends_the_sweep(sweep: Sweep, capfd: Any) -> None:
     """After the first job, where the names are not known before it."""
-    assert sweep("task=plan", "run.seed=1,2", "sweep.objective=step_m") == 2
-    assert [row["state"] for row in table(only_sweep())] == ["failed", "missing"]
+    assert sweep("task=plan", "run.seed=1,2", "sweep.objective=step_m", "sweep.dir=ended") == 2
+    assert [row["state"] for row in table(Path("ended"))] == ["failed", "missing"]
     assert "sweep.objective=step_m: task=plan has no such number. Did you mean 'step_ms'?" in capfd.readouterr().err
-    assert sweep("task=plan", "run.seed=1,2", "sweep.objective=memory_bytes") == 0
+    assert sweep("task=plan", "optimizer.lr=0.1,0.2", "run.seed=1", "sweep.dir=mine") == 0
+    assert [(row["parameters"], row["memory_bytes"], row["objective"]) for row in table(Path("mine"))] == [
+        ("7", "2048", "2.2"), ("7", "2048", "2.4"),
+    ]  # fmt: skip
+    assert Path("mine/000_lr=0.1/plan.json").exists() and Path("mine/optimizer.lr.svg").exists()
+    printed = capfd.readouterr()
+    assert "2.0 KiB" in printed.out and "step_ms 2.2" in printed.err and "train/loss" not in printed.out
 
 
 def test_a_config_file_may_name_the_axes(sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
