@@ -17,15 +17,9 @@ from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.folders import cache_folder, settle_without_home
 
 REPO = Path(__file__).parents[2]
-MOVED = [
-    "HOME",
-    "XDG_CACHE_HOME",
-    "TTRAIN_CACHE",
-    "MPLCONFIGDIR",
-    "WANDB_CONFIG_DIR",
-    "WANDB_DATA_DIR",
-    "TRITON_CACHE_DIR",
-]
+MOVED = (
+    "HOME", "XDG_CACHE_HOME", "TTRAIN_CACHE", "MPLCONFIGDIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "TRITON_CACHE_DIR",
+)  # fmt: skip
 
 
 @pytest.fixture
