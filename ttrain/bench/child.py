@@ -50,8 +50,7 @@ class Measured:
     def make(self, plugins: Sequence[str], name: str, case: Case, *parts: Any) -> None:
         """Make the contender from its name, case, device, engine and mode."""
         registry.load_plugins(list(plugins))
-        self._made = lambda case: make_contender(name, case, *parts)
-        self.contender = self._made(case)
+        self._parts, self.contender = (name, parts), make_contender(name, case, *parts)
         self._cuda = parts[0].name == "cuda" or (parts[0].name == "auto" and torch.cuda.is_available())
 
     def memory(self) -> dict[str, Any]:
@@ -61,7 +60,8 @@ class Measured:
         what libraries keep.
         """
         case = self.contender.case
-        small = self._made(replace(case, small=True))
+        name, parts = self._parts
+        small = make_contender(name, replace(case, small=True), *parts)
         small.start()
         small.close()
         _ = case.batches
