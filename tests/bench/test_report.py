@@ -124,7 +124,7 @@ def test_without_a_card_the_output_says_that_a_model_told_the_times(
 
 
 def test_what_a_card_is_told_changes_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the cores take longer for a large product; a narrower dtype does not."""
+    """Half of the cores take longer for large products; a narrower dtype does not."""
     monkeypatch.setattr("ttrain.device.ttnn.runtime.environment.has_card", lambda: False)
     found = {}
     for precision, cores in (("bf16", "[7,8]"), ("bf16", "[7,4]"), ("bf8", "[7,8]")):
@@ -133,7 +133,7 @@ def test_what_a_card_is_told_changes_what_the_model_says(tmp_path: Path, monkeyp
         assert main(["task=bench", "bench=chip", "bench.engines=static", *overrides, f"bench.out={folder}"]) == 0
         found[precision, cores] = json.loads((folder / "results.json").read_text("utf-8"))["numbers"]["static_ms"]
     whole = found["bf16", "[7,8]"]
-    assert 1.5 < found["bf16", "[7,4]"] / whole < 2.5 and found["bf8", "[7,8]"] <= whole
+    assert 1.2 < found["bf16", "[7,4]"] / whole < 2.5 and found["bf8", "[7,8]"] <= whole
 
 
 REFUSED = [
