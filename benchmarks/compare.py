@@ -47,8 +47,8 @@ def compared(earlier: dict[str, Any], later: dict[str, Any]) -> Table:
 
 def machine(result: dict[str, Any]) -> dict[str, Any]:
     """Return the machine of a result and its programs."""
-    devices = [case["device"] for case in result["cases"] if case["device"]]
-    return {key: result["environment"].get(key) for key in ("platform", "versions")} | {"device": devices[:1]}
+    device = next((case["device"] for case in result["cases"] if case["device"]), {})
+    return {**{key: result["environment"].get(key) for key in ("platform", "versions")}, "device": device}
 
 
 if __name__ == "__main__":

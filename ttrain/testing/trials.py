@@ -95,7 +95,7 @@ class Trial(ABC):
 
     @cached_property
     def expected(self) -> dict[str, tuple[Value, np.ndarray]]:
-        """What is compared by name, as a value and as PyTorch computes it in fp64."""
+        """The values that are compared by name, each with what PyTorch makes of it in fp64."""
         graph, feeds = Graph(), dict[str, Any]()
         made, loss = self.record(graph, feeds)
         if loss is not None:
