@@ -335,10 +335,5 @@ def _check(found: CaseResult, entry: Entry, worker: Worker) -> None:
 
 def caches(folder: Path) -> dict[str, str]:
     """Return the environment in which a process keeps all code that it compiles below a folder."""
-    kinds = {
-        "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TTRAIN_CACHE": "ttrain",
-        "XDG_CACHE_HOME": "user",
-    }  # fmt: skip
-    for kind in kinds.values():
-        (folder / kind).mkdir(parents=True, exist_ok=True)
-    return {variable: str(folder / kind) for variable, kind in kinds.items()}
+    variables = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TTRAIN_CACHE", "XDG_CACHE_HOME"
+    return {variable: str(folder / variable) for variable in variables}
