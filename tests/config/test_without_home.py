@@ -54,15 +54,14 @@ def test_a_home_that_can_only_be_read_stays_the_home(temporary: Path, monkeypatc
     assert cache_folder() == temporary / "ttrain"
 
 
-def test_nothing_is_settled_where_folders_are_given_or_there_is_a_home(temporary: Path, tmp_path: Path) -> None:
-    os.environ |= {"HOME": "/dev/null", "TTRAIN_CACHE": "/somewhere", "MPLCONFIGDIR": "/else"}
-    assert settle_without_home() is None
-    assert (cache_folder(), os.environ["MPLCONFIGDIR"]) == (Path("/somewhere"), "/else")
+def test_nothing_is_settled_where_there_is_a_home_or_folders_are_given(temporary: Path, tmp_path: Path) -> None:
     os.environ["HOME"] = str(tmp_path)
-    del os.environ["TTRAIN_CACHE"]
     assert settle_without_home() is None
     assert cache_folder() == tmp_path / ".cache" / "ttrain"
     assert not temporary.exists()
+    os.environ |= {"HOME": "/dev/null", "TTRAIN_CACHE": "/somewhere", "MPLCONFIGDIR": "/else"}
+    assert settle_without_home() is None
+    assert (cache_folder(), os.environ["MPLCONFIGDIR"]) == (Path("/somewhere"), "/else")
 
 
 def test_a_folder_that_others_can_write_is_not_taken(temporary: Path) -> None:

@@ -143,7 +143,7 @@ def test_it_trains_as_torch_does(place: str) -> None:
         x, targets = (torch.from_numpy(given[name]).double() for name in ("inputs", "targets"))
         loss = float(given[LOSS_WEIGHT]) * ((in_torch(parameters, x) - targets) ** 2).sum()
         gradients = torch.autograd.grad(loss, list(parameters.values()))
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         with torch.no_grad():
             for parameter, gradient in zip(parameters.values(), gradients, strict=True):
                 parameter -= float(given["lr"]) * gradient
