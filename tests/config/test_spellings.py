@@ -205,7 +205,7 @@ def test_a_config_that_is_missing_says_where_it_was_looked_for(mine: Path, capsy
 def test_a_folder_that_is_missing_or_a_file(mine: Path, capsys: Any, flag: str) -> None:
     for given, part in [
         ("nowhere", f"{flag} nowhere: there is no such folder (looked for {mine.parent / 'nowhere'})."),
-        ("my/exp.yaml", "is a file; give the folder of your YAML files. For this file give --config-name my/exp.yaml."),
+        ("my/exp.yaml", "For this file give --config-name my/exp.yaml."),
         ("", f"{flag} : "),
     ]:
         assert main([flag, given]) == 2

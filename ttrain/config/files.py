@@ -121,10 +121,8 @@ def _folder(flag: str, given: str | Path) -> Path:
     path = at_home(given)
     if path.is_dir() and str(given):
         return path.resolve()
-    if not path.exists():
-        raise ConfigError(f"{flag} {given}: there is no such folder (looked for {path.absolute()}).")
-    hint = f" For this file give --config-name {given}." if path.suffix == YAML else ""
-    raise ConfigError(f"{flag} {given}: is a file; give the folder of your YAML files.{hint}")
+    hint = f" For this file give --config-name {given}." if path.is_file() else ""
+    raise ConfigError(f"{flag} {given}: there is no such folder (looked for {path.absolute()}).{hint}")
 
 
 def _added_folder(given: str | Path, ours: Path) -> Path:
