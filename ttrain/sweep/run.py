@@ -7,7 +7,6 @@ import math
 import os
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from ttrain.sweep.search import Grid, Search
 from ttrain.train.logging.events import Events
 from ttrain.train.runs.record import override
 from ttrain.train.runs.run_directory import RECORD
-from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
+from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit, say
 
 _POLL_SECONDS = 0.05
 _ON_CPU = ("cpu", "null")
@@ -71,7 +70,7 @@ def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
     folder = SweepFolder.open(settings.dir, identity, overrides, same=searches)
     try:
         queue = Search(sweep, first, folder, compose) if searches else Grid(folder, jobs, compose)
-        _say(f"sweep {folder.path}: {queue.title}")
+        say(f"sweep {folder.path}: {queue.title}")
         runner = Runner(folder, settings, composer.job_flags(master), queue)
         runner.run()
         runner.finish()
@@ -83,10 +82,6 @@ def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
 def _labelled(job: Job) -> str:
     label = " ".join(f"{key}={value}" for key, value in job.axes.items())
     return f"[{label}] {job.problem}" if label else str(job.problem)
-
-
-def _say(text: str) -> None:
-    print(f"ttrain: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -144,7 +139,7 @@ class Runner:
             if job.problem is not None:
                 self.failed.append(EXIT_USER)
                 status = {**self._status(job, []), "state": "failed", "exit_code": EXIT_USER, "reason": job.problem}
-                _say(f"job {job.name} failed: {job.problem}")
+                say(f"job {job.name} failed: {job.problem}")
                 self._tell(job, status)
                 if self.settings.fail_fast:
                     return
@@ -167,7 +162,7 @@ class Runner:
         child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
-        _say(f"job {job.name} started: {path}")
+        say(f"job {job.name} started: {path}")
 
     def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
         """Return the overrides of the job, and where its results go if it does not train.
@@ -260,7 +255,7 @@ class Runner:
             self.failed.append(code)
             state, told, reason = "failed", f"failed: {problem.splitlines()[0]}", problem
         reached = f", {key} {objective:.6g}" if state in DONE and objective is not None else ""
-        _say(f"job {job.name} {told}{reached}")
+        say(f"job {job.name} {told}{reached}")
         found = {"objective": objective, "numbers": outcome.columns(job.task, numbers)}
         return {**status, **found, "state": state, "reason": reason, "traceback": trace}
 
@@ -282,16 +277,16 @@ class Runner:
         folder.finish(done)
         early = f", {pruned} pruned" if pruned else ""
         table = folder.path / "sweep.csv"
-        _say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {table}")
+        say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {table}")
         judged = [(record["objective"], job) for record, job in zip(records, jobs, strict=True)
                   if record["state"] == FINISHED and record["objective"] is not None and job.axes]  # fmt: skip
         if judged:
             choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min
             value, best = choose(judged, key=lambda pair: pair[0])
             alone = Given(overrides=best.overrides, flags=self.flags).command(without=["hydra", "run.dir", "sweep"])
-            _say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
+            say(f"best: job {best.name}, {objective} {value:.6g}: {alone}")
         if not done:
-            _say("the same command again runs the jobs that are missing or failed")
+            say("the same command again runs the jobs that are missing or failed")
 
     @property
     def exit_code(self) -> int:
