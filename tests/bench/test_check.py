@@ -16,7 +16,7 @@ from ttrain.bench.child import make_contender
 from ttrain.bench.contender import Contender, loss_difference, problem
 from ttrain.bench.workload import NAMED, Case, work_of
 from ttrain.engine.settings import EngineConfig
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 
 pytestmark = pytest.mark.usefixtures("small_sizes")
 

@@ -20,7 +20,7 @@ from ttrain.data.settings import RegressionConfig
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticStep
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.forecast.out_of_memory import is_out_of_memory
 from ttrain.train.logging.events import read_events
 from ttrain.train.logging.metrics import read_metrics

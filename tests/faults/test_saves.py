@@ -18,7 +18,7 @@ import pytest
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints

@@ -16,8 +16,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph import Graph, Stage, Value
-from ttrain.graph.graph import op
+from ttrain.graph import Graph, Stage, Value, op
 from ttrain.graph.verify import verify
 
 ROWS = TensorSpec((4, 3))

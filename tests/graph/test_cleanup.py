@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.graph.tools import assert_same_meaning, names, parameter
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
-from ttrain.graph import Graph
-from ttrain.graph.graph import op
+from ttrain.graph import Graph, op
 from ttrain.graph.passes import merge_common_subexpressions, remove_dead_code
 from ttrain.graph.verify import verify
 

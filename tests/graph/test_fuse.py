@@ -8,8 +8,7 @@ from tests.graph.tools import assert_same_meaning, names, parameter, tokens
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value
-from ttrain.graph.graph import op
+from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value, op
 from ttrain.graph.passes import fuse, remove_dead_code
 from ttrain.graph.verify import verify
 

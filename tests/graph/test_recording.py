@@ -10,8 +10,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Graph, Kind, Stage, Value
-from ttrain.graph.graph import op
+from ttrain.graph import Graph, Kind, Stage, Value, op
 
 PAIR = TensorSpec((2, 3))
 

@@ -12,7 +12,7 @@ import torch
 from tests.models.plain_gpt import PlainGPT
 from tests.models.session import Session, relative_error, tensor_by_tensor_equal, token_batch
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.graph import op
+from ttrain.graph import op
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW

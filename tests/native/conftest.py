@@ -19,8 +19,7 @@ from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.rows import RULES
 from ttrain.device.torch.native.toolchain import find_compiler, library_folder
-from ttrain.graph import Case, Op
-from ttrain.graph.composite import Composite
+from ttrain.graph import Case, Composite, Op
 
 # Small cases are cut as large ones would be: across two threads, into several parts and blocks.
 SMALL = Sizing(threads=2, thread_cost=1, part=16, block=48, logits=650)

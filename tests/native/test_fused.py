@@ -13,7 +13,7 @@ from tests.native.conftest import NativeDevice
 from tests.native.test_numbers import run_all
 from tests.ops.harness import assert_within
 from ttrain.core.spec import DType
-from ttrain.graph.graph import op
+from ttrain.graph import op
 from ttrain.ops.program import step
 from ttrain.testing.compare import Tolerance
 

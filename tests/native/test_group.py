@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Graph, Value, op
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Graph, Kind, Stage, Value, op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.passes.group import group
 from ttrain.graph.verify import verify

@@ -16,7 +16,7 @@ from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.native.native import Sizing
-from ttrain.graph.graph import Graph, Node, op
+from ttrain.graph import Graph, Node, op
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig

@@ -12,9 +12,7 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device, serves
-from ttrain.graph import REGISTRY, Case, Op
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph import REGISTRY, Case, Graph, Kind, Node, Op, Value
 from ttrain.plan.lifetime import overwritable
 from ttrain.testing.cases import (
     TORCH,

@@ -21,9 +21,7 @@ from tests.ops.harness import (
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
-from ttrain.graph import REGISTRY, Case, Op
-from ttrain.graph.composite import Composite
-from ttrain.graph.graph import Graph
+from ttrain.graph import REGISTRY, Case, Composite, Graph, Op
 
 DTYPES = (DType.FP64, DType.FP32, DType.BF16)
 

@@ -77,8 +77,7 @@ def interpreter(request: pytest.FixtureRequest) -> Callable[[], Interpreter]:
 
 
 def _composites() -> list[Any]:
-    from ttrain.graph import REGISTRY
-    from ttrain.graph.composite import Composite
+    from ttrain.graph import REGISTRY, Composite
 
     return [op for op in REGISTRY.values() if isinstance(op, Composite)]
 

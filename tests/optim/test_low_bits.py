@@ -16,7 +16,7 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.planned import planned
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State, StateTensor
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.initialize import Normal

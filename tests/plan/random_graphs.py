@@ -11,7 +11,6 @@ from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel
 from ttrain.graph import Graph, Kind, Stage, Value
-from ttrain.graph.alias import roots_of
 
 SHAPES = ((), (1,), (3,), (2, 3), (1, 3), (2, 1), (3, 2), (6,), (1, 6))
 LIKELY = (*SHAPES, (2, 3), (2, 3), (2, 3), (3, 2), (3, 2))  # equal ones are what buffers are shared between
@@ -106,7 +105,7 @@ class _Recorder:
         value = self.draw(st.sampled_from(alike or values))
         store = ops.assign if self.draw(st.booleans()) else ops.accumulate
         self.state[index] = store(state, value)
-        roots = roots_of(self.graph)
+        roots = self.graph.roots()
         self.readable = [value for value in self.readable if roots[value] is not roots[state]] + [self.state[index]]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import ttrain
 from tests.native.conftest import require_compiler
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.steps import step_graph
 
 SIZES = ["layers=3", "heads=2", "width=32", "context=4", "vocabulary=11"]

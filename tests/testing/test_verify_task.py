@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ttrain.cli import main
-from ttrain.graph.graph import Node, Value, op
+from ttrain.graph import Node, Value, op
 from ttrain.ops import scale
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]

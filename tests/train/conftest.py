@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import cache_home
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent

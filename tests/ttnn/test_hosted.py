@@ -11,8 +11,7 @@ from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Graph, Kind
-from ttrain.graph.graph import op
+from ttrain.graph import Graph, Kind, op
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.place import place
 from ttrain.graph.verify import verify

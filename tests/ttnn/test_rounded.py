@@ -16,7 +16,7 @@ from ttrain.device.ttnn.kernels import update as rows
 from ttrain.device.ttnn.kernels.elementwise import key_of
 from ttrain.device.ttnn.tensors.store import Store, TileLayout
 from ttrain.engine.state import State
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.steps.step_graph import StepGraph
 
 OPTIMIZERS: dict[str, Any] = {"adamw": adamw, "sgd": lambda **given: sgd(momentum=0.9, nesterov=True, **given)}

@@ -16,8 +16,7 @@ from tests.native.conftest import require_compiler
 from tests.ttnn.runs import cpu, golden, run, sgd, step_inputs
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Graph, Value, composite
-from ttrain.graph.graph import REGISTRY
+from ttrain.graph import REGISTRY, Graph, Value, composite
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.nn.initialize import Normal, initial_values
 from ttrain.nn.layers import Linear

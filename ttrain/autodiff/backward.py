@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ttrain.core.errors import GraphError
-from ttrain.graph.alias import overwritten
-from ttrain.graph.composite import Composite
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Stage
+from ttrain.graph import Composite, Graph, Node, Stage, Value
 from ttrain.ops import add, full
 
 
@@ -50,7 +47,7 @@ class _Reverse:
         """Floating-point values that depend on `wrt`. What was written to state is constant from there on."""
         reached = set(wrt)
         for node in self.forward:
-            if any(value in reached for value in node.values) and not overwritten(node):
+            if any(value in reached for value in node.values) and not node.overwritten:
                 reached.update(output for output in node.outputs if output.spec.dtype.is_floating)
         return reached
 
@@ -102,7 +99,7 @@ class _Reverse:
             return node
         if node not in self.again:
             for original in self.forward:
-                if original.segment == node.segment and not overwritten(original):  # state changes once
+                if original.segment == node.segment and not original.overwritten:  # state changes once
                     self.again[original] = self._record_again(original)
         return self.again[node]
 

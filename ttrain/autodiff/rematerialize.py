@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.graph.rewrite import Rewriter
 
 
@@ -24,10 +22,10 @@ def rematerialize(graph: Graph) -> Graph:
 
 def _plans(graph: Graph) -> dict[Value, Node]:
     """Values worth making again, each with the node that does, as its first output."""
-    kept, roots = set(graph.outputs.values()), roots_of(graph)
+    kept, roots = set(graph.outputs.values()), graph.roots()
     later = {value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values}
     # State that is overwritten before the update.
-    changed = {roots[value] for node in graph.nodes if node.stage is not Stage.UPDATE for value in overwritten(node)}
+    changed = {roots[value] for node in graph.nodes if node.stage is not Stage.UPDATE for value in node.overwritten}
     found: dict[Value, Node] = {}
 
     def at_hand(value: Value) -> bool:

@@ -23,7 +23,7 @@ from ttrain.device.timing import Work
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.forecast.peak import Rates

@@ -13,7 +13,7 @@ from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.names import did_you_mean
 from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch, filled
 from ttrain.engine.state import State
-from ttrain.graph.graph import Graph, Node, RecordCounter, Value
+from ttrain.graph import Graph, Node, Value
 from ttrain.graph.place import place
 from ttrain.plan.plan import Plan
 
@@ -146,7 +146,7 @@ class CountedRun:
         self._engine, self._first = engine, True
 
     def __enter__(self) -> None:
-        self._allocations, self._nodes = self._engine.device.counters.allocations, RecordCounter.nodes
+        self._allocations, self._nodes = self._engine.device.counters.allocations, Graph.recorded
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
@@ -155,7 +155,7 @@ class CountedRun:
         counters.steps += 1
         if not self._first:
             counters.allocations_after_first += self._engine.device.counters.allocations - self._allocations
-            counters.nodes_after_first += RecordCounter.nodes - self._nodes
+            counters.nodes_after_first += Graph.recorded - self._nodes
         self._first = False
 
 

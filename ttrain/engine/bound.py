@@ -11,7 +11,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Buffer, Launch, of_side
 from ttrain.engine.base import Engine
 from ttrain.engine.state import Placed
-from ttrain.graph.graph import Node, Value
+from ttrain.graph import Node, Value
 
 
 class Bound(ABC):

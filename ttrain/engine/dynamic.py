@@ -10,9 +10,7 @@ from ttrain.device.base import Buffer, Launch
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.bound import Bound
 from ttrain.engine.state import Placed
-from ttrain.graph.alias import roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Graph, Kind, Node, Value
 from ttrain.graph.passes import copy_reshapes, decompose, fuse, live_nodes
 from ttrain.graph.verify import verify
 
@@ -37,7 +35,7 @@ class DynamicStep(Step):
         self._trace = trace
         self._recorded: Any = None  # what `_facts` tells of the last recorded graph
         # What was made of it: the graph that is launched, who owns which buffer, and its nodes with what dies there.
-        self._joined, self._roots, self._order = graph, roots_of(graph), list[tuple[Node, list[Value]]]()
+        self._joined, self._roots, self._order = graph, graph.roots(), list[tuple[Node, list[Value]]]()
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         with self.engine.device.launching(self._what), self._counted:
@@ -78,7 +76,7 @@ class DynamicStep(Step):
         if facts != self._recorded:
             graph = decompose(fuse(graph, device.kernels), device.kernels, device.name)
             self._joined = copy_reshapes(graph, device.shares)
-            self._roots = roots_of(self._joined)
+            self._roots = self._joined.roots()
             self._order, self._recorded = _with_last_reads(self._joined, self._roots), facts
 
 

@@ -12,8 +12,7 @@ from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import FLAT_ALIGNMENT, DType, Part, TensorSpec, flat_offsets, part_name, part_spec
 from ttrain.device.base import Arena, Buffer, Device
-from ttrain.graph.graph import Graph
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Graph, Kind
 from ttrain.plan.arena import GradientReuse
 
 _BETWEEN = FLAT_ALIGNMENT * DType.FP64.itemsize  # bytes between flat tensors in one arena, lest they are taken for one

@@ -15,8 +15,7 @@ from ttrain.device.base import Arena, Buffer, Device, Launch, flat_launches
 from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.bound import Bound
 from ttrain.engine.state import Placed, State
-from ttrain.graph import passes
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph import Graph, Node, Value, passes
 from ttrain.graph.verify import verify
 from ttrain.plan.arena import Block
 from ttrain.plan.build import build_plan

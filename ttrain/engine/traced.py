@@ -9,9 +9,7 @@ from ttrain.device.base import Arena, Device, Launch, StepCompiler, chain
 from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
-from ttrain.graph.alias import overwritten
-from ttrain.graph.graph import Graph
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Graph, Kind, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan
@@ -151,7 +149,7 @@ class TracedStep(StaticStep):
         """
         if self._warm:
             return True
-        if any(overwritten(node) for node in self.plan.graph.nodes):
+        if any(node.overwritten for node in self.plan.graph.nodes):
             return False
         bound = self.take_addresses()
         self.engine.device.upload_inputs(bound.inputs, examples(self.plan.graph))

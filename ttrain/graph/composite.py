@@ -20,8 +20,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.shapes import Shapes
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.graph import Case, Graph, Node, Op, Value, declare
-from ttrain.graph.kinds import Kind
+from ttrain.graph.graph import Case, Graph, Kind, Node, Op, Value, declare
 
 P = ParamSpec("P")
 R = TypeVar("R")

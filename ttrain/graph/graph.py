@@ -1,16 +1,44 @@
-"""Values, nodes, ops and the graph that records them."""
+"""Values, nodes, ops and the graph that records them; kinds of values, and the stages of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.kinds import Kind, Stage
+
+
+class Kind(Enum):
+    """The origin of a value."""
+
+    INPUT = "input"  # uploaded for every step: the batch, learning rate, step number, seed
+    PARAMETER = "parameter"
+    FROZEN = "frozen"  # a parameter that no step of the run writes; saved once
+    GRADIENT = "gradient"  # of a parameter, kept from backward to update
+    OPTIMIZER = "optimizer"  # moments, velocities
+    COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
+    BUFFER = "buffer"  # of a model, not trained but written by its steps, such as a running mean; saved
+    CONSTANT = "constant"  # of a model, derived from its config, such as a mask; never written by a step, never saved
+    CACHE = "cache"  # keys and values of a text that sampling goes on with, or training data; never saved
+    NODE = "node"  # the output of a node
+
+    @property
+    def is_state(self) -> bool:
+        """True if the buffer outlives the step."""
+        return self not in (Kind.INPUT, Kind.NODE)
+
+
+class Stage(Enum):
+    """Part of the step that a node belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
 
 
 class Value:
@@ -109,6 +137,13 @@ class Node:
     def values(self) -> list[Value]:
         """The inputs that are present."""
         return [value for value in self.inputs if value is not None]
+
+    @property
+    def overwritten(self) -> list[Value]:
+        """The inputs whose buffers it overwrites."""
+        if self.op.view:
+            return []
+        return [value for index in self.op.aliases(self).values() if (value := self.inputs[index]) is not None]
 
     @property
     def specs(self) -> tuple[list[TensorSpec | None], list[TensorSpec]]:
@@ -268,16 +303,11 @@ def op(name: str) -> Op:
     return REGISTRY[name]
 
 
-class RecordCounter:
-    """Counts the nodes that this process has recorded. A static step must not change it."""
-
-    nodes = 0
-
-
 @dataclass
 class Graph:
     """Nodes in the order they were recorded, with the named values that enter and leave."""
 
+    recorded: ClassVar[int] = 0  # nodes that this process has recorded; a static step must not change it
     nodes: list[Node] = field(default_factory=list)
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
@@ -315,6 +345,16 @@ class Graph:
         """Record a declared op by name; see `Op.record`."""
         return REGISTRY[name].record(*inputs, graph=self, **attributes)
 
+    def roots(self) -> dict[Value, Value]:
+        """For every value the one whose buffer it shares, through views and in-place updates; else itself."""
+        roots = {value: value for value in (*self.inputs.values(), *self.state.values())}
+        for node in self.nodes:
+            aliases = node.op.aliases(node)
+            for index, output in enumerate(node.outputs):
+                source = node.inputs[aliases[index]] if index in aliases else None
+                roots[output] = output if source is None else roots.get(source, source)
+        return roots
+
     def output(self, name: str, value: Value) -> None:
         """Mark a value to be kept until the step ends and handed out under this name."""
         self.outputs[name] = value
@@ -328,7 +368,7 @@ class Graph:
         specs = op.infer_outputs(node.specs[0], attributes)
         node.outputs = tuple(Value(self, spec, Kind.NODE, "", node, index) for index, spec in enumerate(specs))
         self.nodes.append(node)
-        RecordCounter.nodes += 1
+        Graph.recorded += 1
         return node
 
     def amend(self, node: Node, **attributes: Any) -> tuple[Value, ...]:

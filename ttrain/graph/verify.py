@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 
 from ttrain.core.errors import GraphError
-from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph.graph import Graph, Kind, Node, Value
 
 
 def verify(graph: Graph, stage: str) -> Graph:
@@ -21,7 +19,7 @@ def verify(graph: Graph, stage: str) -> Graph:
     def broken(message: str) -> GraphError:
         return GraphError(f"after {stage}: {message}")
 
-    roots = roots_of(graph)
+    roots = graph.roots()
     follow(graph, roots.__getitem__, (*graph.inputs.values(), *graph.state.values()), broken)
     for node in graph.nodes:
         for value in node.values:
@@ -30,7 +28,7 @@ def verify(graph: Graph, stage: str) -> Graph:
         given, made = node.specs
         if (specs := node.op.infer_outputs(given, node.attributes)) != made:
             raise broken(f"{node!r} has outputs that its op does not infer: {specs}.")
-        changed = overwritten(node)
+        changed = node.overwritten
         for value in changed:
             root = roots[value]
             if not root.kind.is_state:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ttrain.graph.composite import cases, composite
-from ttrain.graph.graph import Case, Value
+from ttrain.graph import Case, Value, cases, composite
 from ttrain.ops.common import PLAIN_SHAPES
 from ttrain.ops.elementwise import erf, exp, full, greater, sigmoid, tanh
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, HIDDEN, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, Value, op
+from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
 from ttrain.ops.common import free, sum_to
 from ttrain.ops.elementwise import cast
 from ttrain.ops.layout import merge_heads, reshape, split_heads

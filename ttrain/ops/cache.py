@@ -12,8 +12,7 @@ import numpy as np
 
 from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Value
+from ttrain.graph import Case, Value, cases, composite, primitive, require
 from ttrain.ops.attention import softmax
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape

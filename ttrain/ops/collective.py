@@ -16,8 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import Case, Value, op
+from ttrain.graph import Case, Value, cases, op, primitive, require
 
 Bounds = tuple[tuple[int, ...], ...]
 _OVER_STATE: dict[str, Any] = {  # the first `count` tensors are written, or all; those behind them only belong to them

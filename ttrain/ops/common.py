@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import require
-from ttrain.graph.graph import Node, Value
+from ttrain.graph import Node, Value, require
 
 # Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
 PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())

@@ -8,8 +8,7 @@ from inspect import signature
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, primitive, require
-from ttrain.graph.graph import Case, Graph, Node, Op, Value, declare, op
+from ttrain.graph import Case, Graph, Node, Op, Value, cases, declare, op, primitive, require
 from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, free, is_full, is_one, sum_to
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, Value, op
+from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
 from ttrain.ops.common import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, Value, op
+from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
 from ttrain.ops.common import free, sum_to
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Case, Node, Value
+from ttrain.graph import Case, Node, Value, cases, composite, require
 from ttrain.ops.common import is_one
 from ttrain.ops.elementwise import cast, exp, log, multiply
 from ttrain.ops.embedding import one_hot

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, Value
+from ttrain.graph import Case, Node, Value, cases, composite, primitive, require
 from ttrain.ops.activation import activation as activated
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ttrain.graph.composite import cases, composite
-from ttrain.graph.graph import Case, Node, Value, op
+from ttrain.graph import Case, Node, Value, cases, composite, op
 from ttrain.ops.elementwise import cast, sqrt
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import mean, reduce_sum

@@ -10,8 +10,7 @@ from typing import Any
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import Composite, cases, composite, require
-from ttrain.graph.graph import Case, Graph, Value, op
+from ttrain.graph import Case, Composite, Graph, Value, cases, composite, op, require
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]  # op name, operands, attributes
 Program = tuple[Step, ...]

@@ -10,8 +10,7 @@ from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix, stream_key
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, Value
+from ttrain.graph import Case, Node, Value, cases, composite, primitive, require
 
 
 def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:

@@ -7,8 +7,7 @@ from functools import reduce as fold
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases, composite, primitive, require
-from ttrain.graph.graph import Case, Node, RecordSide, Value
+from ttrain.graph import Case, Node, RecordSide, Value, cases, composite, primitive, require
 from ttrain.ops.elementwise import cast, greater, sqrt
 from ttrain.ops.layout import expand, reshape
 

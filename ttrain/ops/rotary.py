@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from ttrain.graph.composite import cases, composite, require
-from ttrain.graph.graph import Case, Node, Value
+from ttrain.graph import Case, Node, Value, cases, composite, require
 from ttrain.ops.elementwise import cast
 from ttrain.ops.layout import index_put, index_select, merge_heads, reshape, split_heads
 

@@ -12,8 +12,22 @@ from typing import Any, ParamSpec, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import Composite, Probe, cases, composite, primitive, require, specs_of
-from ttrain.graph.graph import REGISTRY, Case, Node, Op, RecordSide, Value, declare, op
+from ttrain.graph import (
+    REGISTRY,
+    Case,
+    Composite,
+    Node,
+    Op,
+    RecordSide,
+    Value,
+    cases,
+    composite,
+    declare,
+    op,
+    primitive,
+    require,
+)
+from ttrain.graph.composite import Probe, specs_of
 from ttrain.ops.common import free
 from ttrain.ops.elementwise import at_least, cast
 from ttrain.ops.program import Program, program_of, record

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph.composite import cases
-from ttrain.graph.graph import Case, op
+from ttrain.graph import Case, cases, op
 from ttrain.nn.initialize import Constant
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule

@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import PlanError
 from ttrain.device.base import Layout, align
-from ttrain.graph.graph import Node, Value
+from ttrain.graph import Node, Value
 
 UNPLACED = -1  # no block begins there, since offsets are aligned
 

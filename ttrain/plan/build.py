@@ -7,8 +7,7 @@ from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Device, Kernel, Layout, of_side
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Graph, Kind, Node, Value
 from ttrain.plan.arena import UNPLACED, Block, GradientReuse, pack, take_turns
 from ttrain.plan.check import check
 from ttrain.plan.lifetime import Placement, first_writes, place

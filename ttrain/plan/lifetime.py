@@ -7,9 +7,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 from ttrain.device.base import Delivery, Kernel, of_side
-from ttrain.graph.alias import roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Graph, Kind, Node, Value
 
 BEFORE = -1  # time at which step inputs are uploaded; node k runs at time k
 
@@ -54,7 +52,7 @@ def _touched(graph: Graph, owner: Mapping[Value, Value]) -> dict[Value, list[int
 
 def _reuse_dying_inputs(graph: Graph, kernels: Mapping[str, Kernel], apart: Container[Value]) -> dict[Value, Value]:
     """Owners of all values, where an elementwise result takes over the buffer of an input that nothing reads later."""
-    roots = roots_of(graph)
+    roots = graph.roots()
     last = {root: times[-1] for root, times in _touched(graph, roots).items()}
     owner = {root: root for root in roots.values()}
     assigned: set[Value] = set()  # buffers that may become state and must keep their value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ttrain.graph.graph import Graph, Node, Value
+from ttrain.graph import Graph, Node, Value
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 

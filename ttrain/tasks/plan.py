@@ -22,8 +22,7 @@ from ttrain.data.batches import Dataset
 from ttrain.device.info import info_of
 from ttrain.device.timing import Work
 from ttrain.engine.base import Step
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.nn.module import ADAPTER
 from ttrain.optim.groups import frozen_count
 from ttrain.tasks.training.expected import (

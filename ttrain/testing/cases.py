@@ -28,9 +28,8 @@ import ttrain.optim.schedule_free
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import REGISTRY, Case, Op
+from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value
 from ttrain.graph.composite import Declared
-from ttrain.graph.graph import Graph, Node, Value
 from ttrain.ops import add, cast, multiply, reduce_sum
 from ttrain.ops.common import PLAIN_SHAPES
 

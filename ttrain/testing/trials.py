@@ -16,9 +16,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.engine.base import Engine, traced_graph
 from ttrain.engine.state import State, StateTensor
-from ttrain.graph import Case, Op
-from ttrain.graph.graph import Graph, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Case, Graph, Kind, Op, Stage, Value
 from ttrain.models.base import Model, loss_weights, preparation
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import use

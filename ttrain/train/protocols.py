@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 
 # All else in the state derives from these, or from the config, or lives for one step.
 SAVED_KINDS = (Kind.PARAMETER, Kind.FROZEN, Kind.OPTIMIZER, Kind.BUFFER)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.train.conftest import ArrayState
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint import save as module
 from ttrain.train.checkpoint.checkpoint import read_checkpoint, sealed

@@ -22,7 +22,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import StateTensor
 from ttrain.engine.static import StaticEngine
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ttrain.graph.alias import overwritten
 from ttrain.graph.graph import Graph, Node, Value
 from ttrain.graph.rewrite import Rewriter, copied
 
@@ -15,7 +14,7 @@ def live_nodes(graph: Graph) -> list[Node]:
     live: set[Value] = set(graph.outputs.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if overwritten(node) or any(output in live for output in node.outputs):
+        if node.overwritten or any(output in live for output in node.outputs):
             live.update(node.values)
             kept.append(node)
     return kept[::-1]
@@ -37,7 +36,7 @@ def merge_common_subexpressions(graph: Graph) -> Graph:
         inputs = rewriter.inputs(node)
         attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
         key = (node.op.name, inputs, attributes, node.copy, node.segment, node.on_host)
-        if key in seen and not overwritten(node):
+        if key in seen and not node.overwritten:
             rewriter.replace(node.outputs, seen[key])
         else:
             rewriter.copy(node)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ttrain.core.errors import ShapeError
 from ttrain.core.spec import DType
 from ttrain.device.base import of_side
-from ttrain.graph.alias import overwritten, roots_of
 from ttrain.graph.graph import Graph, Node, Value, op
 from ttrain.graph.rewrite import Rewriter, uses
 
@@ -55,11 +54,11 @@ class _Matcher:
 
     def __init__(self, graph: Graph, kernels: Container[str]) -> None:
         self.graph, self.kernels = graph, kernels
-        self.readers, self.kept, self.roots = uses(graph), set(graph.outputs.values()), roots_of(graph)
+        self.readers, self.kept, self.roots = uses(graph), set(graph.outputs.values()), graph.roots()
         self.times = {node: time for time, node in enumerate(graph.nodes)}
         self.writes: dict[Value, list[int]] = {}
         for node, time in self.times.items():
-            for value in overwritten(node):
+            for value in node.overwritten:
                 self.writes.setdefault(self.roots[value], []).append(time)
 
     def matches(self) -> dict[Node, tuple[Node, Joined]]:

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ttrain.core.spec import DType
-from ttrain.graph.alias import roots_of
-from ttrain.graph.graph import Graph, Node, Value, op
-from ttrain.graph.kinds import Kind
+from ttrain.graph.graph import Graph, Kind, Node, Value, op
 from ttrain.graph.passes.order import dependencies
 from ttrain.graph.rewrite import Rewriter, uses
 
@@ -66,7 +64,7 @@ class _Schedule:
 
     def __init__(self, graph: Graph) -> None:
         self.kept, self.readers = set(graph.outputs.values()), uses(graph)
-        self.needed = dependencies(graph.nodes, roots_of(graph))
+        self.needed = dependencies(graph.nodes, graph.roots())
         self.items: list[_Item] = []
         self.item_of: dict[Node | None, _Item] = {}
         for node in graph.nodes:

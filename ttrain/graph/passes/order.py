@@ -6,9 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from graphlib import TopologicalSorter
 
-from ttrain.graph.alias import overwritten, roots_of
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Stage
+from ttrain.graph.graph import Graph, Node, Stage, Value
 from ttrain.graph.rewrite import copied
 
 _STORES = ("assign", "accumulate", "all_reduce_start", "reduce_scatter_start")
@@ -24,13 +22,13 @@ def store_early(graph: Graph) -> Graph:
     Otherwise the gradients of all parameters would be live at once. What a node overwrites is first read and
     overwritten by those before it; the results are bit-equal. Nodes that move to the same place keep their order.
     """
-    roots, places, touched = roots_of(graph), dict[Node, tuple[int, ...]](), dict[Value, tuple[int, ...]]()
+    roots, places, touched = graph.roots(), dict[Node, tuple[int, ...]](), dict[Value, tuple[int, ...]]()
     for time, node in enumerate(graph.nodes):
         places[node] = (time,)
         makers = [places[value.producer] for value in node.values if value.producer is not None]
         moves = node.op.name in _STORES or (node.stage is Stage.UPDATE and node.op.name not in _JOINT)
         if makers and moves:
-            places[node] = (*max(*makers, *(touched.get(roots[value], ()) for value in overwritten(node)), ()), time)
+            places[node] = (*max(*makers, *(touched.get(roots[value], ()) for value in node.overwritten), ()), time)
         for root in {roots[value] for value in node.values}:
             touched[root] = max(touched.get(root, ()), places[node])
     return copied(graph, sorted(graph.nodes, key=places.__getitem__))
@@ -42,7 +40,7 @@ def gather_sides(graph: Graph) -> Graph:
     Nothing moves between forward and the rest, so what backward computes again is not computed before its time.
     """
     first = next((time for time, node in enumerate(graph.nodes) if node.stage is Stage.BACKWARD), len(graph.nodes))
-    roots = roots_of(graph)
+    roots = graph.roots()
     return copied(graph, _gathered(graph.nodes[:first], roots) + _gathered(graph.nodes[first:], roots))
 
 
@@ -73,7 +71,7 @@ def dependencies(nodes: Sequence[Node], roots: Mapping[Value, Value]) -> dict[No
     written: set[Value] = set()
     for node in nodes:
         needed = {value.producer for value in node.values if value.producer in found}
-        changed = {roots[value] for value in overwritten(node)}
+        changed = {roots[value] for value in node.overwritten}
         for root in {roots[value] for value in node.values}:
             since = touched.setdefault(root, [])
             needed.update(since if root in changed else since[: root in written])

@@ -33,7 +33,7 @@ from ttrain.core.files import parsed_object, read_object, sha256_file, to_json
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.engine.state import State
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
 from ttrain.optim.groups import frozen

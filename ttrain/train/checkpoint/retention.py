@@ -14,7 +14,7 @@ from pathlib import Path
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import hold_for_reading, lock_file, read_json
 from ttrain.core.units import format_bytes
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.checkpoint.checkpoint import UNFINISHED, Checkpoint, read_manifest
 from ttrain.train.protocols import SAVED_KINDS, StateValues
 

@@ -17,7 +17,7 @@ from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_file, to_json, write_synced
 from ttrain.core.spec import DType, TensorSpec, stored_part_name
 from ttrain.engine.state import State
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import (
     FORMAT,

@@ -9,8 +9,7 @@ from itertools import pairwise
 from ttrain.core.tables import Table
 from ttrain.core.units import format_bytes
 from ttrain.device.timing import Work, duration
-from ttrain.graph.graph import Node
-from ttrain.graph.kinds import Stage
+from ttrain.graph import Node, Stage
 from ttrain.parallel.ranks import Ranks
 
 _START = "_start"  # ends the names of what runs beside computing

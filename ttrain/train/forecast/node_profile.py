@@ -15,8 +15,7 @@ from ttrain.core.tables import Table
 from ttrain.core.units import format_bytes, format_count
 from ttrain.device.base import Device
 from ttrain.device.timing import duration
-from ttrain.graph.graph import Node
-from ttrain.graph.kinds import Stage
+from ttrain.graph import Node, Stage
 from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.show import show_ways
 

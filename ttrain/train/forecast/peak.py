@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.folders import cache_folder
 from ttrain.device.measured import Section, positive
-from ttrain.graph.graph import Node
+from ttrain.graph import Node
 
 _FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192}

@@ -8,8 +8,7 @@ from functools import partial
 
 from ttrain.device.base import Kernel, of_side
 from ttrain.engine.base import Engine
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Stage
+from ttrain.graph import Graph, Node, Stage, Value
 from ttrain.plan.lifetime import BEFORE
 from ttrain.plan.plan import Plan
 from ttrain.train.forecast.step_cost import PlannedBuffer

@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ttrain.device.base import align
-from ttrain.graph.graph import Graph, Node, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 from ttrain.plan.plan import Plan

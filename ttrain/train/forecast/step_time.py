@@ -31,8 +31,7 @@ from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.base import Device, Kernel, StepCompiler, filled
 from ttrain.device.measured import Section, positive
 from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
-from ttrain.graph.graph import Node
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind, Node
 from ttrain.train.forecast.peak import LEAST, Rates
 
 COMPUTE_FAMILIES = ("matmul", "attention", "loss")  # of ops that do many operations per byte

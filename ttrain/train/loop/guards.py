@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.core.errors import TtrainError
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.optim.base import AVERAGE
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext

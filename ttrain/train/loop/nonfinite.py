@@ -10,8 +10,7 @@ import numpy as np
 
 from ttrain.core.errors import NonFiniteError, RankFailed
 from ttrain.engine.state import State
-from ttrain.graph.graph import Node, Value
-from ttrain.graph.kinds import Kind, Stage
+from ttrain.graph import Kind, Node, Stage, Value
 from ttrain.models.base import Batch
 from ttrain.train.loop.checkpoints import Checkpoints
 from ttrain.train.loop.context import RunContext

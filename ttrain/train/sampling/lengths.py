@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttrain.engine.base import Step, Trace
-from ttrain.graph.kinds import Kind
+from ttrain.graph import Kind
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph

@@ -9,8 +9,7 @@ from typing import Any
 
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
-from ttrain.graph.graph import Graph, Node
-from ttrain.graph.kinds import Stage
+from ttrain.graph import Graph, Node, Stage
 from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
