@@ -17,7 +17,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import learning_rates
-from ttrain.optim.schedules import cosine
+from ttrain.optim.schedules import schedule
 from ttrain.optim.settings import AdamWConfig, ScheduleConfig
 
 SIZE = {"layers": 3, "heads": 4, "width": 32, "context": 24, "vocabulary": 61}
@@ -76,7 +76,7 @@ def plain_run(plain: PlainGPT) -> list[float]:
 
 def our_run(model: GPT, plain: PlainGPT, engine: str) -> tuple[list[float], Session]:
     config = AdamWConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5, betas=[0.9, 0.95])
-    rates = learning_rates(model.parameters(), config, cosine(ScheduleConfig(warmup=5, min_lr_ratio=0.1), STEPS))
+    rates = learning_rates(model.parameters(), config, schedule(ScheduleConfig(warmup=5, min_lr_ratio=0.1), STEPS))
     ours = session(model, plain, engine, config)
     losses = [ours.train(batch, step, rates(step))["loss"] for step, batch in enumerate(batches(STEPS), 1)]
     return losses, ours

@@ -13,7 +13,7 @@ from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
 from ttrain.nn.initialize import initial_values
 from ttrain.optim.groups import learning_rates
-from ttrain.optim.schedules import linear
+from ttrain.optim.schedules import schedule
 from ttrain.optim.settings import ScheduleConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 
@@ -72,7 +72,8 @@ def test_twenty_sgd_steps_equal_pytorch_on_both_engines(activation: str, options
     plain = plain_mlp(model, values)
     expected = plain_run(plain, OPTIMIZERS[options])
     config = SGDConfig(lr=0.1, weight_decay=0.01, decay_rule="all", clip_norm=None, **OPTIMIZERS[options])
-    rates = learning_rates(model.parameters(), config, linear(ScheduleConfig(warmup=3, min_lr_ratio=0.0), STEPS))
+    shape = ScheduleConfig("linear", warmup=3, min_lr_ratio=0.0)
+    rates = learning_rates(model.parameters(), config, schedule(shape, STEPS))
     runs = {}
     for engine in ("dynamic", "static"):
         ours = Session(model, SGD(config), ROWS, engine=engine, values=values)

@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from ttrain.optim.schedules import Schedule, constant, cosine, linear, wsd
+from ttrain.optim.schedules import Schedule, schedule
 from ttrain.optim.settings import ScheduleConfig
 
-SHAPES = {"constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd}
-STEPS = 100
+SHAPES, STEPS = ("constant", "linear", "cosine", "wsd"), 100
 
 
 def build(name: str, **options: float) -> Schedule:
-    return SHAPES[name](ScheduleConfig(name=name, **options), STEPS)
+    return schedule(ScheduleConfig(name=name, **options), STEPS)
 
 
 def nanogpt_rate(iteration: int, warmup: int, decay_steps: int, lowest: float) -> float:
@@ -73,7 +72,7 @@ def test_wsd_stays_at_the_peak_until_the_decay() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_an_only_step_after_the_warmup_is_at_the_peak(name: str, warmup: int) -> None:
-    factor = SHAPES[name](ScheduleConfig(name=name, warmup=warmup, min_lr_ratio=0.0), warmup + 1)
+    factor = schedule(ScheduleConfig(name=name, warmup=warmup, min_lr_ratio=0.0), warmup + 1)
     assert factor(warmup + 1) == 1.0
     assert factor(warmup + 2) == (1.0 if name == "constant" else 0.0)
 

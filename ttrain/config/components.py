@@ -72,7 +72,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("optimizer", optim.ScheduleFreeConfig, "ttrain.optim.schedule_free:ScheduleFree", ("schedule_free",)),
     ("optimizer", optim.MuonConfig, "ttrain.optim.muon:Muon", ("muon",)),
     ("optimizer", optim.NorMuonConfig, "ttrain.optim.muon:NorMuon", ("normuon",)),
-    ("schedule", optim.ScheduleConfig, "ttrain.optim.schedules:{}", ("constant", "linear", "cosine", "wsd")),
+    ("schedule", optim.ScheduleConfig, "ttrain.optim.schedules:schedule", ("constant", "linear", "cosine", "wsd")),
     ("data", TextConfig, "ttrain.data.text:open_text", ("text",)),
     ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),

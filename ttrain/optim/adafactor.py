@@ -37,8 +37,8 @@ def adafactor(
     rows = _averaged(rows, ops.mean(square, -1), step, beta2_decay)
     columns = _averaged(columns, ops.mean(square, -2) * kept, step, beta2_decay)
     variance = rows / ops.at_least(ops.mean(rows, -2) * kept, eps) * columns
-    change = _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding)
-    return change, rows, columns
+    u = g / ops.sqrt(ops.at_least(variance, eps * eps))
+    return _change(parameter, u, lr, step, least_rms, threshold, padding), rows, columns
 
 
 @update_rule
@@ -57,7 +57,8 @@ def adafactor_vector(
     """Adafactor of a tensor without rows and columns: it keeps the mean of g^2 over steps."""
     g = ops.cast(gradient, DType.FP32)
     variance = _averaged(variance, g * g, step, beta2_decay)
-    return _change(parameter, g, variance, lr, step, eps, least_rms, threshold, padding), variance
+    u = g / ops.sqrt(ops.at_least(variance, eps * eps))
+    return _change(parameter, u, lr, step, least_rms, threshold, padding), variance
 
 
 @update_rule
@@ -72,15 +73,7 @@ def _averaged(mean: Value, new: Value, step: Value, beta2_decay: float) -> Value
 
 
 def _change(
-    parameter: Value,
-    gradient: Value,
-    variance: Value,
-    lr: Value,
-    step: Value,
-    eps: float,
-    least_rms: float,
-    threshold: float,
-    padding: int,
+    parameter: Value, u: Value, lr: Value, step: Value, least_rms: float, threshold: float, padding: int
 ) -> Value:
     """Change of a parameter: rate * max(least_rms, rms(p)) / max(1, rms(u) / threshold) * u.
 
@@ -89,7 +82,6 @@ def _change(
     """
     shape = parameter.shape
     count = prod((*(size - padding for size in shape[:1]), *shape[1:]))
-    u = gradient / ops.sqrt(ops.at_least(variance, eps * eps))
     rate = -1.0 * ops.maximum(-1.0 * lr, -1.0 / ops.sqrt(step))
     rms, size = (ops.global_norm([x]) * count**-0.5 for x in (parameter, u))
     return u * (rate * ops.at_least(rms, least_rms) / ops.at_least(size * (1 / threshold), 1.0))

@@ -9,7 +9,7 @@ name.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ttrain.core.errors import ConfigError
@@ -155,83 +155,73 @@ def learning_rates(
 def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
     """Raise ConfigError for what a new run can't mean: what `check_prefixes` refuses, and keys that change nothing."""
     check_prefixes(parameters, config)
-    if problems := _idle(parameters, config):
-        raise ConfigError(problems)
+    _refuse(_idle(parameters, config))
 
 
 def check_prefixes(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
     """Raise ConfigError with every prefix that leads to no parameter, and where nothing is left to train or clip."""
-    prefixes: dict[str, Iterable[str]] = {
-        "lr_multipliers": config.lr_multipliers, "clip_scope": config.clip_scope, "freeze": config.freeze,
-        "unfreeze": config.unfreeze,
-    }  # fmt: skip
-    problems = [problem for key, given in prefixes.items() for problem in _unknown(parameters, key, given)]
-    if problems:
-        raise ConfigError(problems)
-    both = sorted(set(config.freeze) & set(config.unfreeze))
-    useless = [p for p in config.unfreeze if not any(leads_to(p, path) and _below(path, config) for path in parameters)]
-    if both:
-        problems.append(f"optimizer.freeze and optimizer.unfreeze both name {both[0]}. Take it out of one of them.")
-    elif useless:
-        problems.append(
-            f"optimizer.unfreeze={useless}: nothing in it is frozen. Name it in optimizer.freeze, or neither."
-        )
+    _refuse(_unknown(parameters, config))
+    _refuse(_contradictions(parameters, config))
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise ConfigError(found)
+
+
+def _contradictions(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Iterator[str]:
+    """Yield the problems of known prefixes that exclude one another."""
+    frozen_too = [path for path in parameters if longest(path, config.freeze) is not None]  # if nothing were unfrozen
+    if both := sorted(set(config.freeze) & set(config.unfreeze)):
+        yield f"optimizer.freeze and optimizer.unfreeze both name {both[0]}. Take it out of one of them."
+    elif useless := [prefix for prefix in config.unfreeze if not _leads_to_any(prefix, frozen_too)]:
+        yield f"optimizer.unfreeze={useless}: nothing in it is frozen. Name it in optimizer.freeze, or neither."
     changing = trained(parameters, config)
     if not changing:
-        problems.append(f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze.")
+        yield f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze."
     elif config.clip_scope and config.clip_norm is None:
-        problems.append(
+        yield (
             f"optimizer.clip_scope={config.clip_scope}: nothing is clipped with optimizer.clip_norm=null. Give a "
             "clip_norm, or clip_scope=[]."
         )
     elif not any(in_clip_scope(path, config) for path in changing):
-        problems.append(
-            f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."
-        )
-    if problems:
-        raise ConfigError(problems)
+        yield f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."
 
 
-def _idle(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> list[str]:
-    """One problem for each key that changes nothing of what is trained."""
+def _idle(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Iterator[str]:
+    """Yield a problem for each key that changes nothing of what is trained."""
     changing = trained(parameters, config)
     fix = "Leave it out, or let some of it be trained."
     if any(not parameter.trainable for parameter in parameters.values()):
         example = next((path for path in changing if path.endswith(".b.weight")), next(iter(changing)))
         fix = f"With lora.rank the adapters alone are trained, such as {example}. Name some, or leave it out."
+    for key in ("clip_scope", "unfreeze"):
+        for prefix in getattr(config, key):
+            if not _leads_to_any(prefix, changing):
+                yield f"optimizer.{key}.{prefix}: nothing of it is trained. {fix}"
     rated = {longest(path, config.lr_multipliers) for path in changing}
-    given: dict[str, list[str]] = {"clip_scope": config.clip_scope, "unfreeze": config.unfreeze}
-    found = [
-        f"optimizer.{key}.{prefix}: nothing of it is trained. {fix}"
-        for key, prefixes in given.items()
-        for prefix in prefixes
-        if not any(leads_to(prefix, path) for path in changing)
-    ]
-    found += [
-        f"optimizer.lr_multipliers.{prefix}: changes no rate, since nothing of it is trained, or longer prefixes "
-        f"name all that is. {fix}"
-        for prefix in config.lr_multipliers
-        if prefix not in rated
-    ]
+    for prefix in (prefix for prefix in config.lr_multipliers if prefix not in rated):
+        yield (
+            f"optimizer.lr_multipliers.{prefix}: changes no rate, since nothing of it is trained, or longer prefixes "
+            f"name all that is. {fix}"
+        )
     own = getattr(config, "adamw_lr", None)
     if own is not None and all(map(orthogonalised, changing.values())):
-        found.append(f"optimizer.adamw_lr={own}: {config.name} updates all that is trained at optimizer.lr. {fix}")
-    return found
+        yield f"optimizer.adamw_lr={own}: {config.name} updates all that is trained at optimizer.lr. {fix}"
 
 
-def _below(path: str, config: OptimizerConfig) -> bool:
-    """True if a parameter would be frozen if nothing were unfrozen."""
-    return longest(path, config.freeze) is not None
-
-
-def _unknown(parameters: Mapping[str, Parameter], key: str, prefixes: Iterable[str]) -> list[str]:
+def _unknown(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> Iterator[str]:
+    """Yield a problem for each prefix that leads to no parameter."""
     parts = [path.split(".") for path in parameters]
     top = {part[0] for part in parts}
     inside = {".".join(part[:length]) for part in parts for length in range(2, len(part) + 1)}
-    found = []
-    for prefix in prefixes:
-        if not any(leads_to(prefix, path) for path in parameters):
-            near = difflib.get_close_matches(prefix, inside, n=1) if "." in prefix else []
-            hint = f"Did you mean {near[0]!r}?" if near else did_you_mean(prefix, top)
-            found.append(f"optimizer.{key}.{prefix}: no parameter's name begins so. {hint}")
-    return found
+    for key in ("lr_multipliers", "clip_scope", "freeze", "unfreeze"):
+        for prefix in getattr(config, key):
+            if not _leads_to_any(prefix, parameters):
+                near = difflib.get_close_matches(prefix, inside, n=1) if "." in prefix else []
+                hint = f"Did you mean {near[0]!r}?" if near else did_you_mean(prefix, top)
+                yield f"optimizer.{key}.{prefix}: no parameter's name begins so. {hint}"
+
+
+def _leads_to_any(prefix: str, paths: Iterable[str]) -> bool:
+    return any(leads_to(prefix, path) for path in paths)

@@ -13,7 +13,6 @@ from ttrain.core.spec import DType, Part, TensorSpec, flat_offsets, part_name, p
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.module import Parameter, use
-from ttrain.optim.clip import Norms, global_norms
 from ttrain.optim.groups import FlatParameter
 from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
 
@@ -165,26 +164,25 @@ def heaviest(shards: Sequence[FlatShard], ranks: Ranks) -> int:
 
 def norms_of(
     graph: Graph, shards: Sequence[FlatShard], gradients: Sequence[Sequence[Value]], ranks: Ranks, frees: bool = False
-) -> Norms:
-    """Return the norm of the gradients of some shards, and of those that are clipped.
+) -> tuple[Value, Value]:
+    """Return the norm of the gradients of some shards, and of those that are clipped (Pascanu et al., 2013).
 
-    Where the step `frees` gradients, those of no shard wait for the others.
+    Every gradient is read once. Where the step `frees` gradients, those of no shard wait for the others.
     """
     pairs = list(zip(shards, gradients, strict=True))
-    if ranks.single:
-        lists = [(shard.flat.clipped, [ops.global_norm(given)] if frees else given) for shard, given in pairs]
-        every = [(gradient, clipped) for clipped, given in lists for gradient in given]
-        return global_norms([gradient for gradient, _ in every], [clipped for _, clipped in every])
     sides = ([pair for pair in pairs if pair[0].flat.clipped is clipped] for clipped in (True, False))
-    found = [_block_norm(graph, side, ranks) for side in sides if side]
-    return Norms(ops.global_norm(found) if len(found) > 1 else found[0], found[0])
+    found = [_norm(graph, side, ranks, frees) for side in sides if side]
+    return ops.global_norm(found) if len(found) > 1 else found[0], found[0]
 
 
-def _block_norm(graph: Graph, shards: Sequence[tuple[FlatShard, Sequence[Value]]], ranks: Ranks) -> Value:
+def _norm(graph: Graph, shards: Sequence[tuple[FlatShard, Sequence[Value]]], ranks: Ranks, frees: bool) -> Value:
     """Return the L2 norm of the gradients of some shards, whose bits do not depend on who holds which part.
 
-    It is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
+    Of several ranks it is that of the norms of fixed blocks, each of which one rank has; the others have a zero there.
     """
+    if ranks.single:
+        lists = [[ops.global_norm(given)] if frees else given for _, given in shards]
+        return ops.global_norm([value for values in lists for value in values])
     tensors: list[Value] = []
     places: list[int] = []
     before = 0

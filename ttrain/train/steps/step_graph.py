@@ -329,11 +329,11 @@ class StepGraph:
                 sharding = self.ranks.sharding
                 owned = [self._owned_gradients(graph, shard) for shard in self.shards] if sharding else None
                 found = summed_over_ranks(self.shards, found, owned)
-            norms = norms_of(graph, [part for _, part in self.updates], found, self.ranks, self.frees)
-        graph.output(GRAD_NORM, norms.whole)
+            whole, clipped = norms_of(graph, [part for _, part in self.updates], found, self.ranks, self.frees)
+        graph.output(GRAD_NORM, whole)
         if self._scoped:
-            graph.output(CLIPPED_NORM, norms.clipped)
-        return found, norms.clipped
+            graph.output(CLIPPED_NORM, clipped)
+        return found, clipped
 
     def _update(self, graph: Graph, gradients: Sequence[list[Value]], norm: Value) -> None:
         """Clip, update every shard, and round the new parameters into their copies."""
