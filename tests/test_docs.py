@@ -311,7 +311,7 @@ def check_the_plugin() -> None:
     config = composed(overrides)[0]
     dataset = build.build_dataset(config.data, config.model, [])
     model = build.build_model(*config.model_parts, dataset.vocabulary)
-    from ttrain.nn.initialize import initial_values
+    from tests.models.session import initial_values
 
     start = initial_values(model, config.run.seed)
     weights = {path: torch.nn.Parameter(torch.tensor(value)) for path, value in start.items()}

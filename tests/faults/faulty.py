@@ -21,7 +21,6 @@ from ttrain.engine.base import HostValue
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine, StaticStep
-from ttrain.plan.plan import Plan
 
 
 @dataclass
@@ -32,17 +31,6 @@ class FaultyConfig(EngineConfig):
     faults: list[str] = option([], "kind@step, in the order in which they happen")
     counter: str = option("faults.txt", "file with a line for every fault that happened")
     rows: int | None = option(None, "sequences per micro-batch that memory has room for")
-
-
-class FaultyEngine(StaticEngine):
-    """Adds the faults to every step that is given the optimizer step's number."""
-
-    def __init__(self, config: FaultyConfig, device: Device, state: State) -> None:
-        super().__init__(device, state, config.rematerialize)
-        self.config = config
-
-    def make_step(self, name: str, plan: Plan) -> StaticStep:
-        return FaultyStep(self, name, plan)
 
 
 class FaultyStep(StaticStep):
@@ -74,6 +62,16 @@ class FaultyStep(StaticStep):
             file.write(f"{kind}\n")
         happen(kind)
         return kind
+
+
+class FaultyEngine(StaticEngine):
+    """Adds the faults to every step that is given the optimizer step's number."""
+
+    step_class = FaultyStep
+
+    def __init__(self, config: FaultyConfig, device: Device, state: State) -> None:
+        super().__init__(device, state, config.rematerialize)
+        self.config = config
 
 
 def happen(kind: str) -> None:

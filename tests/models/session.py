@@ -15,7 +15,7 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.base import loss_weights, preparation
-from ttrain.nn.initialize import initial_values
+from ttrain.nn.initialize import initial_value
 from ttrain.train.steps.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
@@ -26,6 +26,11 @@ def open_cpu() -> Any:
     from ttrain.device.torch.device import cpu
 
     return cpu(DeviceConfig(name="cpu", threads=1))
+
+
+def initial_values(model: Any, seed: int) -> dict[str, np.ndarray]:
+    """The first value of every parameter by path."""
+    return {path: initial_value(parameter, seed) for path, parameter in model.parameters().items()}
 
 
 class Session:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.models.plain_agillm import PlainAGILLM, slopes
-from tests.models.session import Session, tensor_by_tensor_equal, token_batch
+from tests.models.session import Session, initial_values, tensor_by_tensor_equal, token_batch
 from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.attention_mask import alibi_slopes
@@ -22,7 +22,6 @@ from ttrain.models.agillm_windows import Windows, window_starts
 from ttrain.models.decoder import BlockInputs
 from ttrain.models.presets import AGILLM_PRESETS
 from ttrain.models.settings import AGILLMConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.checkpoint.checkpoint import read_checkpoint

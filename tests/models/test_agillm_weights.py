@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.session import initial_values
 from ttrain.core.errors import CheckpointError
 from ttrain.models import agillm_weights
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_weights import compact, compacted
 from ttrain.models.identity import differing
 from ttrain.models.settings import AGILLMConfig
-from ttrain.nn.initialize import initial_values
 
 SIZE: dict[str, Any] = {"preset": None, "layers": 2, "heads": 2, "width": 8, "rank": 6, "context": 10, "vocabulary": 11}
 

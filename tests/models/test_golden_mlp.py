@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.session import Session, relative_error, tensor_by_tensor_equal
+from tests.models.session import Session, initial_values, relative_error, tensor_by_tensor_equal
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.schedules import schedule
 from ttrain.optim.settings import ScheduleConfig, SGDConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.models.session import initial_values
 from ttrain.core.errors import CheckpointError
 from ttrain.models.gpt import GPT
 from ttrain.models.gpt_weights import config_from_transformers, config_to_transformers
 from ttrain.models.settings import GPTConfig
-from ttrain.nn.initialize import initial_values
 
 SIZE = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 11}
 

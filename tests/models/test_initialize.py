@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from tests.models.session import initial_values
 from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 
 SIZE = {"heads": 2, "width": 64, "context": 32, "vocabulary": 128}
 

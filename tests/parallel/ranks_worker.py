@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tests.models.plain_gpt import PlainGPT
+from tests.models.session import initial_values
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
@@ -26,7 +27,6 @@ from ttrain.models.base import preparation
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.place import Place

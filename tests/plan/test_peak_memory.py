@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.forked import run
-from tests.models.session import ENGINES, open_cpu
+from tests.models.session import ENGINES, initial_values, open_cpu
 from ttrain.core.spec import DType
 from ttrain.engine.base import examples, traced_graph
 from ttrain.engine.state import State
@@ -25,7 +25,6 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, extend_trace

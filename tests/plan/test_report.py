@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.session import initial_values
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.tables import Table, plain_table
@@ -24,7 +25,6 @@ from ttrain.graph import Graph, Kind, Stage
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tests.models.session import ENGINES as ENGINES
-from tests.models.session import Session, open_cpu
+from tests.models.session import Session, initial_values, open_cpu
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.graph import Kind
@@ -18,7 +18,6 @@ from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD

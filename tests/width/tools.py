@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from tests import forked
+from tests.models.session import initial_values
 from tests.native.conftest import require_compiler
 from tests.ttnn.runs import Outcome, cpu, golden, run, step_inputs
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
-from ttrain.nn.initialize import initial_values
 from ttrain.nn.module import Module
 
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden dynamic", "golden static")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.names import did_you_mean
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch, filled
-from ttrain.engine.state import State
+from ttrain.core.spec import TensorSpec
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch, filled, of_side
+from ttrain.engine.state import Placed, State
 from ttrain.graph import Graph, Node, Value
 from ttrain.graph.place import place
 from ttrain.plan.plan import Plan
@@ -59,17 +60,16 @@ class Step(ABC):
         self._counted = CountedRun(engine)
         self._what = f"step {name}"  # for a device that watches launches
 
-    @abstractmethod
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
         """Run on host values; scalar outputs come as float, others as arrays.
 
         Raises ShapeError naming the first input that is missing, unknown or of another shape.
         """
+        return self.start(inputs)()
 
+    @abstractmethod
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
-        """Launch one run; the returned call waits for it and reads the outputs. By default both happen right here."""
-        outputs = self(inputs)
-        return lambda: outputs
+        """Launch one run; the returned call waits for it and reads the outputs."""
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
         """Let the device take in the inputs of the next call while it computes. Does nothing where it can't.
@@ -137,6 +137,43 @@ class Engine(ABC):
 
     def close(self) -> None:
         """Release what was built; the engine can build anew. The device outlives it."""
+
+
+class Bound(ABC):
+    """Finds the buffers of values, on a side each, and binds nodes to them; a subclass says where memory lies.
+
+    `owner_of` tells of a value the one whose buffer it shares. Offsets are bytes.
+    """
+
+    def __init__(self, engine: Engine, owner_of: Callable[[Value], Value]) -> None:
+        self.device, self.state, self.kernels = engine.device, engine.state, engine.kernels
+        self.owner_of = owner_of
+
+    @abstractmethod
+    def placed(self, owner: Value) -> Placed:
+        """Return the place of a value that is not state and owns its buffer."""
+
+    @abstractmethod
+    def workspace(self, node: Node, specs: Sequence[TensorSpec]) -> list[Buffer]:
+        """The scratch buffers of a node, one for each spec."""
+
+    def buffer(self, value: Value) -> Buffer:
+        """Return the buffer of a value: its owner's, under the value's own shape and dtype."""
+        owner = self.owner_of(value)
+        arena, offset, buffer = self.state.placed(owner.name) if owner.kind.is_state else self.placed(owner)
+        return buffer if owner.spec == value.spec else self.device.side(owner.on_host).place(arena, offset, value.spec)
+
+    def download(self, value: Value) -> np.ndarray:
+        """A host copy of what its buffer holds now."""
+        return self.device.side(value.on_host).download(self.buffer(value))
+
+    def bind(self, node: Node) -> Launch:
+        """The call without arguments that runs a node."""
+        kernel = of_side(self.kernels, node.on_host)[node.op.name]
+        ins = [None if value is None else self.buffer(value) for value in node.inputs]
+        outs = [self.buffer(output) for output in node.outputs]
+        workspace = self.workspace(node, kernel.workspace_specs(*node.specs, node.attributes))
+        return self.device.side(node.on_host).bind(kernel, ins, outs, node.attributes, workspace)
 
 
 class CountedRun:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Buffer, Launch
-from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
-from ttrain.engine.bound import Bound
+from ttrain.engine.base import Bound, Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import Placed
 from ttrain.graph import Graph, Kind, Node, Value
 from ttrain.graph.passes import copy_reshapes, decompose, fuse, live_nodes
@@ -37,9 +36,11 @@ class DynamicStep(Step):
         # What was made of it: the graph that is launched, who owns which buffer, and its nodes with what dies there.
         self._joined, self._roots, self._order = graph, graph.roots(), list[tuple[Node, list[Value]]]()
 
-    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
+    def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
+        """Run to the end right here."""
         with self.engine.device.launching(self._what), self._counted:
-            return self._run(inputs, look=None)[0]
+            outputs, _ = self._run(inputs, look=None)
+        return lambda: outputs
 
     def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
         with self.engine.device.launching(self._what):

@@ -12,8 +12,7 @@ import numpy as np
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Arena, Buffer, Device, Launch, flat_launches
-from ttrain.engine.base import Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
-from ttrain.engine.bound import Bound
+from ttrain.engine.base import Bound, Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import Placed, State
 from ttrain.graph import Graph, Node, Value, passes
 from ttrain.graph.verify import verify
@@ -37,63 +36,6 @@ def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializi
     return graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
 
 
-class StaticEngine(Engine):
-    """Plans each step once. All steps share one arena, since only one of them runs at a time.
-
-    Without arenas on the device, offsets of one plan mean nothing in another, so every step has tensors of its own.
-    """
-
-    name = "static"
-
-    def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
-        super().__init__(device, state)
-        self.rematerialize = rematerialize
-        self._steps: list[StaticStep] = []
-        self._arenas: dict[bool, tuple[Arena, int]] = {}  # shared ones with their bytes; True for the host's
-
-    def build(self, name: str, trace: Trace) -> Step:
-        graph = self.derive(trace)
-        self.state.check(graph)
-        step = self.make_step(name, self.plan(graph))
-        self._steps.append(step)
-        return step
-
-    def derive(self, trace: Trace) -> Graph:
-        """The final graph of a step."""
-        return prepare(trace, self.kernels, self.device, self.rematerialize)
-
-    def plan(self, graph: Graph) -> Plan:
-        return build_plan(graph, self.kernels, self.device, self.state.reuse)
-
-    def make_step(self, name: str, plan: Plan) -> StaticStep:
-        return StaticStep(self, name, plan)
-
-    def bind(self, plan: Plan) -> BoundPlan:
-        """Give a plan its addresses."""
-        shares = self.device.arenas
-        arena = self.shared_arena() if shares else self.device.allocate_arena(plan.arena_bytes, "activations")
-        of_host = None if self.device.host is None else self.shared_arena(on_host=True)
-        return BoundPlan(plan, self, (arena, of_host))
-
-    @property
-    def plans(self) -> list[Plan]:
-        return [step.plan for step in self._steps]
-
-    def close(self) -> None:
-        self._steps.clear()
-        self._arenas.clear()
-
-    def shared_arena(self, on_host: bool = False) -> Arena:
-        """The arena of all steps built so far. Steps built later that need more get one of their own."""
-        needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in self.plans)
-        arena, nbytes = self._arenas.get(on_host, (None, -1))
-        if needed > nbytes:
-            names = ", ".join(step.name for step in self._steps)
-            arena = self.device.side(on_host).allocate_arena(needed, f"activations of {names}")
-            self._arenas[on_host] = arena, needed
-        return arena
-
-
 class StaticStep(Step):
     """Bound at its first call, so that every step of a run is built before memory is taken."""
 
@@ -105,9 +47,6 @@ class StaticStep(Step):
         self._bound: BoundPlan | None = None
         # What brings the inputs of the next run into its buffers, and their values; None before the first prefetch.
         self._prefetched: tuple[Launch | None, Mapping[str, np.ndarray]] | None = None
-
-    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
-        return self.start(inputs)()
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, arrays = self.engine.device, self._arrays(inputs)
@@ -154,6 +93,61 @@ class StaticStep(Step):
         if self._bound is None:
             self._bound = self.engine.bind(self.plan)
         return self._bound
+
+
+class StaticEngine(Engine):
+    """Plans each step once. All steps share one arena, since only one of them runs at a time.
+
+    Without arenas on the device, offsets of one plan mean nothing in another, so every step has tensors of its own.
+    """
+
+    name = "static"
+    step_class = StaticStep
+
+    def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
+        super().__init__(device, state)
+        self.rematerialize = rematerialize
+        self._steps: list[StaticStep] = []
+        self._arenas: dict[bool, tuple[Arena, int]] = {}  # shared ones with their bytes; True for the host's
+
+    def build(self, name: str, trace: Trace) -> Step:
+        graph = self.derive(trace)
+        self.state.check(graph)
+        step = self.step_class(self, name, self.plan(graph))
+        self._steps.append(step)
+        return step
+
+    def derive(self, trace: Trace) -> Graph:
+        """The final graph of a step."""
+        return prepare(trace, self.kernels, self.device, self.rematerialize)
+
+    def plan(self, graph: Graph) -> Plan:
+        return build_plan(graph, self.kernels, self.device, self.state.reuse)
+
+    def bind(self, plan: Plan) -> BoundPlan:
+        """Give a plan its addresses."""
+        shares = self.device.arenas
+        arena = self.shared_arena() if shares else self.device.allocate_arena(plan.arena_bytes, "activations")
+        of_host = None if self.device.host is None else self.shared_arena(on_host=True)
+        return BoundPlan(plan, self, (arena, of_host))
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [step.plan for step in self._steps]
+
+    def close(self) -> None:
+        self._steps.clear()
+        self._arenas.clear()
+
+    def shared_arena(self, on_host: bool = False) -> Arena:
+        """The arena of all steps built so far. Steps built later that need more get one of their own."""
+        needed = max(plan.host_arena_bytes if on_host else plan.arena_bytes for plan in self.plans)
+        arena, nbytes = self._arenas.get(on_host, (None, -1))
+        if needed > nbytes:
+            names = ", ".join(step.name for step in self._steps)
+            arena = self.device.side(on_host).allocate_arena(needed, f"activations of {names}")
+            self._arenas[on_host] = arena, needed
+        return arena
 
 
 class BoundPlan(Bound):

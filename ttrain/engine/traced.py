@@ -15,6 +15,72 @@ from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan
 
 
+class TracedStep(StaticStep):
+    """First call: launched one by one, which warms kernels up. Second call: captured, then replayed."""
+
+    engine: TracedEngine
+    _replay: Launch | None = None
+    _warm = False
+
+    def __init__(self, engine: TracedEngine, name: str, plan: Plan) -> None:
+        """Refuse a kernel that turns a tensor into a host number: every replay would repeat it."""
+        super().__init__(engine, name, plan)
+        for node in plan.launched:
+            found = () if node.on_host else engine.kernels[node.op.name].host_scalars  # the host's part isn't captured
+            if found:
+                raise CaptureError(
+                    f"step {name}: the kernel of {node.op.name} on {engine.device.name} reads {', '.join(found)} on "
+                    "the host, so every replay would repeat the captured value. Use engine=static."
+                )
+
+    def run(self, bound: BoundPlan) -> None:
+        engine = self.engine
+        if self._replay is None and engine.compiler is not None:
+            engine.counters.captures += 1
+            self._replay = bound.run
+        if self._replay is None and not (self._warm and engine.capture(self)):
+            bound.run()
+            self._warm = True
+        else:
+            assert self._replay is not None
+            self._replay()
+
+    def warm_up(self) -> bool:
+        """Run a step that was never run once on example inputs, so that the device has all its memory.
+
+        False for a step that changes state: it is not run.
+        """
+        if self._warm:
+            return True
+        if any(node.overwritten for node in self.plan.graph.nodes):
+            return False
+        bound = self.take_addresses()
+        self.engine.device.upload_inputs(bound.inputs, examples(self.plan.graph))
+        bound.run()
+        self._warm = True
+        return True
+
+    def record(self) -> None:
+        """Let the device capture the bound plan: each run of its launches; in between the host runs its own."""
+        device, counters, runs = self.engine.device, self.engine.counters, self.take_addresses().parts()
+        uploads = device.counters.uploads
+        parts: list[Launch] = []
+        for by_host, launches in runs:
+            if by_host:
+                parts += launches
+            else:
+                name = self.name if len(runs) == 1 else f"part {len(parts)} of {self.name}"
+                parts.append(device.capture(launches, name))
+                counters.captures += 1
+        self._replay = chain(*parts)
+        counters.host_writes_in_capture += device.counters.uploads - uploads
+
+    def release(self) -> None:
+        """Drop the capture, before the device goes."""
+        self._replay = None
+        self._bound = None
+
+
 class TracedEngine(StaticEngine):
     """Replays what was captured: no Python per op on a device that records, compiled kernels on one that compiles.
 
@@ -22,6 +88,7 @@ class TracedEngine(StaticEngine):
     """
 
     name = "traced"
+    step_class = TracedStep
     _steps: list[TracedStep]  # type: ignore[assignment]
 
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
@@ -41,20 +108,6 @@ class TracedEngine(StaticEngine):
 
             graph = verify(remove_dead_code(group(graph)), "grouping")
         return graph
-
-    def make_step(self, name: str, plan: Plan) -> StaticStep:
-        self._refuse_frozen(name, plan)
-        return TracedStep(self, name, plan)
-
-    def _refuse_frozen(self, name: str, plan: Plan) -> None:
-        """A kernel that turns a tensor into a host number would repeat that number at every replay."""
-        for node in plan.launched:
-            found = () if node.on_host else self.kernels[node.op.name].host_scalars  # the host's part is not captured
-            if found:
-                raise CaptureError(
-                    f"step {name}: the kernel of {node.op.name} on {self.device.name} reads {', '.join(found)} on the "
-                    "host, so every replay would repeat the captured value. Use engine=static."
-                )
 
     def plan(self, graph: Graph) -> Plan:
         plan = super().plan(graph)
@@ -121,58 +174,3 @@ class TracedEngine(StaticEngine):
             step.release()
         super().close()
         self.device.freeze(None)
-
-
-class TracedStep(StaticStep):
-    """First call: launched one by one, which warms kernels up. Second call: captured, then replayed."""
-
-    engine: TracedEngine
-    _replay: Launch | None = None
-    _warm = False
-
-    def run(self, bound: BoundPlan) -> None:
-        engine = self.engine
-        if self._replay is None and engine.compiler is not None:
-            engine.counters.captures += 1
-            self._replay = bound.run
-        if self._replay is None and not (self._warm and engine.capture(self)):
-            bound.run()
-            self._warm = True
-        else:
-            assert self._replay is not None
-            self._replay()
-
-    def warm_up(self) -> bool:
-        """Run a step that was never run once on example inputs, so that the device has all its memory.
-
-        False for a step that changes state: it is not run.
-        """
-        if self._warm:
-            return True
-        if any(node.overwritten for node in self.plan.graph.nodes):
-            return False
-        bound = self.take_addresses()
-        self.engine.device.upload_inputs(bound.inputs, examples(self.plan.graph))
-        bound.run()
-        self._warm = True
-        return True
-
-    def record(self) -> None:
-        """Let the device capture the bound plan: each run of its launches; in between the host runs its own."""
-        device, counters, runs = self.engine.device, self.engine.counters, self.take_addresses().parts()
-        uploads = device.counters.uploads
-        parts: list[Launch] = []
-        for by_host, launches in runs:
-            if by_host:
-                parts += launches
-            else:
-                name = self.name if len(runs) == 1 else f"part {len(parts)} of {self.name}"
-                parts.append(device.capture(launches, name))
-                counters.captures += 1
-        self._replay = chain(*parts)
-        counters.host_writes_in_capture += device.counters.uploads - uploads
-
-    def release(self) -> None:
-        """Drop the capture, before the device goes."""
-        self._replay = None
-        self._bound = None

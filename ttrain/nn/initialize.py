@@ -76,8 +76,3 @@ def generator_of(seed: int, path: str) -> np.random.Generator:
 def initial_value(parameter: Any, seed: int) -> Array:
     """The first value of one parameter of a model: fp32, of the parameter's shape, without what pads it."""
     return parameter.initializer(generator_of(seed, parameter.path), parameter.shape)
-
-
-def initial_values(model: Any, seed: int) -> dict[str, Array]:
-    """The first value of every parameter by path. For a model too large to hold twice, call `initial_value` in turn."""
-    return {path: initial_value(parameter, seed) for path, parameter in model.parameters().items()}

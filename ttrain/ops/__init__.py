@@ -20,6 +20,7 @@ from ttrain.ops.elementwise import (
     cast,
     cos,
     divide,
+    dropout,
     erf,
     exp,
     expm1,
@@ -43,7 +44,6 @@ from ttrain.ops.loss import cross_entropy, head_cross_entropy, squared_error
 from ttrain.ops.matmul import head_matmul, linear, matmul
 from ttrain.ops.norm import layer_norm, rms_norm
 from ttrain.ops.program import fused, step
-from ttrain.ops.random import dropout
 from ttrain.ops.reduce import amax, global_norm, mean, reduce_sum
 from ttrain.ops.rotary import rotary
 from ttrain.ops.update import Rule, accumulate, assign, clip_factor, update

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from ttrain.graph import Case, Value, cases, composite
-from ttrain.ops.common import PLAIN_SHAPES
-from ttrain.ops.elementwise import erf, exp, full, greater, sigmoid, tanh
+from ttrain.ops.elementwise import PLAIN_SHAPES, erf, exp, full, greater, sigmoid, tanh
 
 GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, HIDDEN, PAIRS, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
-from ttrain.ops.common import free, sum_to
-from ttrain.ops.elementwise import cast
+from ttrain.ops.elementwise import cast, dropout, free, sum_to
 from ttrain.ops.layout import merge_heads, reshape, split_heads
 from ttrain.ops.matmul import attention_scale, matmul
-from ttrain.ops.random import dropout
 from ttrain.ops.reduce import reduce_sum
 
 

@@ -14,7 +14,7 @@ from ttrain.core.attention_mask import EVERY_KEY, FULL, HIDDEN, AttentionMask
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Value, cases, composite, primitive, require
 from ttrain.ops.attention import softmax
-from ttrain.ops.common import free
+from ttrain.ops.elementwise import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
 

@@ -1,4 +1,8 @@
-"""Ops that treat every element alike: arithmetic with broadcasting, functions of one number, comparison, casts."""
+"""Ops that treat every element alike: arithmetic with broadcasting, functions of one number, comparison, casts.
+
+Dropout is one: its mask is a pure function of (seed, stream, element), see core/random_bits.py. Backward and
+recomputation form the mask again instead of keeping it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,51 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
+from ttrain.core.random_bits import keep_threshold, mix, stream_key
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Case, Graph, Node, Op, Value, cases, declare, op, primitive, require
-from ttrain.ops.common import BROADCAST_SHAPES, PLAIN_SHAPES, broadcast_shape, free, is_full, is_one, sum_to
+from ttrain.graph import Case, Graph, Node, Op, Value, cases, composite, declare, op, primitive, require
+
+# Odd sizes, a scalar and a size-one axis: what kernels with vector loops and tiles get wrong.
+PLAIN_SHAPES = ((4, 8), (2, 3, 32), (1, 1, 33), (257,), ())
+BROADCAST_SHAPES = (((4, 8), (4, 8)), ((2, 3, 32), (32,)), ((1, 1, 33), (2, 5, 1)), ((7,), ()), ((), ()))
+
+
+def broadcast_shape(owner: str, x: TensorSpec, y: TensorSpec) -> tuple[int, ...]:
+    """numpy's broadcast of two shapes."""
+    rank = max(x.rank, y.rank)
+    pairs = list(zip(*((1,) * (rank - spec.rank) + spec.shape for spec in (x, y)), strict=True))
+    fits = all(left == right or 1 in (left, right) for left, right in pairs)
+    require(fits, owner, f"{x} and {y}", "shapes that broadcast", "Reshape one of them.")
+    return tuple(right if left == 1 else left for left, right in pairs)
+
+
+def sum_to(gradient: Value, target: Value) -> Value:
+    """The gradient summed over the axes along which `target` was broadcast, in target's dtype."""
+    graph, lead = gradient.graph, gradient.spec.rank - target.spec.rank
+    axes = tuple(n for n, size in enumerate(gradient.shape) if n < lead or size != target.shape[n - lead])
+    if axes:
+        gradient = graph.apply("reduce_sum", gradient, axes=axes)
+    if gradient.shape != target.shape:
+        gradient = graph.apply("reshape", gradient, shape=target.shape)
+    if gradient.spec.dtype is target.spec.dtype:
+        return gradient
+    return graph.apply("cast", gradient, dtype=target.spec.dtype)
+
+
+def is_one(value: Value) -> bool:
+    """True if a value is the literal constant 1, which multiplication may skip."""
+    node = value.producer
+    return node is not None and is_full(value) and node.attributes["value"] == 1.0
+
+
+def is_full(value: Value) -> bool:
+    """True if a value is a literal constant."""
+    return value.producer is not None and value.producer.op.name == "full"
+
+
+def free(node: Node) -> int:
+    """The operations of an op that moves or looks up, but computes nothing."""
+    return 0
 
 
 class Elementwise(Op):
@@ -164,3 +210,41 @@ for _shape in PLAIN_SHAPES:
     cases(_scale, *(Case((_shape,), {"factor": factor}) for factor in (-1.0, 0.125)))
     cases(_cast, Case((_shape,), {"dtype": DType.FP32}))
     cases(_full, Case((), {"spec": TensorSpec(_shape), "value": 0.5}))
+
+
+def _mask_in_torch(seed: Any, spec: TensorSpec, p: float, stream: int) -> Any:
+    import torch
+
+    key, threshold = stream_key(int(seed), stream), keep_threshold(p)
+    kept = [mix(index + key & 0xFFFFFFFF) >= threshold for index in range(spec.size)]
+    return torch.tensor(kept, dtype=torch.float64).reshape(spec.shape) / (1 - p)
+
+
+@primitive(
+    "seed int64 []", outputs=("mask",), flops=lambda node: 9 * node.outputs[0].spec.size, reference=_mask_in_torch
+)
+def dropout_mask(seed: Value, spec: TensorSpec, p: float, stream: int) -> TensorSpec:
+    """The factors of dropout: 1 / (1 - p) where an element is kept, else 0."""
+    return spec
+
+
+@composite(name="dropout")
+def _dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
+    """y = x * mask / (1 - p); the mask depends on `seed` (int64 scalar), `stream` and the element's index."""
+    require(x.spec.dtype.is_floating, "dropout", x.spec, "a floating-point tensor")
+    require(0 <= p < 1, "dropout", f"p={p}", "a probability of at least 0 and below 1")
+    return x * dropout_mask(seed, x.spec, p, stream)
+
+
+@_dropout.gradient
+def _(node: Node, dy: Value) -> Sequence[Value | None]:
+    return [_dropout(dy, node.input("seed"), **node.attributes), None]
+
+
+for _shape, _p, _stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3)):
+    cases(_dropout, Case((_shape, ()), {"p": _p, "stream": _stream}, {"seed": 2**62}))
+
+
+def dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
+    """x with a share p of its elements zeroed and the rest scaled by 1/(1-p); x itself where p is 0."""
+    return x if p == 0 else _dropout(x, seed, p, stream)

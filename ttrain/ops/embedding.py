@@ -6,7 +6,7 @@ from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
-from ttrain.ops.common import free
+from ttrain.ops.elementwise import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
 

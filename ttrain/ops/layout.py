@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
-from ttrain.ops.common import free, sum_to
+from ttrain.ops.elementwise import free, sum_to
 
 
 def reshape(x: Value, shape: Sequence[int]) -> Value:

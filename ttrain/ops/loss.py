@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ttrain.graph import Case, Node, Value, cases, composite, require
-from ttrain.ops.common import is_one
-from ttrain.ops.elementwise import cast, exp, log, multiply
+from ttrain.ops.elementwise import cast, exp, is_one, log, multiply
 from ttrain.ops.embedding import one_hot
 from ttrain.ops.layout import index_put, index_select, reshape
 from ttrain.ops.matmul import linear, matmul

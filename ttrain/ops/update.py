@@ -28,8 +28,7 @@ from ttrain.graph import (
     require,
 )
 from ttrain.graph.composite import Probe, specs_of
-from ttrain.ops.common import free
-from ttrain.ops.elementwise import at_least, cast
+from ttrain.ops.elementwise import at_least, cast, free
 from ttrain.ops.program import Program, program_of, record
 
 P = ParamSpec("P")

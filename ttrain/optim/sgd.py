@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ttrain.core.errors import ConfigError
 from ttrain.graph import Value
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule, update_rule
@@ -42,15 +41,7 @@ def _decayed(parameter: Value, gradient: Value, weight_decay: float) -> Value:
 
 
 class SGD(Optimizer[SGDConfig]):
-    """The rule of every parameter is sgd, with momentum sgd_momentum.
-
-    Raises ConfigError for nesterov without momentum.
-    """
-
-    def __init__(self, config: SGDConfig) -> None:
-        if config.nesterov and not config.momentum:
-            raise ConfigError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
-        super().__init__(config)
+    """The rule of every parameter is sgd, with momentum sgd_momentum."""
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         config, decay = self.config, ("weight_decay", self.config.weight_decay * decays)

@@ -31,7 +31,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value
 from ttrain.graph.composite import Declared
 from ttrain.ops import add, cast, multiply, reduce_sum
-from ttrain.ops.common import PLAIN_SHAPES
+from ttrain.ops.elementwise import PLAIN_SHAPES
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.models.decoder.plain_decoder import PlainDecoder
-from tests.models.session import Session, relative_error, token_batch
+from tests.models.session import Session, initial_values, relative_error, token_batch
 from tests.native.conftest import require_compiler
 from tests.train.sampling.test_decode import Reading
 from ttrain.cli import main
@@ -19,7 +19,6 @@ from ttrain.core.errors import ConfigError
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.settings import GPTConfig, LlamaConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import flat_parameters, learning_rates, width_factor
 from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig, SGDConfig

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.models.session import initial_values
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.train.checkpoint.weights_file import read_file, read_parameters, weights_of, write_pt, write_safetensors
 
 SIZES = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 11}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import cache_home
-from tests.models.session import Session
+from tests.models.session import Session, initial_values
 from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.config.compose import load
@@ -28,7 +28,6 @@ from ttrain.data.text import named_tokenizer
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.models.llama import Llama
 from ttrain.models.settings import LlamaConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.tasks.evaluating.choices import encoded_pair

@@ -18,7 +18,6 @@ from ttrain.cli import main
 from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import AGILLMConfig, GPTConfig
-from ttrain.nn.initialize import initial_values
 
 SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 256}
 MODEL = [f"model.{name}={size}" for name, size in SIZE.items()]

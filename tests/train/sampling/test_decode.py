@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.session import ENGINES, open_cpu
+from tests.models.session import ENGINES, initial_values, open_cpu
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
@@ -16,7 +16,6 @@ from ttrain.engine.state import State
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of

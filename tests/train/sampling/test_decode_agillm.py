@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.original_agillm import next_scores, pair_scores
-from tests.models.session import ENGINES, open_cpu
+from tests.models.session import ENGINES, initial_values, open_cpu
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType, TensorSpec
@@ -20,7 +20,6 @@ from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
 from ttrain.models.decoder import BlockInputs
 from ttrain.models.settings import AGILLMConfig
-from ttrain.nn.initialize import initial_values
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, scores_of

@@ -63,18 +63,13 @@ def _global_norm(call: Call) -> None:
         return
     for piece in pieces:
         partials = call.work[0][start : start + len(piece)]
-        _norms_of_rows(call, piece, partials, call.work[-1])
+        if piece.dtype is not y.dtype:
+            wide = call.work[-1][: piece.numel()].view(piece.shape)
+            call.emit(wide.copy_, piece)
+            piece = wide
+        call.emit(torch.linalg.vector_norm, piece, 2, 1, out=partials)
         start += len(piece)
     call.emit(torch.linalg.vector_norm, call.work[0][:start], 2, out=y)
-
-
-def _norms_of_rows(call: Call, x: Tensor, norms: Tensor, scratch: Tensor) -> None:
-    """norms [R] <- those of the rows of x [R, C], which are widened before where they are narrower."""
-    if x.dtype is not norms.dtype:
-        wide = scratch[: x.numel()].view(x.shape)
-        call.emit(wide.copy_, x)
-        x = wide
-    call.emit(torch.linalg.vector_norm, x, 2, 1, out=norms)
 
 
 def _block_norms_workspace(call: Call) -> list[TensorSpec]:
