@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.optim.test_contract import Parameters, gradient
-from tests.optim.test_rules import PLACES, Layers, Run
-from tests.ttnn.runs import cpu
+from tests.optim.test_rules import PLACES, Layers, updates
+from tests.optim.updates import Parameters, Updates, gradient
 from ttrain.core.spec import DType
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
 from ttrain.graph import Graph, Kind
 from ttrain.graph.verify import verify
 from ttrain.optim.adamw import AdamW
+from ttrain.optim.averages import ScheduleFree
 from ttrain.optim.muon import Muon
-from ttrain.optim.schedule_free import ScheduleFree
 from ttrain.optim.settings import AdamWConfig, MuonConfig, ScheduleFreeConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.step_graph import StepGraph
@@ -35,7 +32,7 @@ def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DTy
     """Of the master weights, whatever layers read."""
     model = Layers()
     model.compute = compute
-    run = Run(place, Muon(MuonConfig()), model, ema=DECAY)
+    run = updates(place, Muon(MuonConfig()), model, ema=DECAY)
     wanted: dict[str, np.ndarray] = {}
     for step in range(1, 9):
         run.advance(step)
@@ -49,7 +46,7 @@ def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DTy
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_and_averages_take_each_others_place_bit_for_bit(place: str) -> None:
     for optimizer, ema in ((AdamW(AdamWConfig()), DECAY), (ScheduleFree(ScheduleFreeConfig()), None)):
-        run = Run(place, optimizer, Layers(), ema=ema)
+        run = updates(place, optimizer, Layers(), ema=ema)
         for step in range(1, 4):
             run.advance(step)
         before = weights(run), weights(run, "/average")
@@ -63,13 +60,12 @@ def test_weights_and_averages_take_each_others_place_bit_for_bit(place: str) -> 
 
 
 def test_copies_that_layers_read_are_those_of_the_averages_meanwhile() -> None:
-    model = Parameters(DType.BF16)
-    graph = StepGraph(model, AdamW(AdamWConfig()), rows=1, ema=DECAY)
-    state = State(cpu(), graph.state_tensors())
+    run = Updates(Parameters(DType.BF16), AdamW(AdamWConfig()), ema=DECAY)
+    model, state = run.model, run.state
     for path, parameter in model.parameters().items():
         state.write(path, gradient(path, parameter.shape, 1))
         state.write(f"{path}/average", gradient(path, parameter.shape, 2))
-    swap = StaticEngine(state.device, state).build("swap", graph.trace_swap)
+    swap = run.engine.build("swap", run.graph.trace_swap)
     for number in (2, 1):
         swap({})
         for path, parameter in model.parameters().items():

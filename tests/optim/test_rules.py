@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from tests.native.conftest import require_compiler
-from tests.optim.test_contract import gradient
-from tests.ttnn.runs import ENGINES, cpu, golden, gpt, llama, mlp
+from tests.optim.updates import Updates, gradient
+from tests.ttnn.runs import golden, gpt, llama, mlp
 from ttrain.core.spec import DType
-from ttrain.engine.state import State
 from ttrain.graph import Kind
 from ttrain.models.agillm import AGILLM
 from ttrain.models.settings import AGILLMConfig
@@ -23,10 +22,10 @@ from ttrain.nn.layers import Embedding, LayerNorm, Linear
 from ttrain.nn.module import Module, Role
 from ttrain.optim.adafactor import Adafactor
 from ttrain.optim.adamw import AdamW
+from ttrain.optim.averages import ScheduleFree
 from ttrain.optim.groups import learning_rates
 from ttrain.optim.lion import Lion
 from ttrain.optim.muon import Muon, NorMuon
-from ttrain.optim.schedule_free import ScheduleFree
 from ttrain.optim.settings import (
     AdafactorConfig,
     AdamWConfig,
@@ -35,7 +34,6 @@ from ttrain.optim.settings import (
     NorMuonConfig,
     ScheduleFreeConfig,
 )
-from ttrain.train.steps.step_graph import StepGraph
 
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden static")
 STEPS = 20
@@ -153,29 +151,13 @@ TABLE: dict[str, tuple[Any, Formula]] = {
 }
 
 
-class Run:
-    """Updates on gradients that the test writes. Accumulation makes the update a step of its own."""
-
-    def __init__(self, place: str, optimizer: Any, model: Any, ema: float | None = None) -> None:
-        device, engine = place.split()
-        if device == "golden":
-            pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-        elif engine == "traced":
-            require_compiler()
-        self.model, self.optimizer = model, optimizer
-        self.graph = StepGraph(model, optimizer, rows=1, gradient_accumulation=2, ema=ema)
-        self.state = State(golden() if device == "golden" else cpu(), self.graph.state_tensors())
-        for path, parameter in model.parameters().items():
-            self.state.write(path, gradient(path, parameter.shape, 99))
-        self.engine = ENGINES[engine](self.state.device, self.state)
-        self.step = self.engine.build("update", self.graph.trace_update)
-        self.rates = learning_rates(model.parameters(), optimizer.config, rate)
-
-    def advance(self, step: int) -> None:
-        for path, parameter in self.model.parameters().items():
-            self.state.write(f"{path}/gradient", gradient(path, parameter.shape, step))
-        given = {**self.rates(step), "step": step, "rounding_seed": 2**40 + step}
-        self.step({name: value for name, value in given.items() if name in self.step.inputs})
+def updates(place: str, optimizer: Any, model: Any, **options: Any) -> Updates:
+    device, engine = place.split()
+    if device == "golden":
+        pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    elif engine == "traced":
+        require_compiler()
+    return Updates(model, optimizer, engine, golden() if device == "golden" else None, rate=rate, **options)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -183,7 +165,7 @@ class Run:
 def test_twenty_updates_are_those_of_the_formula(name: str, place: str) -> None:
     optimizer, formula = TABLE[name]
     optimizer.config.clip_norm = 1.0
-    run = Run(place, optimizer, Layers())
+    run = updates(place, optimizer, Layers())
     shapes = {path: parameter.shape for path, parameter in run.model.parameters().items()}
     values = {path: torch.from_numpy(gradient(path, shape, 99)).double() for path, shape in shapes.items()}
     kept: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -206,7 +188,7 @@ def test_rows_that_pad_count_for_nothing_in_adafactor() -> None:
         for parameter in (model.embedding.weight, model.head.weight, model.head.bias):
             assert parameter is not None
             parameter.padding = padding
-        runs.append(Run("cpu static", Adafactor(AdafactorConfig(lr=0.3)), model))
+        runs.append(updates("cpu static", Adafactor(AdafactorConfig(lr=0.3)), model))
         for step in range(1, 4):
             runs[-1].advance(step)
     for name in runs[0].state.names(Kind.PARAMETER, Kind.OPTIMIZER):

@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ttrain.bench.reference import PlainGPT
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import cpu
-from ttrain.engine.static import prepare
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.plan import Plan, build_plan
+from ttrain.plan import Plan
 from ttrain.train.forecast.step_cost import activation_bytes, peak
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -47,7 +48,8 @@ def planned() -> Plan:
     model = GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT))
     device = cpu(DeviceConfig(name="cpu"))
     steps = StepGraph(model, AdamW(AdamWConfig()), ROWS)
-    return build_plan(prepare(steps.trace_train, device.kernels, device, True), device.kernels, device)
+    engine = StaticEngine(device, State(device, []))
+    return engine.plan(engine.derive(steps.trace_train))
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("optimizer", optim.AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
     ("optimizer", optim.LionConfig, "ttrain.optim.lion:Lion", ("lion",)),
     ("optimizer", optim.AdafactorConfig, "ttrain.optim.adafactor:Adafactor", ("adafactor",)),
-    ("optimizer", optim.ScheduleFreeConfig, "ttrain.optim.schedule_free:ScheduleFree", ("schedule_free",)),
+    ("optimizer", optim.ScheduleFreeConfig, "ttrain.optim.averages:ScheduleFree", ("schedule_free",)),
     ("optimizer", optim.MuonConfig, "ttrain.optim.muon:Muon", ("muon",)),
     ("optimizer", optim.NorMuonConfig, "ttrain.optim.muon:NorMuon", ("normuon",)),
     ("schedule", optim.ScheduleConfig, "ttrain.optim.schedules:schedule", ("constant", "linear", "cosine", "wsd")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -19,21 +19,6 @@ from ttrain.graph.verify import verify
 from ttrain.plan.arena import Block
 from ttrain.plan.build import build_plan
 from ttrain.plan.plan import Plan
-
-
-def prepare(trace: Trace, kernels: Container[str], device: Device, rematerializing: bool) -> Graph:
-    """Trace a step and run every pass, verifying the graph at each border."""
-    graph = verify(traced_graph(trace, device), "recording")
-    graph = verify(passes.remove_dead_code(graph), "dead code")
-    graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions")
-    graph = verify(passes.fuse(graph, kernels), "fusion")
-    graph = verify(passes.remove_dead_code(passes.decompose(graph, kernels, device.name)), "decomposition")
-    graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions of the parts")
-    graph = verify(passes.copy_reshapes(graph, device.shares), "reshapes that copy")
-    if rematerializing and device.rematerializes:
-        graph = verify(rematerialize(graph), "rematerialization")
-    graph = verify(passes.store_early(passes.remove_dead_code(graph)), "ordering")
-    return graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
 
 
 class StaticStep(Step):
@@ -118,8 +103,19 @@ class StaticEngine(Engine):
         return step
 
     def derive(self, trace: Trace) -> Graph:
-        """The final graph of a step."""
-        return prepare(trace, self.kernels, self.device, self.rematerialize)
+        """Trace a step and run every pass, verifying the graph at each border."""
+        device, kernels = self.device, self.kernels
+        graph = verify(traced_graph(trace, device), "recording")
+        graph = verify(passes.remove_dead_code(graph), "dead code")
+        graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions")
+        graph = verify(passes.fuse(graph, kernels), "fusion")
+        graph = verify(passes.remove_dead_code(passes.decompose(graph, kernels, device.name)), "decomposition")
+        graph = verify(passes.merge_common_subexpressions(graph), "common subexpressions of the parts")
+        graph = verify(passes.copy_reshapes(graph, device.shares), "reshapes that copy")
+        if self.rematerialize and device.rematerializes:
+            graph = verify(rematerialize(graph), "rematerialization")
+        graph = verify(passes.store_early(passes.remove_dead_code(graph)), "ordering")
+        return graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
 
     def plan(self, graph: Graph) -> Plan:
         return build_plan(graph, self.kernels, self.device, self.state.reuse)

@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.graph import Case, cases, op
 from ttrain.nn.initialize import Constant
 from ttrain.nn.module import Parameter
 from ttrain.ops.update import Rule
 from ttrain.optim.settings import OptimizerConfig
 
-SCALAR = TensorSpec((), DType.FP32)
 STEP = "step"  # step input fp32 []: number of this update, counted from 1
 ROUNDING_SEED = "rounding_seed"  # step input int64 []: what stochastic rounding draws from
 EXAMPLE = Parameter((4, 8), Constant(0.0))  # what the generated tests update

@@ -24,7 +24,6 @@ import ttrain.optim.adamw
 import ttrain.optim.averages
 import ttrain.optim.lion
 import ttrain.optim.muon
-import ttrain.optim.schedule_free
 import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
