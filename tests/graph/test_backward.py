@@ -10,104 +10,74 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.graph.tools import names, parameter, tokens
+from tests.graph.tools import ROWS, names, parameter, recorded, tokens
 from tests.plan.interpreter import random_tensors, run_plainly, specs
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.graph import Graph, Stage, Value, op
+from ttrain.graph import Graph, Stage, Value
 from ttrain.graph.verify import verify
 
-ROWS = TensorSpec((4, 3))
+KNOWN = {"x": ROWS, "w": (5, 3), "a": (4, 3), "b": (3,), "c": (3,)}
 
 
 def squared(y: Value) -> Value:
-    return ops.mean(ops.multiply(y, y))
+    return ops.mean(y * y)
 
 
-def test_the_first_contribution_is_the_gradient() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 5, 3)
-    loss = ops.mean(ops.relu(ops.linear(graph.input("x", ROWS), weight)))
-    backward(loss, [weight])
-    recorded = names(graph, Stage.BACKWARD)
-    assert "add" not in recorded and recorded.count("full") == 1  # no zeros to add to
+def test_the_first_contribution_is_the_gradient_and_later_ones_are_added() -> None:
+    def once(x: Value, w: Value) -> None:
+        backward(ops.mean(ops.relu(ops.linear(x, w))), [w])
 
+    def thrice(x: Value, w: Value) -> None:
+        loss = ops.mean(ops.linear(x, w) + ops.relu(ops.linear(x, w)) + ops.linear(x, w))
+        assert backward(loss, [w])[0].spec == w.spec
 
-def test_later_contributions_are_added() -> None:
-    graph = Graph()
-    x, weight = graph.input("x", ROWS), parameter(graph, "w", 5, 3)
-    loss = ops.mean(ops.add(ops.add(ops.linear(x, weight), ops.relu(ops.linear(x, weight))), ops.linear(x, weight)))
-    (gradient,) = backward(loss, [weight])
-    assert names(graph, Stage.BACKWARD).count("add") == 2 and gradient.spec == weight.spec
+    first, later = (names(recorded(make, KNOWN), Stage.BACKWARD) for make in (once, thrice))
+    assert "add" not in first and first.count("full") == 1  # no zeros to add to
+    assert later.count("add") == 2
 
 
 def test_gradients_come_in_the_order_asked_for_and_in_their_parameters_spec() -> None:
     graph = Graph()
     first, second = parameter(graph, "a", 4, 3), parameter(graph, "b", 3)
-    loss = squared(ops.add(ops.multiply(graph.input("x", ROWS), first), second))
-    gradients = backward(loss, [second, first])
-    assert [gradient.spec for gradient in gradients] == [second.spec, first.spec]
-    assert set(names(graph, Stage.BACKWARD)) and {node.stage for node in graph.nodes} == {Stage.FORWARD, Stage.BACKWARD}
-
-
-def test_backward_nodes_carry_the_scope_of_what_they_differentiate() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 5, 3)
     with graph.scope("head"):
-        y = ops.linear(graph.input("x", ROWS), weight)
-    backward(ops.mean(y), [weight])
-    assert {node.scope for node in graph.nodes if node.stage is Stage.BACKWARD and node.op.name == "matmul"} == {"head"}
+        y = graph.input("x", ROWS) * first
+    gradients = backward(squared(y + second), [second, first])
+    assert [gradient.spec for gradient in gradients] == [second.spec, first.spec]
+    assert {node.stage for node in graph.nodes} == {Stage.FORWARD, Stage.BACKWARD}
+    # Backward nodes carry the scope of what they differentiate.
+    assert graph.nodes[0].scope == graph.nodes[-1].scope == "head"
 
 
-def test_every_parameter_without_a_gradient_is_named() -> None:
-    graph = Graph()
-    used = parameter(graph, "used", 4, 3)
-    unused = [parameter(graph, name, 3) for name in ("norm.weight", "norm.bias")]
-    loss = squared(ops.multiply(graph.input("x", ROWS), used))
-    ops.layer_norm(used, unused[0], unused[1])
-    with pytest.raises(GraphError, match="no gradient reaches norm.weight, norm.bias: the loss does not depend on it"):
-        backward(loss, [used, *unused])
+# What has no gradient, by what is told.
+REFUSED: dict[str, Any] = {
+    "no gradient reaches b, c: the loss does not depend on it": lambda x, a, b, c: (
+        ops.layer_norm(a, b, c),
+        backward(squared(x * a), [a, b, c]),
+    ),
+    "no gradient reaches b": lambda x, b: backward(ops.mean(x), [b]),
+    r"got a loss of fp32\[4, 3\], expected a scalar": lambda a: backward(ops.relu(a), [a]),
+    "sign has no gradient rule": lambda a: backward(ops.mean(ops.sign(a)), [a]),
+    "relu or tanh where a gradient is needed": lambda x, w: backward(
+        ops.mean(ops.linear(x, w, activation="gelu")), [w]
+    ),
+}
 
 
-def test_a_loss_that_depends_on_nothing_asked_for_is_refused() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 3)
-    with pytest.raises(GraphError, match="no gradient reaches w"):
-        backward(ops.mean(graph.input("x", ROWS)), [weight])
-
-
-def test_a_loss_with_elements_is_refused() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 4, 3)
-    with pytest.raises(GraphError, match=r"got a loss of fp32\[4, 3\], expected a scalar"):
-        backward(ops.relu(weight), [weight])
-
-
-def test_an_op_without_gradient_on_the_way_is_named() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 4, 3)
-    with pytest.raises(GraphError, match="sign has no gradient rule"):
-        backward(ops.mean(weight.graph.apply("sign", weight)), [weight])
-
-
-def test_a_fused_activation_without_gradient_is_refused() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 5, 3)
-    y = op("linear").record(graph.input("x", ROWS), weight, None, activation="gelu")
-    with pytest.raises(ShapeError, match="relu or tanh where a gradient is needed"):
-        backward(ops.mean(y), [weight])
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_has_no_gradient_is_named(said: str) -> None:
+    with pytest.raises((GraphError, ShapeError), match=said):
+        recorded(REFUSED[said], KNOWN)
 
 
 def test_a_value_in_the_middle_has_a_gradient_too() -> None:
-    graph = Graph()
-    weight = parameter(graph, "w", 5, 3)
-    hidden = ops.linear(graph.input("x", ROWS), weight)
-    loss = squared(hidden)
-    graph.output("loss", loss)
-    for name, gradient in zip(("hidden", "w"), backward(loss, [hidden, weight]), strict=True):
-        graph.output(name, gradient)
+    def make(x: Value, w: Value) -> dict[str, Value]:
+        hidden = ops.linear(x, w)
+        return dict(zip(("hidden", "w"), backward(squared(hidden), [hidden, w]), strict=True))
+
+    graph = recorded(make, KNOWN)
     inputs, state = random_tensors(specs(graph.inputs), 0), random_tensors(specs(graph.state), 1)
     outputs, _ = run_plainly(graph, inputs, state)
     expected = 2 * (inputs["x"] @ state["w"].T) / 20
@@ -115,19 +85,16 @@ def test_a_value_in_the_middle_has_a_gradient_too() -> None:
     torch.testing.assert_close(outputs["w"], expected.T @ inputs["x"])
 
 
-def blocks(recomputing: bool, count: int = 3) -> Graph:
+def blocks(recomputing: bool) -> Graph:
     """Blocks y = x + tanh(gelu(x A) B) with a loss on top."""
     graph = Graph()
     x = graph.input("x", ROWS)
     weights = []
-    for index in range(count):
-        weights += [parameter(graph, f"{index}.a", 6, 3), parameter(graph, f"{index}.b", 3, 6)]
-        with graph.scope(f"blocks.{index}"):
-            if recomputing:
-                with graph.segment():
-                    x = _block(x, *weights[-2:])
-            else:
-                x = _block(x, *weights[-2:])
+    for index in range(3):
+        a, b = parameter(graph, f"{index}.a", 6, 3), parameter(graph, f"{index}.b", 3, 6)
+        weights += [a, b]
+        with graph.scope(f"blocks.{index}"), graph.segment(recomputing):
+            x = x + ops.tanh(ops.linear(ops.gelu(ops.linear(x, a)), b))
     loss = squared(x)
     graph.output("loss", loss)
     for weight, gradient in zip(weights, backward(loss, weights), strict=True):
@@ -135,41 +102,20 @@ def blocks(recomputing: bool, count: int = 3) -> Graph:
     return verify(graph, "recording")
 
 
-def _block(x: Value, a: Value, b: Value) -> Value:
-    return ops.add(x, ops.tanh(ops.linear(ops.gelu(ops.linear(x, a)), b)))
-
-
-def test_a_recomputed_segment_gives_the_same_gradients() -> None:
-    kept, again = blocks(False), blocks(True)
+def test_a_recomputed_segment_is_computed_again_once_right_before_it_is_needed() -> None:
+    kept, graph = blocks(False), blocks(True)
     inputs, state = random_tensors(specs(kept.inputs), 0), random_tensors(specs(kept.state), 1)
-    (expected, _), (actual, _) = run_plainly(kept, inputs, state), run_plainly(again, inputs, state)
+    (expected, _), (actual, _) = run_plainly(kept, inputs, state), run_plainly(graph, inputs, state)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def test_backward_reads_of_a_segment_only_its_result() -> None:
-    graph = blocks(True)
-    inner = {
-        output for node in graph.nodes if node.segment is not None and node.op.name != "add" for output in node.outputs
-    }
-    read = {value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values}
-    assert not inner & read
-
-
-def test_a_segment_is_computed_again_once_and_right_before_it_is_needed() -> None:
-    graph = blocks(True)
     copied = [node for node in graph.nodes if node.copy]
     assert all((node.copy, node.stage, node.segment) == (1, Stage.BACKWARD, None) for node in copied)
     assert [node.op.name for node in copied] == ["linear", "gelu", "linear", "tanh", "add"] * 3
     scopes = [node.scope for node in graph.nodes if node.stage is Stage.BACKWARD and "blocks" in node.scope]
     assert scopes == sorted(scopes, reverse=True)  # block 2 is recomputed and finished before block 1 begins
-
-
-def test_integers_and_embeddings_pass_no_gradient_to_the_ids() -> None:
-    graph = Graph()
-    table = parameter(graph, "table", 2, 3)
-    loss = squared(ops.embedding(tokens(graph, "ids", 5), table))
-    (gradient,) = backward(loss, [table])
-    assert gradient.spec == table.spec
+    # Backward reads of a segment its result alone.
+    inner = {value for node in graph.nodes if node.segment is not None for value in node.outputs}
+    read = {value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values}
+    assert {value.producer.op.name for value in inner & read if value.producer} == {"add"}
 
 
 def test_a_tied_weight_gets_both_contributions() -> None:

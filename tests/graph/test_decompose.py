@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from tests.graph.tools import assert_same_meaning, names, parameter
+from tests.graph.tools import assert_same_meaning, names, parameter, recorded
 from ttrain import ops
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
@@ -33,12 +33,9 @@ def train_graph(compute: DType = DType.FP32) -> Graph:
     return verify(graph, "recording")
 
 
-def test_there_are_composite_and_primitive_ops() -> None:
+def test_a_training_step_on_a_device_with_primitive_kernels_only_means_the_same() -> None:
     assert {"attention", "attention_grad", "update", "head_cross_entropy"} <= COMPOSITE
     assert {"matmul", "add", "softmax", "reduce_sum"} <= PRIMITIVE
-
-
-def test_a_training_step_on_a_device_with_primitive_kernels_only_means_the_same() -> None:
     graph = train_graph()
     assert COMPOSITE & set(names(graph))
     simple = verify(remove_dead_code(decompose(graph, PRIMITIVE, "simple")), "decomposition")
@@ -75,13 +72,6 @@ def test_a_node_that_its_row_does_not_support_becomes_its_body() -> None:
     assert names(decompose(graph, rows, "simple")) == ["linear", "matmul", "relu"]
 
 
-def test_a_primitive_without_kernel_is_named() -> None:
-    graph = Graph()
-    ops.relu(graph.input("x", TensorSpec((2,))))
-    with pytest.raises(GraphError, match="device simple has no kernel for relu, and the op has no decomposition"):
-        decompose(graph, {"add"}, "simple")
-
-
 def test_parts_take_the_place_of_the_op() -> None:
     graph = Graph()
     x = graph.input("x", TensorSpec((2, 3)))
@@ -91,58 +81,36 @@ def test_parts_take_the_place_of_the_op() -> None:
     assert places == {("matmul", "up", 0, 1), ("add", "up", 0, 1)}
 
 
-def test_a_value_that_a_decomposition_leaves_out_is_not_read_in_silence() -> None:
-    class Halved(Op):
-        name, family, inputs, outputs = "halved", "test", ("x",), ("half", "rest")
+class Parted(Op):
+    """An op of one input whose decomposition the test gives."""
 
-        def infer(self, x: TensorSpec) -> list[TensorSpec]:
-            return [x, x]
+    family, inputs = "test", ("x",)
 
-        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-            assert inputs[0] is not None
-            return [ops.scale(inputs[0], 0.5)]
+    def __init__(self, name: str, parts: Callable[[Value], Any], outputs: tuple[str, ...] = ("y",)) -> None:
+        self.name, self.parts, self.outputs = name, parts, outputs
 
-    graph = Graph()
-    _, rest = Halved().record(graph.input("x", TensorSpec((3,))))
-    graph.output("y", ops.relu(rest))
-    with pytest.raises(GraphError, match="relu.*left out"):
-        decompose(graph, {"relu", *PRIMITIVE}, "half")
+    def infer(self, x: TensorSpec) -> list[TensorSpec]:
+        return [x] * len(self.outputs)
+
+    def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
+        assert inputs[0] is not None
+        return [self.parts(inputs[0])]
 
 
-def test_a_decomposition_keeps_the_specs() -> None:
-    class Widened(Op):
-        name, family, inputs = "widened", "test", ("x",)
-
-        def infer(self, x: TensorSpec) -> TensorSpec:
-            return x
-
-        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-            assert inputs[0] is not None
-            return [ops.cast(inputs[0], DType.FP64)]
-
-    graph = Graph()
-    graph.output("y", Widened().record(graph.input("x", TensorSpec((2,)))))
-    with pytest.raises(GraphError, match="the specs must be equal"):
-        decompose(graph, {"cast"}, "simple")
+LEFT = Parted("left", lambda x: RIGHT.record(x))
+RIGHT = Parted("right", LEFT.record)
+HALVED = Parted("halved", lambda x: x * 0.5, ("half", "rest"))
+WIDENED = Parted("widened", lambda x: ops.cast(x, DType.FP64))
+REFUSED: dict[str, tuple[Callable[[Value], Value], str]] = {
+    "no kernel": (lambda x: ops.relu(x), "device simple has no kernel for relu, and the op has no decomposition"),
+    "an output left out": (lambda x: ops.sqrt(HALVED.record(x)[1]), "sqrt.*left out"),
+    "another spec": (lambda x: WIDENED.record(x), "the specs must be equal"),
+    "a circle": (lambda x: LEFT.record(x), "the decompositions of (left|right) lead back to themselves"),
+}
 
 
-def test_ops_that_decompose_into_each_other_are_named() -> None:
-    class Left(Op):
-        name, family, inputs = "left", "test", ("x",)
-
-        def infer(self, x: TensorSpec) -> TensorSpec:
-            return x
-
-        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-            return [Right().record(*inputs)]
-
-    class Right(Left):
-        name = "right"
-
-        def decompose(self, node: Node, inputs: tuple[Value | None, ...]) -> Sequence[Value]:
-            return [Left().record(*inputs)]
-
-    graph = Graph()
-    Left().record(graph.input("x", TensorSpec((2,))))
-    with pytest.raises(GraphError, match="the decompositions of (left|right) lead back to themselves"):
-        decompose(graph, {"add"}, "simple")
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_can_not_be_decomposed_is_named(why: str) -> None:
+    make, said = REFUSED[why]
+    with pytest.raises(GraphError, match=said):
+        decompose(recorded(make, {"x": TensorSpec((2,))}), PRIMITIVE - {"relu"}, "simple")

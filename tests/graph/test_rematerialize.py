@@ -12,7 +12,7 @@ from ttrain.autodiff import backward
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
 from ttrain.device.null import NullDevice
-from ttrain.graph import REGISTRY, Graph, Kind, Stage, Value
+from ttrain.graph import REGISTRY, Graph, Kind, Stage
 from ttrain.graph.passes import fuse, remove_dead_code
 from ttrain.graph.verify import verify
 from ttrain.plan import build_plan
@@ -21,7 +21,7 @@ from ttrain.train.forecast.step_cost import activation_bytes
 ROWS = TensorSpec((64, 16))
 
 
-def feed_forward(blocks: int = 3, activation: str = "gelu", residual: bool = True) -> Graph:
+def feed_forward(blocks: int = 3, activation: str = "gelu") -> Graph:
     """x <- x + W2 f(W1 norm(x)), with gradients of every weight."""
     graph = Graph()
     x, weights = graph.input("x", ROWS), []
@@ -29,9 +29,8 @@ def feed_forward(blocks: int = 3, activation: str = "gelu", residual: bool = Tru
         up, down = parameter(graph, f"{index}.up", 64, 16), parameter(graph, f"{index}.down", 16, 64)
         norm = parameter(graph, f"{index}.norm", 16)
         weights += [norm, up, down]
-        branch = ops.linear(ops.activation(ops.linear(ops.layer_norm(x, norm, None), up), activation), down)
-        x = ops.add(x, branch) if residual else branch
-    loss = ops.mean(ops.multiply(x, x))
+        x = x + ops.linear(ops.activation(ops.linear(ops.layer_norm(x, norm, None), up), activation), down)
+    loss = ops.mean(x * x)
     graph.output("loss", loss)
     for weight, gradient in zip(weights, backward(loss, weights), strict=True):
         graph.output(f"{weight.name}/gradient", gradient)
@@ -88,43 +87,30 @@ def test_a_fused_norm_is_computed_again_from_its_sum() -> None:
         torch.testing.assert_close(actual[name], expected[name])  # the fused reference does not round the sum
 
 
-def chain(changed: bool) -> tuple[Graph, Value]:
-    """y = gelu(scale * state) where the state may change before backward."""
+@pytest.mark.parametrize(("changed", "kept"), [(False, False), (True, False), (False, True)])
+def test_only_what_has_to_be_computed_again_is_from_state_that_did_not_change(changed: bool, kept: bool) -> None:
+    """y = relu(state), where the state may change before backward, and y may be kept anyway."""
     graph = Graph()
     weight, scale = parameter(graph, "w", 4, 4), graph.state_value("scale", TensorSpec((4, 4)), Kind.OPTIMIZER)
     y = ops.relu(scale)
-    loss = ops.mean(ops.multiply(ops.multiply(y, weight), y))
+    loss = ops.mean(y * weight * y)
     if changed:
         ops.accumulate(scale, ops.expand(ops.reshape(loss, (1, 1)), (4, 4)))
     graph.output("loss", loss)
     graph.output("gradient", backward(loss, [weight])[0])
-    return verify(graph, "recording"), y
-
-
-@pytest.mark.parametrize("changed", [False, True])
-def test_nothing_is_computed_again_from_a_state_that_changed_meanwhile(changed: bool) -> None:
-    graph, _ = chain(changed)
-    again = verify(remove_dead_code(rematerialize(graph)), "rematerialization")
-    assert ("relu" in read_by_backward(again)) is changed
+    if kept:
+        graph.output("y", y)
+    again = verify(remove_dead_code(rematerialize(verify(graph, "recording"))), "rematerialization")
+    assert ("relu" in read_by_backward(again)) is (changed or kept)
     expected, actual = numbers(graph), numbers(again)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_an_output_that_is_kept_anyway_is_not_computed_again() -> None:
-    graph, y = chain(False)
-    graph.output("y", y)
-    assert "relu" not in [node.op.name for node in rematerialize(graph).nodes if node.copy]
-
-
-def test_values_of_low_rank_are_kept() -> None:
+def test_values_of_low_rank_and_graphs_without_backward_are_left_alone() -> None:
     graph = Graph()
     bias, weight = parameter(graph, "b", 4), parameter(graph, "w", 4)
-    loss = ops.mean(ops.multiply(ops.gelu(bias), weight))
-    graph.output("gradient", backward(loss, [weight])[0])
-    assert names(rematerialize(graph)) == names(graph)
-
-
-def test_a_graph_without_backward_is_left_alone() -> None:
-    graph = Graph()
-    graph.output("y", ops.gelu(graph.input("x", ROWS)))
-    assert names(rematerialize(graph)) == names(graph)
+    graph.output("gradient", backward(ops.mean(ops.gelu(bias) * weight), [weight])[0])
+    forward = Graph()
+    forward.output("y", ops.gelu(forward.input("x", ROWS)))
+    for each in (graph, forward):
+        assert names(rematerialize(each)) == names(each)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
-from tests.graph.tools import parameter
+from tests.graph.tools import PAIR, recorded
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel
@@ -14,7 +17,10 @@ from ttrain.graph.verify import verify
 from ttrain.plan import Plan, build_plan
 from ttrain.train.forecast.step_cost import state_bytes
 
-PAIR = TensorSpec((2, 3))
+KNOWN = {
+    "x": PAIR, "s": (Kind.GRADIENT, PAIR), "narrow": (Kind.GRADIENT, PAIR.with_dtype(DType.BF16)),
+    "t": (Kind.OPTIMIZER, PAIR), "p": (2, 3), "seed": TensorSpec((), DType.INT64),
+}  # fmt: skip
 
 
 def planned(graph: Graph, fresh: tuple[str, ...] = ()) -> Plan:
@@ -23,261 +29,107 @@ def planned(graph: Graph, fresh: tuple[str, ...] = ()) -> Plan:
     return build_plan(verify(graph, "recording"), device.kernels)
 
 
-def shared(plan: Plan, one: Value, other: Value) -> bool:
-    return plan.placement.owner_of(one) is plan.placement.owner_of(other)
-
-
-def launched(plan: Plan) -> list[str]:
-    return [node.op.name for node in plan.launched]
-
-
-def start(dtype: DType = DType.FP32) -> tuple[Graph, Value, Value]:
-    graph = Graph()
-    return graph, graph.input("x", PAIR), graph.state_value("w/gradient", PAIR.with_dtype(dtype), Kind.GRADIENT)
-
-
-# Delivery into state: the kernel that makes the value writes it there, and the copy is dropped.
-
-
-def test_a_result_is_delivered_into_the_state_that_it_is_assigned_to() -> None:
-    graph, x, state = start()
-    y = ops.relu(x)
-    new = ops.assign(state, y)
-    graph.output("z", ops.tanh(new))
-    plan = planned(graph)
-    assert launched(plan) == ["relu", "tanh"] and shared(plan, y, state) and shared(plan, new, state)
-    assert plan.placement.owner_of(y) not in plan.owned
-
-
-def test_a_view_is_delivered_too() -> None:
-    graph, x, state = start()
-    y = ops.transpose(ops.reshape(x, (3, 2)))
-    ops.assign(state, ops.reshape(y, (2, 3)))
-    assert launched(planned(graph)) == ["transpose"]
-
-
-def test_a_fresh_result_is_copied_once_and_not_twice() -> None:
-    graph, x, state = start()
-    ops.assign(state, ops.relu(x))
-    assert launched(planned(graph, fresh=("relu",))) == ["relu"]  # the engine copies it into the state
-
-
-def test_readers_of_the_value_find_it_in_the_state() -> None:
-    graph, x, state = start()
-    y = ops.relu(x)
-    ops.assign(state, y)
-    graph.output("z", ops.tanh(y))
-    plan = planned(graph)
-    assert launched(plan) == ["relu", "tanh"] and shared(plan, y, state)
-
-
-def test_a_state_that_is_still_read_takes_nothing_early() -> None:
-    graph, x, state = start()
-    y = ops.relu(x)
-    graph.output("old", ops.tanh(state))
-    ops.assign(state, y)
-    plan = planned(graph)
-    assert launched(plan) == ["relu", "tanh", "assign"] and not shared(plan, y, state)
-
-
-def test_a_kernel_that_reads_the_state_does_not_write_over_it() -> None:
-    graph, x, state = start()
-    ops.assign(state, ops.matmul(ops.matmul(x, state, transpose_b=True), state))
-    assert launched(planned(graph)) == ["matmul", "matmul", "assign"]
-
-
-def test_a_value_that_is_read_after_the_next_change_of_the_state_keeps_its_own_buffer() -> None:
-    graph, x, state = start()
-    y = ops.relu(x)
-    new = ops.assign(state, y)
-    ops.accumulate(new, x)
-    graph.output("z", ops.tanh(y))
-    plan = planned(graph)
-    assert launched(plan) == ["relu", "assign", "accumulate", "tanh"] and not shared(plan, y, state)
-
-
-def test_a_value_that_is_read_up_to_the_next_change_may_live_in_the_state() -> None:
-    graph, x, state = start()
-    y = ops.relu(x)
-    new = ops.assign(state, y)
-    graph.output("z", ops.tanh(y))
-    ops.accumulate(new, x)
-    assert launched(planned(graph)) == ["relu", "tanh", "accumulate"]
-
-
-def test_a_second_value_does_not_arrive_while_the_first_is_still_read() -> None:
-    graph, x, state = start()
-    first = ops.relu(x)
-    new = ops.assign(state, first)
-    second = ops.gelu(x)
-    graph.output("z", ops.tanh(first))
-    ops.assign(new, second)
-    plan = planned(graph)
-    assert shared(plan, first, state) and not shared(plan, second, state)
-    assert launched(plan) == ["relu", "gelu", "tanh", "assign"]
-
-
-def test_a_value_of_two_states_is_delivered_to_the_first_and_copied_to_the_second() -> None:
-    graph, x, state = start()
-    other = graph.state_value("other", PAIR, Kind.OPTIMIZER)
-    y = ops.relu(x)
-    ops.assign(state, y)
-    ops.assign(other, y)
-    plan = planned(graph)
-    assert launched(plan) == ["relu", "assign"] and shared(plan, y, state)
-
-
-@pytest.mark.parametrize("what", ["output", "input", "state", "other dtype"])
-def test_what_has_a_home_of_its_own_is_copied(what: str) -> None:
-    graph, x, state = start(DType.BF16 if what == "other dtype" else DType.FP32)
-    y = {"input": x, "state": parameter(graph, "p", 2, 3)}.get(what) or ops.relu(x)
-    if what == "output":
-        graph.output("y", y)
-    ops.assign(state, y)
-    assert launched(planned(graph))[-1] == "assign"
-
-
-# In-place reuse: an elementwise result takes the buffer of an input that dies.
-
-
-def test_a_chain_of_elementwise_ops_takes_one_buffer() -> None:
-    graph, x, _ = start()
-    y = ops.matmul(x, ops.transpose(x))
-    for _ in range(5):
-        y = ops.scale(ops.tanh(y), 2.0)
-    graph.output("y", y)
-    plan = planned(graph)
-    assert len(plan.placement.lifetimes) == 3  # x, its transpose, and one for the chain
-
-
-def made(graph: Graph, x: Value) -> Value:
+def made(x: Value) -> Value:
     """A value of x's spec that is not elementwise in x."""
     return ops.transpose(ops.reshape(x, x.shape[::-1]))
 
 
-def test_an_input_that_is_read_later_is_not_overwritten() -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
-    z = ops.relu(y)
-    graph.output("sum", ops.add(z, y))
-    assert not shared(planned(graph), z, y)
+# What is recorded, by name: what is launched: which values share a buffer (=) or do not (|). A value is named by its
+# op, the last of that name, or as a step input or state. Kernels of what is fresh return results of their own.
+# Delivery into state: the kernel that makes the value writes it there, and the copy is dropped.
+DELIVERED: dict[str, Any] = {
+    "a result: relu tanh: relu=s assign=s": lambda x, s: (y := ops.relu(x), new := ops.assign(s, y), [ops.tanh(new)]),
+    "a view: transpose: ": lambda x, s: (ops.assign(s, made(x)),),
+    "fresh results, which the engine copies: relu: ": lambda x, s: (ops.assign(s, ops.relu(x)),),
+    "to readers too: relu tanh: relu=s": lambda x, s: (y := ops.relu(x), ops.assign(s, y), [ops.tanh(y)]),
+    "not to state in use: relu tanh assign: relu|s": lambda x, s: (y := ops.relu(x), [ops.tanh(s)], ops.assign(s, y)),
+    "not by a reader of the state: matmul matmul assign: ": lambda x, s: (
+        ops.assign(s, ops.matmul(ops.matmul(x, s, transpose_b=True), s)),
+    ),
+    "not what is read after the next change: relu assign accumulate tanh: relu|s": lambda x, s: (
+        y := ops.relu(x),
+        ops.accumulate(ops.assign(s, y), x),
+        [ops.tanh(y)],
+    ),
+    "what is read up to the next change: relu tanh accumulate: relu=s": lambda x, s: (
+        y := ops.relu(x),
+        new := ops.assign(s, y),
+        [ops.tanh(y)],
+        ops.accumulate(new, x),
+    ),
+    "no second value while the first is read: relu gelu tanh assign: relu=s gelu|s": lambda x, s: (
+        y := ops.relu(x),
+        new := ops.assign(s, y),
+        z := ops.gelu(x),
+        [ops.tanh(y)],
+        ops.assign(new, z),
+    ),
+    "to the first of two: relu assign: relu=s": lambda x, s, t: (y := ops.relu(x), ops.assign(s, y), ops.assign(t, y)),
+    "no output: relu assign: ": lambda x, s: (y := ops.relu(x), [y], ops.assign(s, y)),
+    "no step input: assign: ": lambda x, s: (ops.assign(s, x),),
+    "no other state: assign: ": lambda p, s: (ops.assign(s, p),),
+    "no other dtype: relu assign: ": lambda x, narrow: (ops.assign(narrow, ops.relu(x)),),
+}
+# In-place reuse: an elementwise result takes the buffer of an input that dies.
+IN_PLACE: dict[str, Any] = {
+    "one read later: transpose relu add: relu|transpose": lambda x: ops.relu(y := made(x)) + y,
+    "an output: transpose relu: relu|transpose": lambda x: [y := made(x), ops.relu(y)],
+    "a step input: relu: relu|x": lambda x: ops.relu(x),
+    "state: relu: relu|s": lambda s: ops.relu(s),
+    "a broadcast operand: reduce_sum add: add|reduce_sum": lambda x: x + ops.reduce_sum(x, (0,)),
+    "another dtype: cast transpose add: add|transpose": lambda x: x + made(ops.cast(x, DType.BF16)),
+    "the same value twice: transpose multiply: multiply=transpose": lambda x: (y := made(x)) * y,
+    "one that lives on in a view: transpose relu tanh: reshape=transpose relu|transpose": lambda x: (
+        view := ops.reshape(y := made(x), (6,)),
+        [ops.relu(y), ops.tanh(view)],
+    ),
+    "a dying view: transpose relu: relu=reshape": lambda x: ops.relu(ops.reshape(made(x), (6,))),
+    "to state: transpose relu: relu=s relu=transpose": lambda x, s: (ops.assign(s, ops.relu(made(x))),),
+    "from state: transpose relu tanh accumulate: transpose=s assign=s relu|transpose": lambda x, s, t: (
+        y := made(x),
+        ops.assign(s, y),
+        ops.accumulate(t, ops.tanh(ops.relu(y))),
+    ),
+    "fresh results: transpose relu: relu|transpose": lambda x: ops.relu(made(x)),
+    "not elementwise: transpose dropout: dropout|transpose": lambda x, seed: ops.dropout(made(x), seed, 0.5, 0),
+}
 
 
-def test_an_input_that_is_an_output_of_the_step_is_not_overwritten() -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
+@pytest.mark.parametrize("row", [*DELIVERED, *IN_PLACE])
+def test_which_values_share_a_buffer(row: str) -> None:
+    graph, (_, launched, pairs) = recorded((DELIVERED | IN_PLACE)[row], KNOWN), row.split(": ")
+    plan = planned(graph, fresh=("relu",) if "fresh" in row else ())
+    assert [node.op.name for node in plan.launched] == launched.split()
+    values = {node.op.name: node.outputs[0] for node in graph.nodes} | graph.inputs | graph.state
+    for one, sign, other in (re.split("([=|])", pair) for pair in pairs.split()):
+        shared = plan.placement.owner_of(values[one]) is plan.placement.owner_of(values[other])
+        assert shared is (sign == "="), (one, other)
+
+
+def test_a_chain_of_elementwise_ops_takes_one_buffer() -> None:
+    graph = Graph()
+    x = graph.input("x", PAIR)
+    y = ops.matmul(x, ops.transpose(x))
+    for _ in range(5):
+        y = ops.scale(ops.tanh(y), 2.0)
     graph.output("y", y)
-    z = ops.relu(y)
-    graph.output("z", z)
-    assert not shared(planned(graph), z, y)
+    assert len(planned(graph).placement.lifetimes) == 3  # x, its transpose, and one for the chain
 
 
-@pytest.mark.parametrize("what", ["step input", "state"])
-def test_step_inputs_and_state_are_not_overwritten(what: str) -> None:
-    graph, x, state = start()
-    y = x if what == "step input" else state
-    z = ops.relu(y)
-    graph.output("z", z)
-    assert not shared(planned(graph), z, y)
-
-
-def test_a_broadcast_operand_is_not_overwritten() -> None:
-    graph, x, _ = start()
-    row = ops.reduce_sum(x, (0,))
-    z = ops.add(x, row)
-    graph.output("z", z)
-    assert not shared(planned(graph), z, row)
-
-
-def test_another_dtype_is_another_buffer() -> None:
-    graph, x, _ = start()
-    y = made(graph, ops.cast(x, DType.BF16))
-    z = ops.add(x, y)  # has x's dtype
-    graph.output("z", z)
-    assert not shared(planned(graph), z, y)
-
-
-def test_the_same_value_twice_is_taken_once() -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
-    z = ops.multiply(y, y)
-    graph.output("z", z)
-    assert shared(planned(graph), z, y)
-
-
-def test_a_value_that_lives_on_through_a_view_is_not_overwritten() -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
-    view = ops.reshape(y, (6,))
-    z = ops.relu(y)
-    graph.output("z", z)
-    graph.output("view", ops.tanh(view))
-    plan = planned(graph)
-    assert shared(plan, view, y) and not shared(plan, z, y)
-
-
-def test_a_dying_view_gives_its_buffer_away() -> None:
-    graph, x, _ = start()
-    view = ops.reshape(made(graph, x), (6,))
-    z = ops.relu(view)
-    graph.output("z", z)
-    assert shared(planned(graph), z, view)
-
-
-def test_a_chain_that_ends_in_state_lies_there_from_its_start() -> None:
-    graph, x, state = start()
-    y = made(graph, x)
-    z = ops.relu(y)
-    ops.assign(state, z)
-    plan = planned(graph)
-    assert shared(plan, z, state) and shared(plan, z, y) and launched(plan) == ["transpose", "relu"]
-
-
-def test_a_chain_that_starts_from_a_value_in_state_leaves_it_there() -> None:
-    graph, x, state = start()
-    y = made(graph, x)
-    new = ops.assign(state, y)
-    z = ops.relu(y)
-    other = graph.state_value("other", PAIR, Kind.OPTIMIZER)
-    ops.accumulate(other, ops.tanh(z))
-    plan = planned(graph)
-    assert shared(plan, y, state) and shared(plan, new, state) and not shared(plan, z, y)
-    assert launched(plan) == ["transpose", "relu", "tanh", "accumulate"]
-
-
-@pytest.mark.parametrize("delivery", ["fresh", "not elementwise"])
-def test_only_an_elementwise_kernel_that_writes_in_place_takes_a_buffer(delivery: str) -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
-    seed = graph.input("seed", TensorSpec((), DType.INT64))
-    z = ops.relu(y) if delivery == "fresh" else ops.dropout(y, seed, 0.5, 0)
-    graph.output("z", z)
-    assert not shared(planned(graph, fresh=("relu",)), z, y)
-
-
-# Lifetimes.
-
-
-def test_a_step_input_is_live_from_the_upload_to_its_last_reader() -> None:
-    graph, x, _ = start()
-    graph.output("y", ops.tanh(ops.relu(x)))
+def test_how_long_step_inputs_and_outputs_live() -> None:
+    graph = Graph()
+    x = graph.input("x", PAIR)
+    y = made(x)
+    graph.output("y", ops.reshape(y, (6,)))
+    graph.output("z", made(y))
     unused = graph.input("unused", PAIR)
     lifetimes = planned(graph).placement.lifetimes
-    assert lifetimes[x] == (-1, 0)
-    assert lifetimes[unused] == (-1, -1)
-
-
-def test_an_output_is_live_until_the_end() -> None:
-    graph, x, _ = start()
-    y = made(graph, x)
-    graph.output("y", ops.reshape(y, (6,)))
-    graph.output("z", made(graph, made(graph, x)))
-    assert planned(graph).placement.lifetimes[y][1] == len(graph.nodes)
+    assert lifetimes[x] == (-1, 0) and lifetimes[unused] == (-1, -1)  # from the upload to the last reader
+    assert lifetimes[y][1] == len(graph.nodes)
 
 
 def test_workspace_lives_for_its_launch_beside_inputs_and_outputs() -> None:
-    graph, x, _ = start()
-    graph.output("y", made(graph, x))
+    graph = recorded(made, KNOWN)
 
     def kernel(name: str) -> Kernel:
         return Kernel(lambda *_: lambda: None, workspace=lambda i, o, a: [TensorSpec((100,)), TensorSpec((3,))])
@@ -290,9 +142,6 @@ def test_workspace_lives_for_its_launch_beside_inputs_and_outputs() -> None:
 
 
 def test_a_plan_counts_bytes_by_kind() -> None:
-    graph, x, state = start()
-    weight = parameter(graph, "w", 2, 3)
-    graph.output("y", ops.multiply(ops.accumulate(state, x), weight))
-    found = state_bytes(planned(graph))
+    found = state_bytes(planned(recorded(lambda x, s, p: ops.accumulate(s, x) * p, KNOWN)))
     assert {kind: nbytes for kind, nbytes in found.items() if nbytes} == {"parameter": 24, "gradient": 24}
     assert found.keys() == {kind.value for kind in Kind if kind.is_state}

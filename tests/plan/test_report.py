@@ -1,4 +1,4 @@
-"""The numbers of a plan's report against counts made by hand or by other means."""
+"""The numbers of a plan's report against counts made by hand or by other means; a graph and a plan as text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from tests.models.session import initial_values
 from ttrain import ops
+from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.tables import Table, plain_table
 from ttrain.device.base import NUMPY_DTYPES, Device
@@ -31,7 +32,7 @@ from ttrain.optim.sgd import SGD
 from ttrain.plan import build_plan
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
-from ttrain.train.forecast.show import show_plan
+from ttrain.train.forecast.show import show, show_node, show_plan
 from ttrain.train.forecast.step_cost import CLASSES, PlannedBuffer, step_cost
 from ttrain.train.steps.session import Session, flops_per_step
 from ttrain.train.steps.step_graph import StepGraph
@@ -115,15 +116,6 @@ def test_parameters_are_counted_by_modules() -> None:
     assert groups["blocks.*.attention"] == 2 * (32 * 96 + 96 + 32 * 32 + 32)
 
 
-@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
-def test_persistent_bytes_by_kind(compute: DType) -> None:
-    model = GPT(GPTConfig(**SIZES), compute)
-    found, count = report(NullDevice(), model=model).placed, model.parameter_count
-    assert found["parameter"] == 4 * count and found["optimizer"] == 8 * count
-    norms = sum(p.spec.size for p in model.parameters().values() if not p.follows_compute)
-    assert found.get("copy", 0) == (0 if compute is DType.FP32 else 2 * (count - norms))
-
-
 def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> None:
     opened = session(NullDevice())
     saved = save_checkpoint(tmp_path, opened.state, CheckpointContent(step=1, config={}))
@@ -202,3 +194,46 @@ arena: 64 bytes
 def test_a_plain_table_aligns_names_left_and_numbers_right() -> None:
     table = Table("Sizes", ("what", "bytes"), [("a", "1"), ("longer", "1,000")], ("A note.",))
     assert plain_table(table) == "Sizes\n  what    bytes\n  a           1\n  longer  1,000\nA note.\n"
+
+
+GRAPH = """\
+input  x:fp32[2, 3]
+parameter weight:fp32[4, 3]
+gradient  weight/gradient:fp32[4, 3]
+forward  up          %2:fp32[2, 4] = linear(x, weight, -)
+forward  up          %3:fp32[2, 4] = relu(%2)
+forward              %4:fp32[] = reduce_sum(%3, axes=(0, 1))
+backward             %5:fp32[] = full(spec=fp32[], value=1.0)
+backward reduce_sum  %6:fp32[1, 1] = reshape(%5, shape=(1, 1))
+backward reduce_sum  %7:fp32[2, 4] = expand(%6, shape=(2, 4))
+backward up          %8:fp32[2, 4] = relu_grad(%7, %3)
+backward up          %9:fp32[4, 3] = matmul(%8, x, transpose_a=True, transpose_b=False)
+backward up          %10:fp32[2, 3] = matmul(%8, weight, transpose_a=False, transpose_b=False)
+update               %12:fp32[4, 3] = assign(weight/gradient, %9)
+output loss = %4"""
+
+
+def recorded_step() -> Graph:
+    graph = Graph()
+    weight = graph.state_value("weight", TensorSpec((4, 3)), Kind.PARAMETER)
+    with graph.scope("up"):
+        y = ops.relu(ops.linear(graph.input("x", TensorSpec((2, 3))), weight))
+    loss = ops.reduce_sum(y, (0, 1))
+    graph.output("loss", loss)
+    (gradient,) = backward(loss, [weight])
+    with graph.stage(Stage.UPDATE):
+        ops.assign(graph.state_value("weight/gradient", gradient.spec, Kind.GRADIENT), gradient)
+    return graph
+
+
+def test_a_step_as_text_and_single_stages_of_it() -> None:
+    assert show(recorded_step()) == GRAPH
+    lines = show(recorded_step(), [Stage.UPDATE]).splitlines()
+    assert [line.split()[0] for line in lines] == ["input", "parameter", "gradient", "update", "output"]
+
+
+def test_a_copy_is_marked() -> None:
+    graph = Graph()
+    with graph.within(copy=1):
+        ops.relu(graph.input("x", TensorSpec((2,))))
+    assert show_node(graph.nodes[0]).endswith("= relu(x)  (copy 1)")
