@@ -10,39 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.session import BF16, ENGINES, FP32, open_cpu
+from tests.models.session import BF16
+from tests.optim.updates import Parameters, Updates, gradient
 from ttrain.core.spec import DType
-from ttrain.engine.state import State
-from ttrain.nn.initialize import Normal
-from ttrain.nn.module import Module, Parameter
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.groups import learning_rates
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.train.steps.step_graph import StepGraph
 
 Optimizer = AdamW | SGD
 STEPS = 6
 CPU_ENGINES = ("dynamic", "static")
-
-
-class Parameters(Module):
-    """Tensors without a model: odd sizes, a size of one, and two that belong together."""
-
-    def __init__(self, compute: DType) -> None:
-        self.config, self.compute = None, compute
-        shapes = {"matrix": (4, 33), "vector": (7,), "one": (1,), "cube": (2, 3, 5)}
-        for name, shape in shapes.items():
-            setattr(self, name, Parameter(shape, Normal(1.0)))
-        self.head = Head()
-        self.name_parameters()
-
-
-class Head(Module):
-    def __init__(self) -> None:
-        self.weight = Parameter((70, 3), Normal(1.0))
-        self.bias = Parameter((70,), Normal(1.0), follows_compute=False)
 
 
 def torch_adamw(groups: Any, config: Any) -> torch.optim.Optimizer:
@@ -70,46 +48,35 @@ def factor(step: int) -> float:
     return [1.0, 0.3, 0.0, 0.7, 2.0, 0.1][step - 1]
 
 
-def gradient(path: str, shape: tuple[int, ...], step: int) -> np.ndarray:
-    generator = np.random.default_rng([step, *path.encode()])
-    return generator.standard_normal(shape).astype(np.float32)
-
-
-class Run:
+class Run(Updates):
     """Updates on gradients that the test writes, with torch.optim beside it."""
 
-    def __init__(self, row: str, changes: dict[str, Any], engine: str, compute: DType = FP32) -> None:
+    def __init__(
+        self, row: str, changes: dict[str, Any], engine: str, compute: DType = DType.FP32, **options: Any
+    ) -> None:
         build, config, build_torch = TABLE[row]
-        self.config = replace(config, **changes)
-        self.model = Parameters(compute)
-        self.graph = StepGraph(self.model, build(self.config), rows=1, gradient_accumulation=2)
-        self.state = State(open_cpu(), self.graph.state_tensors())
-        self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
-        self.rates = learning_rates(self.model.parameters(), self.config, factor)
-        self.tensors: dict[str, torch.Tensor] = {}
-        for path, parameter in self.model.parameters().items():
-            value = gradient(path, parameter.shape, 99)
-            self.state.write(path, value)
-            self.tensors[path] = torch.nn.Parameter(torch.from_numpy(value.copy()))
+        super().__init__(Parameters(compute), build(replace(config, **changes)), engine, rate=factor, **options)
+        self.tensors = {path: torch.nn.Parameter(torch.from_numpy(self.state.read(path))) for path in self.paths}
         self.torch = build_torch([self._group(path, tensor) for path, tensor in self.tensors.items()], self.config)
+        self.clipped = list(self.tensors.values())
 
     def _group(self, path: str, tensor: torch.Tensor) -> dict[str, Any]:
         rule = self.config.decay_rule
         decays = rule == "all" or (rule == "matrices" and tensor.dim() >= 2)
         return {"params": [tensor], "weight_decay": self.config.weight_decay if decays else 0.0, "path": path}
 
-    def advance(self, step: int, own_factor: Callable[[str], float] = lambda path: 1.0) -> dict[str, float]:
+    def both(self, step: int, own_factor: Callable[[str], float] = lambda path: 1.0) -> dict[str, float]:
         """One update on both sides. `own_factor` is what the test expects of lr_multipliers."""
         for path, tensor in self.tensors.items():
-            values = gradient(path, tuple(tensor.shape), step)
-            self.state.write(f"{path}/gradient", values)
-            tensor.grad = torch.from_numpy(values.copy())
-        norm = torch.nn.utils.clip_grad_norm_(self.tensors.values(), self.config.clip_norm or 1e30)
+            tensor.grad = torch.from_numpy(gradient(path, tuple(tensor.shape), step))
+        whole = torch.cat([tensor.grad.flatten() for tensor in self.tensors.values() if tensor.grad is not None]).norm()
+        norm = torch.nn.utils.clip_grad_norm_(self.clipped, self.config.clip_norm or 1e30)
         for group in self.torch.param_groups:
             group["lr"] = self.config.lr * factor(step) * own_factor(group["path"])
         self.torch.step()
-        outputs = self.step({**self.rates(step), "step": step})
-        assert outputs["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        outputs = self.advance(step)
+        assert outputs["grad_norm"] == pytest.approx(whole.item(), rel=1e-5)
+        assert outputs.get("clipped_norm", outputs["grad_norm"]) == pytest.approx(norm.item(), rel=1e-5)
         return outputs
 
     def check(self) -> None:
@@ -125,7 +92,7 @@ class Run:
 def test_updates_equal_torch(row: str, changes: dict[str, Any], engine: str) -> None:
     run = Run(row, changes, engine)
     for step in range(1, STEPS + 1):
-        run.advance(step)
+        run.both(step)
         run.check()
 
 
@@ -134,7 +101,7 @@ def test_groups_have_learning_rates_of_their_own(row: str) -> None:
     run = Run(row, {"lr_multipliers": {"head": 0.5, "head.bias": 0.0, "one": 3.0}}, "static")
     own = {"head.weight": 0.5, "head.bias": 0.0, "one": 3.0}
     for step in range(1, STEPS + 1):
-        run.advance(step, lambda path: own.get(path, 1.0))
+        run.both(step, lambda path: own.get(path, 1.0))
     run.check()
     frozen = gradient("head.bias", (70,), 99)
     assert np.array_equal(run.state.read("head.bias"), frozen)
@@ -144,7 +111,7 @@ def test_groups_have_learning_rates_of_their_own(row: str) -> None:
 def test_engines_agree_to_the_bit(row: str) -> None:
     runs = [Run(row, {}, engine) for engine in CPU_ENGINES]
     for step in range(1, STEPS + 1):
-        assert len({run.advance(step)["grad_norm"] for run in runs}) == 1
+        assert len({run.both(step)["grad_norm"] for run in runs}) == 1
     for name in runs[0].state.names():
         assert np.array_equal(*(run.state.read(name) for run in runs)), name
 
@@ -153,7 +120,7 @@ def test_engines_agree_to_the_bit(row: str) -> None:
 def test_masters_stay_fp32_under_bf16_compute(row: str) -> None:
     run = Run(row, {}, "static", BF16)
     for step in range(1, STEPS + 1):
-        run.advance(step)
+        run.both(step)
     run.check()
     for path, parameter in run.model.parameters().items():
         if parameter.has_copy(BF16):

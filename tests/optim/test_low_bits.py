@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.models.session import ENGINES
 from tests.native.conftest import require_compiler
+from tests.optim.updates import Updates, Vector
 from ttrain.config.build import build_optimizer, build_session
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
@@ -19,11 +19,8 @@ from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.nn.initialize import Normal
-from ttrain.nn.module import Module, Parameter
 from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
 from ttrain.train.settings import GuardConfig, TrainConfig
-from ttrain.train.steps.step_graph import StepGraph
 
 EDGES = (0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000, 0x7F7FFFFF, 0x7F800000, 0xFF800000,
          0x7FC00000, 0xFFFFFFFF, 0x00000001, 0x00008000, 0x807FFFFF, 0x00000000, 0x80000000)  # fmt: skip
@@ -55,15 +52,6 @@ def test_every_number_is_read_as_it_was_written() -> None:
     np.testing.assert_array_equal(state.read("w/compute"), nearest(values))
 
 
-class Vector(Module):
-    """One tensor."""
-
-    def __init__(self) -> None:
-        self.config, self.compute = None, DType.BF16
-        self.weight = Parameter((1000,), Normal(1.0))
-        self.name_parameters()
-
-
 OPTIMIZERS = {
     "adamw": AdamWConfig(weight_decay=0.1),
     "lion": LionConfig(weight_decay=0.1),
@@ -74,14 +62,11 @@ OPTIMIZERS = {
 def updated(optimizer: str, engine: str, low_bits: bool, lr: float) -> State:
     """The state after three updates."""
     config = replace(OPTIMIZERS[optimizer], clip_norm=None)
-    graph = StepGraph(Vector(), build_optimizer(config), rows=1, gradient_accumulation=2, low_bits=low_bits)
-    state = State(TorchDevice("cpu", 1), graph.state_tensors())
-    state.write("weight", numbers(1000))
-    step = ENGINES[engine](state.device, state).build("update", graph.trace_update)
-    for number in (1, 2, 3):
-        state.write("weight/gradient", np.random.default_rng(number).standard_normal(1000, np.float32))
-        step({"lr": lr, "step": number})
-    return state
+    run = Updates(Vector(1000, DType.BF16), build_optimizer(config), engine, low_bits=low_bits)
+    run.state.write("weight", numbers(1000))
+    for step in (1, 2, 3):
+        run.advance(step, lr=lr)
+    return run.state
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""Parts of a model: frozen, clipped apart, with learning rates of their own, against torch.optim."""
+"""Parts of a model: frozen, clipped apart, with learning rates and updates of their own, against torch.optim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.models.session import ENGINES, Session, token_batch
-from tests.optim.test_contract import STEPS, Run, factor, gradient
+from tests.optim.test_contract import STEPS, Run
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Kind, Stage
@@ -17,7 +17,7 @@ from ttrain.graph.passes import live_nodes
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.groups import check_groups, frozen, frozen_count, longest
+from ttrain.optim.groups import check_groups, flat_parameters, frozen, frozen_count, learning_rates, longest
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.steps.step import TrainStep
 from ttrain.train.steps.step_graph import StepGraph
@@ -29,43 +29,14 @@ def gpt(**changes: Any) -> GPT:
     return GPT(GPTConfig(**{**SIZES, "tied": False, **changes}))
 
 
-class Scoped(Run):
-    """The updates of test_contract.py with torch clipping only some parameters."""
-
-    def __init__(self, row: str, scope: list[str], engine: str, guarded: bool) -> None:
-        super().__init__(row, {"clip_norm": 0.5, "clip_scope": scope}, engine)
-        self.scope = [tensor for path, tensor in self.tensors.items() if any(path.startswith(name) for name in scope)]
-        self.graph = StepGraph(self.model, self.graph.optimizer, 1, 2, guarded=guarded)
-        built = ENGINES[engine](self.state.device, self.state)
-        traces = self.graph.train_steps()
-        self.built = {name: built.build(name, traces[name]) for name in ("norm", "update") if name in traces}
-
-    def advance(self, step: int, own_factor: Any = None) -> dict[str, float]:
-        for path, tensor in self.tensors.items():
-            values = gradient(path, tuple(tensor.shape), step)
-            self.state.write(f"{path}/gradient", values)
-            tensor.grad = torch.from_numpy(values.copy())
-        whole = float(torch.cat([t.grad.flatten().double() for t in self.tensors.values()]).norm())  # type: ignore[union-attr]
-        norm = float(torch.nn.utils.clip_grad_norm_(self.scope, 0.5))
-        for group in self.torch.param_groups:
-            group["lr"] = self.config.lr * factor(step)
-        self.torch.step()
-        outputs: dict[str, float] = {}
-        for built in self.built.values():
-            given = {**self.rates(step), "step": step, **outputs}
-            outputs |= built({key: value for key, value in given.items() if key in built.inputs})
-        assert outputs["grad_norm"] == pytest.approx(whole, rel=1e-5)
-        assert outputs["clipped_norm"] == pytest.approx(norm, rel=1e-5)
-        return outputs
-
-
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("row", ["adamw", "sgd-nesterov"])
 def test_only_the_scope_is_clipped(row: str, engine: str, guarded: bool) -> None:
-    run = Scoped(row, ["head", "cube"], engine, guarded)
+    run = Run(row, {"clip_norm": 0.5, "clip_scope": ["head", "cube"]}, engine, guarded=guarded)
+    run.clipped = [tensor for path, tensor in run.tensors.items() if path.startswith(("head", "cube"))]
     for step in range(1, STEPS + 1):
-        run.advance(step)
+        assert "clipped_norm" in run.both(step)
     run.check()
     assert ("norm" in run.built) == guarded
 
@@ -150,29 +121,26 @@ def test_recomputed_blocks_are_pruned_too() -> None:
     assert all(r["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5) for r in results)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"freeze": ["blcks"]}, r"optimizer.freeze.blcks: no parameter's name begins so. Did you mean 'blocks'"),
-        ({"freeze": ["blocks.0.atention"]}, "Did you mean 'blocks.0.attention"),
-        ({"unfreeze": ["nothing.here"]}, "optimizer.unfreeze.nothing.here: no parameter's name begins so"),
-        ({"clip_scope": ["core"]}, "optimizer.clip_scope.core: no parameter's name begins so"),
-        ({"freeze": ["*"]}, "nothing is left to train"),
-        ({"freeze": ["blocks", "embedding", "positions", "norm", "head"]}, "nothing is left to train"),
-        ({"freeze": ["blocks"], "unfreeze": ["blocks"]}, "both name blocks"),
-        ({"unfreeze": ["blocks"]}, r"optimizer.unfreeze=\['blocks'\]: nothing in it is frozen"),
-        ({"freeze": ["blocks"], "clip_scope": ["blocks"]}, "all of it is frozen"),
-        ({"freeze": [""]}, "no parameter's name begins so"),
-        ({"clip_scope": ["blocks"], "clip_norm": None}, "nothing is clipped with optimizer.clip_norm=null"),
-        (
-            {"lr_multipliers": {"blocks.*.nrm": 2.0}},
-            r"optimizer.lr_multipliers.blocks.\*.nrm: no parameter's name begins so",
-        ),
-        ({"freeze": ["head"], "lr_multipliers": {"head": 2.0}}, "optimizer.lr_multipliers.head: changes no rate"),
-        ({"lr_multipliers": {"blocks": 2.0, "blocks.*": 3.0}}, "optimizer.lr_multipliers.blocks: changes no rate"),
-        ({"freeze": ["head"], "clip_scope": ["blocks", "head"]}, "optimizer.clip_scope.head: nothing of it is trained"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"freeze": ["blcks"]}, r"optimizer.freeze.blcks: no parameter's name begins so. Did you mean 'blocks'"),
+    ({"freeze": ["blocks.0.atention"]}, "Did you mean 'blocks.0.attention"),
+    ({"unfreeze": ["nothing.here"]}, "optimizer.unfreeze.nothing.here: no parameter's name begins so"),
+    ({"clip_scope": ["core"]}, "optimizer.clip_scope.core: no parameter's name begins so"),
+    ({"freeze": ["*"]}, "nothing is left to train"),
+    ({"freeze": ["blocks", "embedding", "positions", "norm", "head"]}, "nothing is left to train"),
+    ({"freeze": ["blocks"], "unfreeze": ["blocks"]}, "both name blocks"),
+    ({"unfreeze": ["blocks"]}, r"optimizer.unfreeze=\['blocks'\]: nothing in it is frozen"),
+    ({"freeze": ["blocks"], "clip_scope": ["blocks"]}, "all of it is frozen"),
+    ({"freeze": [""]}, "no parameter's name begins so"),
+    ({"clip_scope": ["blocks"], "clip_norm": None}, "nothing is clipped with optimizer.clip_norm=null"),
+    ({"lr_multipliers": {"blocks.*.nrm": 2.0}}, r"lr_multipliers.blocks.\*.nrm: no parameter's name begins so"),
+    ({"freeze": ["head"], "lr_multipliers": {"head": 2.0}}, "optimizer.lr_multipliers.head: changes no rate"),
+    ({"lr_multipliers": {"blocks": 2.0, "blocks.*": 3.0}}, "optimizer.lr_multipliers.blocks: changes no rate"),
+    ({"freeze": ["head"], "clip_scope": ["blocks", "head"]}, "optimizer.clip_scope.head: nothing of it is trained"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
 def test_what_can_not_be_meant_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_groups(gpt().parameters(), AdamWConfig(**settings))
@@ -208,3 +176,51 @@ def test_a_tied_weight_is_in_one_group() -> None:
     assert len(paths) == len(set(paths)) and not any("head" in path for path in paths)
     (run,) = [shard.flat for shard in graph.shards if any(p.path == "embedding.weight" for p in shard.flat.parameters)]
     assert run.lr == "lr/embedding"
+
+
+PARAMETERS = gpt().parameters()
+
+
+def runs(compute: DType = DType.FP32, **options: object) -> dict[str, list[str]]:
+    found = flat_parameters(PARAMETERS, AdamW(AdamWConfig(**options)), compute)
+    return {run.name: [parameter.path for parameter in run.parameters] for run in found}
+
+
+def test_matrices_decay_and_vectors_do_not_and_norms_are_apart_where_the_rest_is_read_as_bf16() -> None:
+    found = runs()
+    assert found.keys() == {"lr/adamw/decay/fp32", "lr/adamw/no_decay/fp32"}
+    for label, rank in (("decay", 2), ("no_decay", 1)):
+        assert {PARAMETERS[path].spec.rank for path in found[f"lr/adamw/{label}/fp32"]} == {rank}
+    found = runs(DType.BF16)
+    assert found.keys() == {"lr/adamw/decay/bf16", "lr/adamw/no_decay/bf16", "lr/adamw/no_decay/fp32"}
+    assert all("norm" in path for path in found["lr/adamw/no_decay/fp32"])
+
+
+def test_every_parameter_is_in_exactly_one_run() -> None:
+    found = runs(DType.BF16, lr_multipliers={"blocks": 0.5, "blocks.1": 0.1, "head.weight": 2.0})
+    paths = [path for members in found.values() for path in members]
+    assert sorted(paths) == sorted(PARAMETERS)
+
+
+def test_the_longest_prefix_wins_and_prefixes_end_at_dots() -> None:
+    found = runs(decay_rule="none", lr_multipliers={"blocks": 0.5, "blocks.1.attention": 0.1})
+    assert {path.rpartition(".")[0] for path in found["lr/blocks.1.attention/adamw/no_decay/fp32"]} == {
+        "blocks.1.attention.qkv",
+        "blocks.1.attention.projection",
+    }
+    assert "blocks.1.attention_norm.weight" in found["lr/blocks/adamw/no_decay/fp32"]
+    assert "norm.weight" in found["lr/adamw/no_decay/fp32"]
+
+
+def test_rates_are_peak_times_schedule_times_factor_with_lr_first() -> None:
+    config = AdamWConfig(lr=0.1, lr_multipliers={"head": 0.5, "blocks": 3.0})
+    rates = learning_rates(PARAMETERS, config, lambda step: 1 / step)
+    assert rates(2) == pytest.approx({"lr": 0.05, "lr/head": 0.025, "lr/blocks": 0.15})
+    assert next(iter(rates(1))) == "lr"
+
+
+def test_no_lr_input_without_a_parameter_that_reads_it() -> None:
+    tops = {path.split(".")[0] for path in PARAMETERS}
+    config = AdamWConfig(lr=1.0, lr_multipliers=dict.fromkeys(tops, 0.5))
+    assert "lr" not in learning_rates(PARAMETERS, config, lambda step: 1.0)(1)
+    assert learning_rates(PARAMETERS, AdamWConfig(lr=1.0), lambda step: 1.0)(1) == {"lr": 1.0}

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.session import BF16, ENGINES, FP32, Session, open_cpu, token_batch
-from tests.optim.test_contract import Parameters, gradient
+from tests.models.session import BF16, ENGINES, FP32, Session, token_batch
+from tests.optim.updates import SEED, Parameters, Updates, Vector, gradient
+from ttrain.config.build import build_optimizer
 from ttrain.core.random_bits import mix, stream_key
 from ttrain.core.spec import DType, flat_offsets
-from ttrain.engine.state import State
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.nn.initialize import Normal
-from ttrain.nn.module import Module, Parameter
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
@@ -25,39 +23,6 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.train.steps.step import TrainStep, step_seed
 from ttrain.train.steps.step_graph import StepGraph
-
-SEED = 2**45 + 12345
-
-
-class Vector(Module):
-    """One tensor."""
-
-    def __init__(self, size: int) -> None:
-        self.config, self.compute = None, FP32
-        self.weight = Parameter((size,), Normal(1.0))
-        self.name_parameters()
-
-
-class Update:
-    """The update step alone, on gradients that the test writes."""
-
-    def __init__(self, model: Any, optimizer: Any, master: DType, engine: str = "static") -> None:
-        for parameter in model.parameters().values():
-            parameter.master = master
-        self.model, self.graph = model, StepGraph(model, optimizer, rows=1, gradient_accumulation=2)
-        self.state = State(open_cpu(), self.graph.state_tensors())
-        self.step = ENGINES[engine](self.state.device, self.state).build("update", self.graph.trace_update)
-
-    def write(self, values: dict[str, np.ndarray]) -> None:
-        for name, array in values.items():
-            self.state.write(name, array)
-
-    def advance(self, step: int, lr: float = 0.01, seed: int | None = None) -> None:
-        given = {"lr": lr, "step": step, "rounding_seed": SEED + step if seed is None else seed}
-        self.step({name: value for name, value in given.items() if name in self.step.inputs})
-
-    def saved(self) -> dict[str, np.ndarray]:
-        return {name: self.state.read(name) for name in self.state.names(Kind.PARAMETER, Kind.OPTIMIZER)}
 
 
 def is_bf16(array: np.ndarray) -> bool:
@@ -76,7 +41,7 @@ def rounded(values: np.ndarray, seed: int, stream: int, first: int) -> np.ndarra
 def test_every_bit_is_that_of_the_definition(engine: str) -> None:
     """SGD with momentum on bf16 weights, computed beside it in numpy."""
     config = SGDConfig(lr=1.0, momentum=0.9, clip_norm=None, stochastic_rounding=True)
-    update = Update(Parameters(FP32), SGD(config), BF16, engine)
+    update = Updates(Parameters(), SGD(config), engine, master=BF16)
     expected: dict[str, np.ndarray] = {}
     streams, firsts = {}, {}
     for number, run in enumerate(shard.flat for shard in update.graph.shards):
@@ -96,27 +61,21 @@ def test_every_bit_is_that_of_the_definition(engine: str) -> None:
             new = expected[path] - velocity * lr
             expected[f"{path}/velocity"] = rounded(velocity, SEED + step, stream + 1, firsts[path])
             expected[path] = rounded(new, SEED + step, stream, firsts[path])
-        update.advance(step, float(lr))
+        update.run(step, lr=float(lr))
     for name, array in update.saved().items():
         assert np.array_equal(array, expected[name]), name
 
 
 CLIP = 1e6  # a limit that scales by exactly 1: kernels add up the norm in different orders
 OPTIMIZERS: dict[str, tuple[Any, DType]] = {
-    "adamw, moments": (lambda: AdamW(AdamWConfig(state_dtype="bf16", betas=[0.9, 0.999], clip_norm=CLIP)), FP32),
-    "adamw, all": (lambda: AdamW(AdamWConfig(state_dtype="bf16", stochastic_rounding=True, clip_norm=CLIP)), BF16),
-    "adamw, weights": (lambda: AdamW(AdamWConfig(state_dtype="fp32", stochastic_rounding=True, clip_norm=None)), BF16),
-    "adamw, moments of bf16 weights": (lambda: AdamW(AdamWConfig(state_dtype="bf16", clip_norm=CLIP)), BF16),
-    "adamw, fp32 moments, nearest": (lambda: AdamW(AdamWConfig(state_dtype="fp32", clip_norm=CLIP)), BF16),
-    "sgd, velocity": (
-        lambda: SGD(SGDConfig(state_dtype="bf16", momentum=0.9, nesterov=True, weight_decay=0.1, clip_norm=CLIP)),
-        FP32,
-    ),
-    "sgd, all": (
-        lambda: SGD(SGDConfig(stochastic_rounding=True, momentum=0.9, weight_decay=0.1, clip_norm=CLIP)),
-        BF16,
-    ),
-    "sgd, weights": (lambda: SGD(SGDConfig(stochastic_rounding=True, clip_norm=CLIP)), BF16),
+    "adamw, moments": (AdamWConfig(state_dtype="bf16", betas=[0.9, 0.999], clip_norm=CLIP), FP32),
+    "adamw, all": (AdamWConfig(state_dtype="bf16", stochastic_rounding=True, clip_norm=CLIP), BF16),
+    "adamw, weights": (AdamWConfig(state_dtype="fp32", stochastic_rounding=True, clip_norm=None), BF16),
+    "adamw, moments of bf16 weights": (AdamWConfig(state_dtype="bf16", clip_norm=CLIP), BF16),
+    "adamw, fp32 moments, nearest": (AdamWConfig(state_dtype="fp32", clip_norm=CLIP), BF16),
+    "sgd, velocity": (SGDConfig(state_dtype="bf16", momentum=0.9, nesterov=True, clip_norm=CLIP), FP32),
+    "sgd, all": (SGDConfig(stochastic_rounding=True, momentum=0.9, weight_decay=0.1, clip_norm=CLIP), BF16),
+    "sgd, weights": (SGDConfig(stochastic_rounding=True, clip_norm=CLIP), BF16),
 }
 
 
@@ -133,16 +92,14 @@ def test_engines_agree_to_the_bit(row: str) -> None:
     The root in AdamW is not correctly rounded by every library, so weights may be off by the last bit of fp32, and one
     bf16 number in a thousand by its own.
     """
-    make, master = OPTIMIZERS[row]
+    config, master = OPTIMIZERS[row]
     results = []
     for engine in ENGINES:
-        update = Update(Parameters(FP32), make(), master, engine)
+        update = Updates(Parameters(), build_optimizer(config), engine, master=master)
         for step in range(1, 5):
             for path, parameter in update.model.parameters().items():
-                if step == 1:
-                    update.write({path: gradient(path, parameter.shape, 99)})
                 update.write({f"{path}/gradient": gradient(path, parameter.shape, step) / step**3})
-            update.advance(step)
+            update.run(step, lr=0.01)
         results.append(update.saved())
     for name, array in results[0].items():
         assert np.array_equal(array, results[1][name]), name
@@ -155,21 +112,20 @@ def test_generated_kernels_refresh_copies_in_the_same_pass() -> None:
     """bf16 compute with fp32 masters: one launch updates, rounds the moments, and rounds the copies to nearest."""
     results = []
     for engine in ("static", "traced"):
-        update = Update(Parameters(BF16), AdamW(AdamWConfig(state_dtype="bf16", clip_norm=CLIP)), FP32, engine)
-        for path, parameter in update.model.parameters().items():
-            update.write({path: gradient(path, parameter.shape, 99)})
-            update.write({f"{path}/gradient": gradient(path, parameter.shape, 1)})
-        update.advance(1)
+        update = Updates(Parameters(BF16), AdamW(AdamWConfig(state_dtype="bf16", clip_norm=CLIP)), engine)
+        update.advance(1, lr=0.01)
         copies = {name: update.state.read(name) for name in update.state.names(Kind.COPY)}
         results.append({**update.saved(), **copies})
-        assert [node.op.name for node in update.step.plan.launched].count("update") == len(update.graph.shards)
+        launched = [node.op.name for node in update.built["update"].plan.launched]
+        assert launched.count("update") == len(update.graph.shards)
     assert results[0].keys() == results[1].keys()
     assert all(same(array, results[1][name], exact="moment" in name) for name, array in results[0].items())
 
 
-def moments_after(size: int, steps: int, config: AdamWConfig, master: DType) -> tuple[np.ndarray, np.ndarray]:
-    """(second moments of an update on gradients whose size changes, the same average in fp64)."""
-    update = Update(Vector(size), AdamW(config), master)
+def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -> None:
+    """beta2 = 0.999. An element's errors are those of a walk that decays: 5 % of it, 0.3 % of the mean of 256."""
+    size, steps = 256, 9000
+    update = Updates(Vector(size), AdamW(AdamWConfig(betas=[0.9, 0.999], clip_norm=None, state_dtype="bf16")))
     exact = np.zeros(size)
     generator = np.random.default_rng(5)
     for step in range(1, steps + 1):
@@ -177,22 +133,16 @@ def moments_after(size: int, steps: int, config: AdamWConfig, master: DType) -> 
         values = (scale * generator.standard_normal(size)).astype(np.float32)
         values = torch.from_numpy(values).bfloat16().float().numpy()
         update.write({"weight/gradient": values})
-        update.advance(step, lr=0.0)
+        update.run(step, lr=0.0)
         exact = 0.999 * exact + 0.001 * np.square(values, dtype=np.float64)
-    return update.state.read("weight/second_moment"), exact
-
-
-def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -> None:
-    """beta2 = 0.999. An element's errors are those of a walk that decays: 5 % of it, 0.3 % of the mean of 256."""
-    settings = AdamWConfig(betas=[0.9, 0.999], clip_norm=None, state_dtype="bf16")
-    found, exact = moments_after(256, 9000, settings, FP32)
+    found = update.state.read("weight/second_moment")
     assert np.abs(found / exact - 1).max() < 0.25 and np.abs(found / exact - 1).mean() < 0.06
     assert found.mean() == pytest.approx(exact.mean(), rel=0.01)
 
 
 def test_the_mean_of_many_roundings_is_the_exact_update() -> None:
     size, draws = 512, 400
-    update = Update(Vector(size), SGD(SGDConfig(stochastic_rounding=True, clip_norm=None)), BF16)
+    update = Updates(Vector(size), SGD(SGDConfig(stochastic_rounding=True, clip_norm=None)), master=BF16)
     start = torch.from_numpy(gradient("w", (size,), 1)).bfloat16().float().numpy()
     values = torch.from_numpy(gradient("g", (size,), 2)).bfloat16().float().numpy()
     exact = start.astype(np.float64) - 1e-3 * values
@@ -200,7 +150,7 @@ def test_the_mean_of_many_roundings_is_the_exact_update() -> None:
     total, seen = np.zeros(size), set()
     for draw in range(draws):
         update.write({"weight": start})
-        update.advance(1, lr=1e-3, seed=draw)
+        update.run(1, lr=1e-3, rounding_seed=draw)
         new = update.state.read("weight")
         seen.add(new.tobytes())
         total += new
@@ -210,26 +160,13 @@ def test_the_mean_of_many_roundings_is_the_exact_update() -> None:
     assert len(seen) == draws
 
 
-def test_updates_far_below_the_spacing_of_bf16_add_up() -> None:
-    """Weights of 1 and steps of 2^-12, a sixteenth of half the spacing below 1."""
-    moved = {}
-    for stochastic in (True, False):
-        config = SGDConfig(stochastic_rounding=stochastic, clip_norm=None)
-        update = Update(Vector(512), SGD(config), BF16)
-        update.write({"weight": np.ones(512, np.float32), "weight/gradient": np.ones(512, np.float32)})
-        for step in range(1, 257):
-            update.advance(step, lr=2.0**-12)
-        moved[stochastic] = 1 - update.state.read("weight").mean()
-    assert moved[True] == pytest.approx(256 / 2**12, rel=0.05) and moved[False] == 0
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_not_finite_stays_so(engine: str, value: float) -> None:
     config = SGDConfig(stochastic_rounding=True, clip_norm=None)
-    update = Update(Vector(40), SGD(config), BF16, engine)
+    update = Updates(Vector(40), SGD(config), engine, master=BF16)
     update.write({"weight": np.full(40, value, np.float32), "weight/gradient": np.zeros(40, np.float32)})
-    update.advance(1)
+    update.run(1)
     np.testing.assert_array_equal(update.state.read("weight"), np.full(40, value, np.float32))
 
 
