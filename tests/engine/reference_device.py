@@ -1,7 +1,7 @@
-"""A device that computes with the references of the ops: an engine runs on it without any other kernel of ours.
+"""The CPU's memory with the references of the ops as kernels: an engine runs on it without any other kernel of ours.
 
 Its kernels are as unkind as the contract allows: outputs and workspace are overwritten with garbage before an input is
-read, but for elementwise ops, and every arena starts as garbage where the contract does not promise zeros.
+read, but for elementwise ops.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from tests.plan.interpreter import DTYPES, GARBAGE
+from tests.plan.interpreter import GARBAGE
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Buffer, Delivery, Device, Kernel, Launch
+from ttrain.device.base import Buffer, Delivery, Kernel, Launch
+from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import REGISTRY, Op
 
 
-class ReferenceDevice(Device):
+class ReferenceDevice(TorchDevice):
     """Every op but those in `without`; those in `fresh` return new tensors instead of writing into given ones."""
 
-    name = "reference"
-
     def __init__(self, without: Sequence[str] = (), fresh: Sequence[str] = ()) -> None:
-        super().__init__()
+        super().__init__("cpu", 1)
         self.live_bytes = self.peak_bytes = 0
         self._kernels = {op.name: self._row(op, op.name in fresh) for op in REGISTRY.values() if op.name not in without}
 
@@ -56,7 +54,7 @@ class ReferenceDevice(Device):
         return Kernel(bind, Delivery.RETURNS if fresh else Delivery.OUT, workspace=_workspace)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        arena = torch.zeros(nbytes, dtype=torch.uint8)
+        arena = super()._allocate(nbytes)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(arena, self._freed, nbytes)
@@ -64,29 +62,6 @@ class ReferenceDevice(Device):
 
     def _freed(self, nbytes: int) -> None:
         self.live_bytes -= nbytes
-
-    def place(self, arena: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
-        return arena[offset : offset + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
-
-    def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
-        self.counters.uploads += 1
-        buffer.copy_(torch.tensor(array))
-
-    def download(self, buffer: torch.Tensor) -> np.ndarray:
-        self.counters.downloads += 1
-        return (buffer.float() if buffer.dtype is torch.bfloat16 else buffer).numpy().copy()
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        destination.copy_(source)
-
-    def synchronize(self) -> None:
-        return
-
-    def memory(self) -> dict[str, int]:
-        return {"in_use": self.live_bytes, "peak": self.peak_bytes, "total": 0}
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name}
 
 
 def _workspace(inputs: Any, outputs: Any, attributes: Any) -> list[TensorSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -97,27 +98,23 @@ def test_both_engines_launch_a_kernel_for_what_is_no_view() -> None:
     assert static.device.launched.count("assign") == 1  # the gradient is delivered; the parameter is read while made
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"x": np.zeros((8, 3), np.float32)},
-            "input 'x' has shape [8, 3], expected [4, 3]. A built step has fixed shapes",
-        ),
-        ({"x": np.zeros((3,), np.float32)}, "input 'x' has shape [3], expected [4, 3]"),
-        ({"lr": np.zeros((1,), np.float32)}, "input 'lr' has shape [1], expected []"),
-        ({"xs": 1.0}, "unknown input 'xs'. Did you mean 'x'?"),
-        ({"x": None}, "input 'x' (fp32[4, 3]) is missing"),
-        ({"x": np.zeros((4, 3), complex)}, "input 'x' has dtype complex128, expected float32"),
-    ],
-)
-def test_another_input_than_declared_is_refused_by_name(engine: Engine, given: dict[str, Any], said: str) -> None:
+REFUSED: dict[str, dict[str, Any]] = {
+    "input 'x' has shape [8, 3], expected [4, 3]. A built step has fixed shapes": {"x": np.zeros((8, 3), np.float32)},
+    "input 'x' has shape [3], expected [4, 3]": {"x": np.zeros((3,), np.float32)},
+    "input 'lr' has shape [1], expected []": {"lr": np.zeros((1,), np.float32)},
+    "unknown input 'xs'. Did you mean 'x'?": {"xs": 1.0},
+    "input 'x' (fp32[4, 3]) is missing": {"x": None},
+    "input 'x' has dtype complex128, expected float32": {"x": np.zeros((4, 3), complex)},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_another_input_than_declared_is_refused_by_name(engine: Engine, said: str) -> None:
     step = engine.build("train", train)
     step(INPUTS)
-    inputs = {key: value for key, value in {**INPUTS, **given}.items() if value is not None}
-    with pytest.raises(ShapeError) as error:
+    inputs = {key: value for key, value in {**INPUTS, **REFUSED[said]}.items() if value is not None}
+    with pytest.raises(ShapeError, match="step train.*" + re.escape(said)):
         step(inputs)
-    assert said in str(error.value) and "step train" in str(error.value)
     step(INPUTS)  # and the step still works
 
 
@@ -135,19 +132,18 @@ def test_an_integer_input_takes_no_float(engine: Engine, value: Any, fits: bool)
             step({"x": INPUTS["x"], "seed": value})
 
 
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ([], "there is no persistent tensor 'w'"),
-        ([StateTensor("w", TensorSpec((3, 5)), Kind.PARAMETER)], "the graph uses parameter fp32[5, 3]"),
-        ([StateTensor("w", WEIGHT, Kind.COPY)], "w is placed as copy fp32[5, 3], the graph uses parameter fp32[5, 3]"),
-    ],
-)
-def test_a_step_on_other_state_is_refused_when_built(state: list[StateTensor], said: str) -> None:
+OTHER: dict[str, list[StateTensor]] = {
+    "there is no persistent tensor 'w'": [],
+    "the graph uses parameter fp32[5, 3]": [StateTensor("w", TensorSpec((3, 5)), Kind.PARAMETER)],
+    "w is placed as copy fp32[5, 3], the graph uses parameter fp32[5, 3]": [StateTensor("w", WEIGHT, Kind.COPY)],
+}
+
+
+@pytest.mark.parametrize("said", OTHER)
+def test_a_step_on_other_state_is_refused_when_built(said: str) -> None:
     for name in ENGINES:
-        with pytest.raises(GraphError) as error:
-            open_engine(name, state=state).build("predict", predict)
-        assert said in str(error.value)
+        with pytest.raises(GraphError, match=re.escape(said)):
+            open_engine(name, state=OTHER[said]).build("predict", predict)
 
 
 def test_a_step_that_records_nothing_is_refused(engine: Engine) -> None:
@@ -172,19 +168,16 @@ def test_a_fresh_result_is_copied_into_its_slot(engine: Engine) -> None:
     assert engine.device.launched == ["linear", "copy"]  # the activation is joined to the product
 
 
-@pytest.mark.parametrize("without", [("linear",), ("linear", "mean")])
-def test_a_device_without_a_kernel_gets_the_parts(engine: Engine, without: tuple[str, ...]) -> None:
-    device = NullDevice(without)
-    other = type(engine)(device, State(device, STATE))
-    other.build("train", train)(INPUTS)
-    assert "linear" not in device.launched and "matmul" in device.launched
-
-
-def test_a_device_without_kernel_for_a_primitive_is_named(engine: Engine) -> None:
-    device = NullDevice(["matmul"])
-    other = type(engine)(device, State(device, STATE))
-    with pytest.raises(GraphError, match="null has no kernel for matmul"):
-        other.build("train", train)(INPUTS)
+def test_a_device_without_a_kernel_gets_the_parts_or_is_named(engine: Engine) -> None:
+    for without in (["linear"], ["linear", "mean"], ["matmul"]):
+        device = NullDevice(without)
+        other = type(engine)(device, State(device, STATE))
+        if "matmul" in without:
+            with pytest.raises(GraphError, match="null has no kernel for matmul"):
+                other.build("train", train)(INPUTS)
+        else:
+            other.build("train", train)(INPUTS)
+            assert "linear" not in device.launched and "matmul" in device.launched
 
 
 def wide(rows: int) -> Callable[[Graph], None]:
@@ -208,12 +201,11 @@ def test_steps_take_memory_at_the_first_call_and_share_it() -> None:
 
 def test_a_later_step_takes_memory_only_where_it_needs_more() -> None:
     engine = open_engine("static")
-    engine.build("first", wide(16))({"x": np.zeros((16, 64), np.float32)})
-    before = engine.device.counters.allocations
-    engine.build("smaller", wide(8))({"x": np.zeros((8, 64), np.float32)})
-    assert engine.device.counters.allocations == before
-    engine.build("larger", wide(32))({"x": np.zeros((32, 64), np.float32)})
-    assert engine.device.counters.allocations == before + 1
+    taken = []
+    for rows in (16, 8, 32):
+        engine.build(f"wide{rows}", wide(rows))({"x": np.zeros((rows, 64), np.float32)})
+        taken.append(engine.device.counters.allocations)
+    assert [count - taken[0] for count in taken] == [0, 0, 1]
 
 
 def test_the_loss_may_be_marked_after_backward(engine: Engine) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.engine.reference_device import ReferenceDevice
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import FLAT_ALIGNMENT, DType, TensorSpec
 from ttrain.device.null import NullDevice
@@ -13,6 +12,7 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 
+BF16 = TensorSpec((4,), DType.BF16)
 SHAPES = {"norm.weight": (5,), "up.weight": (7, 3), "up.bias": (7,)}
 
 
@@ -29,9 +29,8 @@ def test_names_come_in_order_and_by_kind() -> None:
     assert state.names(Kind.PARAMETER) == list(SHAPES)
     assert state.names()[:3] == list(SHAPES) and len(state.names()) == 12
     assert state.names(Kind.COPY, Kind.PARAMETER) == [*SHAPES, *(f"{path}/compute" for path in SHAPES)]
-    assert (
-        state.spec("up.weight") == TensorSpec((7, 3)) and state.tensor("up.weight/first_moment").kind is Kind.OPTIMIZER
-    )
+    assert state.spec("up.weight") == TensorSpec((7, 3))
+    assert state.tensor("up.weight/first_moment").kind is Kind.OPTIMIZER
     assert state.nbytes(Kind.OPTIMIZER) == 2 * 4 * (5 + 21 + 7)
 
 
@@ -57,23 +56,16 @@ def test_slots_of_a_run_lie_side_by_side_at_equal_element_offsets() -> None:
 
 
 def test_runs_kinds_and_dtypes_have_memory_of_their_own() -> None:
-    device = NullDevice()
-    spec = TensorSpec((4,))
-    State(
-        device,
-        [
-            StateTensor("a", spec, Kind.PARAMETER, "one"),
-            StateTensor("b", spec, Kind.PARAMETER, "two"),
-            StateTensor("c", spec, Kind.OPTIMIZER, "one"),
-            StateTensor("d", spec.with_dtype(DType.BF16), Kind.PARAMETER, "one"),
-        ],
-    )
+    device, spec = NullDevice(), TensorSpec((4,))
+    others = [(Kind.PARAMETER, "two", spec), (Kind.OPTIMIZER, "one", spec), (Kind.PARAMETER, "one", BF16)]
+    made = [StateTensor(str(number), of, kind, flat) for number, (kind, flat, of) in enumerate(others)]
+    State(device, [StateTensor("a", spec, Kind.PARAMETER, "one"), *made])
     assert device.counters.allocations == 4
 
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
 def test_a_written_parameter_reads_back_and_its_copy_follows(dtype: DType) -> None:
-    state = State(ReferenceDevice(), tensors(dtype))
+    state = State(TorchDevice("cpu"), tensors(dtype))
     values = np.linspace(-1, 1, 21, dtype=np.float32).reshape(7, 3)
     state.write("up.weight", values)
     assert np.array_equal(state.read("up.weight"), values)
