@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import cache_home
 from ttrain.cli import main
+from ttrain.data.regression import RegressionDataset
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 
@@ -18,15 +20,59 @@ TINY = [
     "train.log_every=1", "train.peak_tflops=1",
 ]  # fmt: skip
 
-Train = Callable[..., int]
+
+class Train:
+    """`train("run.dir=a", ...)` -> exit code."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *overrides: str) -> int:
+        return main([*TINY, *overrides])
+
+    def told(self, *overrides: str, code: int = 0) -> str:
+        """What it writes to stderr where it exits so; never a traceback."""
+        return self.command(*TINY, *overrides, code=code)
+
+    def command(self, *overrides: str, code: int = 0) -> str:
+        """The same of any command."""
+        self.capsys.readouterr()
+        assert main([*overrides]) == code
+        errors = self.capsys.readouterr().err
+        assert "Traceback" not in errors, errors
+        return errors
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    """`train("run.dir=a", ...)` -> exit code."""
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
-    return lambda *overrides: main([*TINY, *overrides])
+    return Train(capsys)
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`spoiled({5: {"inputs": nan}})` multiplies a field of the batch of a step, at most so many `times`.
+
+    Returns the spoiled batches by step.
+    """
+    original, found = RegressionDataset.batch, dict[int, dict[str, np.ndarray]]()
+
+    def spoil(factors: dict[int, dict[str, float]], times: int = 99) -> dict[int, dict[str, np.ndarray]]:
+        left = dict.fromkeys(factors, times)
+
+        def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
+            fields, step = original(self, split, seed, first, rows), first // rows + 1
+            if split == "train" and left.get(step, 0):
+                left[step] -= 1
+                found[step] = fields | {name: fields[name] * np.float32(by) for name, by in factors[step].items()}
+                return found[step]
+            return fields
+
+        monkeypatch.setattr(RegressionDataset, "batch", batch)
+        return found
+
+    return spoil
 
 
 def tensors(run: str | Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import TINY, Train, losses, tensors
+from tests.faults.conftest import Train, losses, tensors
 from tests.faults.test_saves import State, content
 from ttrain.cli import main
 from ttrain.core import waiting
@@ -50,19 +50,16 @@ def killed(train: Any, monkeypatch: pytest.MonkeyPatch, *overrides: str, step: i
             train(*overrides)
 
 
-def test_a_resume_of_nothing_says_that_a_new_run_starts(train: Train, capsys: Any) -> None:
+def test_a_resume_of_nothing_says_that_a_new_run_starts(train: Train) -> None:
     """The folder was misspelt, or the run was killed before it began: another experiment would train unnoticed."""
     Path("empty").mkdir()
     for folder, override in (("misspelt", "resume=auto"), ("empty", "resume=auto")):
-        assert train(f"run.dir={folder}", override, "train.steps=2") == 0
-        assert f"resume=auto: {folder} holds no run yet; a new one starts" in capsys.readouterr().err
-        assert train(f"run.dir={folder}", override, "train.steps=3") == 0
-        assert "holds no run" not in capsys.readouterr().err
+        told = train.told(f"run.dir={folder}", override, "train.steps=2")
+        assert f"resume=auto: {folder} holds no run yet; a new one starts" in told
+        assert "holds no run" not in train.told(f"run.dir={folder}", override, "train.steps=3")
 
 
-def test_the_end_of_a_run_is_not_told_as_its_first_step(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_the_end_of_a_run_is_not_told_as_its_first_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume of a run that lacks its last evaluation alone."""
 
     def dies(*arguments: Any) -> Any:
@@ -73,22 +70,18 @@ def test_the_end_of_a_run_is_not_told_as_its_first_step(
         with pytest.raises(Killed):
             train("run.dir=run", "train.steps=4")
     monkeypatch.setattr(waiting, "AFTER", 0.0)
-    capsys.readouterr()
-    assert train("run.dir=run", "resume=auto", "train.steps=4") == 0
-    told = capsys.readouterr().err
+    told = train.told("run.dir=run", "resume=auto", "train.steps=4")
     assert "All 4 steps are done" in told and "The first step is under way" not in told
 
 
 @pytest.mark.parametrize("owner", [Loop, Run])
 def test_before_its_first_checkpoint_a_run_starts_again_as_itself(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, owner: Any
+    train: Train, monkeypatch: pytest.MonkeyPatch, owner: Any
 ) -> None:
     assert train("run.dir=whole", *OWN, "train.steps=6") == 0
     killed(train, monkeypatch, "run.dir=run", *OWN, owner=owner)
     before = read_config(Path("run"))
-    capsys.readouterr()
-    assert main(["run.dir=run", "resume=auto", "train.steps=6"]) == 0
-    told = capsys.readouterr().err
+    told = train.command("run.dir=run", "resume=auto", "train.steps=6")
     assert "starts again with its own config" in told and "Changed since the run started: train.steps: 8 -> 6" in told
     assert tensors("run") == tensors("whole") and losses("run") == losses("whole")
     before["train"]["steps"] = 6
@@ -109,37 +102,30 @@ def spoil(run: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HALF)
-def test_a_config_that_is_not_whole_is_no_config(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, how: str
-) -> None:
+def test_a_config_that_is_not_whole_is_no_config(train: Train, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Without a checkpoint the run is refused and stays as it is; with one, the checkpoint tells."""
     killed(train, monkeypatch, "run.dir=run", *OWN)
     spoil(Path("run"), how)
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
-    capsys.readouterr()
-    assert main(["run.dir=run", "resume=auto", "train.steps=6"]) == 2
-    told = capsys.readouterr().err
-    assert "config.yaml" in told and "has no checkpoint either" in told and "Traceback" not in told
+    told = train.command("run.dir=run", "resume=auto", "train.steps=6", code=2)
+    assert "config.yaml" in told and "has no checkpoint either" in told
     after = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
 
     assert train("run.dir=saved", *OWN, "train.steps=4") == 0
     assert train("run.dir=whole", *OWN, "train.steps=6", "schedule.steps=4") == 0
     spoil(Path("saved"), how)
-    capsys.readouterr()
-    assert main(["run.dir=saved", "resume=auto", "train.steps=6", "schedule.steps=4"]) == 0
-    assert "The config of the checkpoint is taken instead" in capsys.readouterr().err
+    told = train.command("run.dir=saved", "resume=auto", "train.steps=6", "schedule.steps=4")
+    assert "The config of the checkpoint is taken instead" in told
     assert tensors("saved") == tensors("whole")
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(train: Train, capsys: Any) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(train: Train) -> None:
     assert train("run.dir=run", *OWN) == 0
     (Path("run/checkpoints/step_00000008") / MANIFEST).write_text("{}")
     before = read_config(Path("run")), losses("run")
     for overrides in (["resume=auto"], ["resume=run"], ["task=sample"], ["task=export", "export.file=x.safetensors"]):
-        capsys.readouterr()
-        assert main(["run.dir=run", *overrides]) == 2
-        assert MANIFEST in capsys.readouterr().err
+        assert MANIFEST in train.command("run.dir=run", *overrides, code=2)
     assert (read_config(Path("run")), losses("run")) == before
 
 
@@ -171,7 +157,7 @@ def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: 
     assert tensors("second") == tensors("whole") and losses("second") == losses("whole")
 
 
-def test_a_kill_before_a_folder_is_a_run(train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_kill_before_a_folder_is_a_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command begins again; a resume, which may leave out what the run is, does not."""
     assert train("run.dir=first", *OWN, "train.steps=4") == 0
     original = resume.note_progress
@@ -188,14 +174,12 @@ def test_a_kill_before_a_folder_is_a_run(train: Train, monkeypatch: pytest.Monke
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not Path("second", RECORD).exists()
-    capsys.readouterr()
-    assert main(["run.dir=second", "resume=auto"]) == 2
-    assert "not a run of ttrain" in capsys.readouterr().err
+    assert "not a run of ttrain" in train.command("run.dir=second", "resume=auto", code=2)
     assert main(command) == 0
     assert [step for step, _ in losses("second")] == list(range(1, 9))
 
 
-def test_a_run_that_is_running_is_not_looked_into(train: Train, capsys: Any) -> None:
+def test_a_run_that_is_running_is_not_looked_into(train: Train) -> None:
     """Its files come and go: the first word is that it is in use, and by whom. Nothing in it is touched."""
     assert train("run.dir=run", *OWN, "train.save_every=4", "train.keep_last=9") == 0
     checkpoints = Path("run/checkpoints")
@@ -206,9 +190,7 @@ def test_a_run_that_is_running_is_not_looked_into(train: Train, capsys: Any) -> 
         (checkpoints / "step_00000008" / "config.json").unlink()  # as in the middle of a removal
         before = sorted(checkpoints.rglob("*"))
         for overrides in (["resume=auto"], ["resume=run"], ["resume=run/checkpoints/step_00000008"], []):
-            capsys.readouterr()
-            assert main([*TINY, "run.dir=run", *overrides]) == 2
-            told = capsys.readouterr().err
+            told = train.told("run.dir=run", *overrides, code=2)
             assert holder in told and "can't be read" not in told and "config.json" not in told
         assert sorted(checkpoints.rglob("*")) == before
     assert main(["run.dir=run", "resume=auto"]) == 0

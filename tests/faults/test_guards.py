@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.faults.conftest import losses, tensors
+from tests.faults.conftest import Train, losses, tensors
 from ttrain.cli import main
 from ttrain.core.errors import TtrainError
 from ttrain.core.spec import DType, TensorSpec
@@ -29,52 +29,26 @@ from ttrain.train.settings import GuardConfig
 from ttrain.train.steps import step_graph
 from ttrain.train.steps.step import StepResult
 
-Train = Any
-
 
 def kinds(run: str) -> list[str]:
     return [event["kind"] for event in read_events(Path(run))]
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`poisoned({3: nan})` puts a value into the inputs of a step's batch."""
-    original = RegressionDataset.batch
-
-    def poison(values: dict[int, float]) -> None:
-        def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
-            fields = original(self, split, seed, first, rows)
-            if split == "train" and first // rows + 1 in values:
-                fields["inputs"][0, 0] = values[first // rows + 1]
-            return fields
-
-        monkeypatch.setattr(RegressionDataset, "batch", batch)
-
-    return poison
-
-
-WAYS = pytest.mark.parametrize(("engine", "gradient_accumulation"), [("static", 2), ("dynamic", 1)])
+WAYS = pytest.mark.parametrize("way", ["engine=static train.gradient_accumulation=2", "engine=dynamic"])
 
 
 @WAYS
-def test_a_guarded_step_is_the_same_step(train: Train, engine: str, gradient_accumulation: int) -> None:
-    overrides = [f"engine={engine}", f"train.gradient_accumulation={gradient_accumulation}", "train.steps=5"]
+def test_a_guarded_step_is_the_same_step(train: Train, way: str) -> None:
+    overrides = [*way.split(), "train.steps=5"]
     assert train("run.dir=plain", *overrides) == train("run.dir=guarded", *overrides, "guard.nonfinite=skip") == 0
     assert tensors("plain") == tensors("guarded") and losses("plain") == losses("guarded")
 
 
 @WAYS
-def test_a_skipped_step_touches_nothing(
-    train: Train, poisoned: Any, engine: str, gradient_accumulation: int, capsys: Any
-) -> None:
-    overrides = [
-        f"engine={engine}",
-        f"train.gradient_accumulation={gradient_accumulation}",
-        "guard.nonfinite=skip",
-        "train.save_every=1",
-    ]
-    poisoned({5: math.nan})
-    assert train("run.dir=run", *overrides, "train.steps=4", "schedule.steps=8") == 0
+def test_a_skipped_step_touches_nothing(train: Train, spoiled: Any, way: str, capsys: Any) -> None:
+    spoiled({5: {"inputs": math.nan}})
+    overrides = [*way.split(), "guard.nonfinite=skip", "train.save_every=1", "train.steps=4", "schedule.steps=8"]
+    assert train("run.dir=run", *overrides) == 0
     before = tensors("run")
     assert main(["run.dir=run", "resume=auto", "train.steps=5"]) == 0
     assert tensors("run") == before and losses("run")[-1] == (5, None)
@@ -82,34 +56,22 @@ def test_a_skipped_step_touches_nothing(
     assert all(np.isfinite(np.frombuffer(data, np.float32)).all() for data in tensors("run").values())
     event = next(event for event in read_events(Path("run")) if event["kind"] == "skipped")
     assert event["step"] == 5 and event["tensor"].startswith("gradient ")
-    assert (
-        "Step 5: train/loss is nan; its update is skipped. From the loss backwards, the first bad gradient"
-        in capsys.readouterr().err
-    )
+    told = "Step 5: train/loss is nan; its update is skipped. From the loss backwards, the first bad gradient"
+    assert told in capsys.readouterr().err
     lines = read_metrics(Path("run/metrics.jsonl"))
     assert [line["nonfinite_steps"] for line in lines if "lr" in line] == [0] * 4 + [1] + [0] * 3
 
 
-def test_too_many_skips_stop_the_run(train: Train, poisoned: Any, capsys: Any) -> None:
-    poisoned(dict.fromkeys(range(3, 9), math.inf))
-    assert train("run.dir=run", "guard.nonfinite=skip", "guard.max_skips=3") == 1
-    assert "3 updates in a row were skipped. Step 5:" in capsys.readouterr().err
+def test_too_many_skips_stop_the_run(train: Train, spoiled: Any) -> None:
+    spoiled({step: {"inputs": math.inf} for step in range(3, 9)})
+    told = train.told("run.dir=run", "guard.nonfinite=skip", "guard.max_skips=3", code=1)
+    assert "3 updates in a row were skipped. Step 5:" in told
     assert kinds("run")[2:] == ["skipped"] * 3 + ["failed"]
 
 
-def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(train: Train, spoiled: Any) -> None:
     """The step is bad once; after the rollback the run equals one that resumed by hand with the lower rate."""
-    bad, original = [6], RegressionDataset.batch
-
-    def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
-        fields = original(self, split, seed, first, rows)
-        if split == "train" and bad and first // rows + 1 == bad[0]:
-            fields["inputs"][0, 0] = bad.pop() * math.nan
-        return fields
-
-    monkeypatch.setattr(RegressionDataset, "batch", batch)
+    spoiled({6: {"inputs": math.nan}}, times=1)
     overrides = ["guard.nonfinite=rollback", "guard.lr_factor=0.25", "schedule=constant"]
     assert train("run.dir=run", *overrides) == 0
     assert [step for step, _ in losses("run")] == list(range(1, 9))
@@ -122,26 +84,17 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_a_lower_rate(
     assert tensors("run") == tensors("plain")
 
 
-def test_rollbacks_end(train: Train, poisoned: Any, capsys: Any) -> None:
-    poisoned({6: math.nan})
+def test_rollbacks_end(train: Train, spoiled: Any) -> None:
+    spoiled({6: {"inputs": math.nan}})
     assert train("run.dir=run", "guard.nonfinite=rollback", "guard.max_rollbacks=2") == 1
     assert kinds("run").count("rollback") == 2 and kinds("run")[-1] == "failed"
-    poisoned({1: math.nan})
-    assert train("run.dir=early", "guard.nonfinite=rollback") == 1
-    assert "No checkpoint was saved before it" in capsys.readouterr().err
+    spoiled({1: {"inputs": math.nan}})
+    assert "No checkpoint was saved before it" in train.told("run.dir=early", "guard.nonfinite=rollback", code=1)
 
 
 @pytest.mark.parametrize(("action", "expected"), [("warn", ["spike"]), ("rollback", ["rollback"])])
-def test_spikes(train: Train, monkeypatch: pytest.MonkeyPatch, action: str, expected: list[str]) -> None:
-    spikes, original = [7], RegressionDataset.batch
-
-    def batch(self: Any, split: Any, seed: int, first: int, rows: int) -> Any:
-        fields = original(self, split, seed, first, rows)
-        if split == "train" and spikes and first // rows + 1 == spikes[0]:
-            fields["targets"] *= spikes.pop() * 10
-        return fields
-
-    monkeypatch.setattr(RegressionDataset, "batch", batch)
+def test_spikes(train: Train, spoiled: Any, action: str, expected: list[str]) -> None:
+    spoiled({7: {"targets": 70}}, times=1)
     assert train("run.dir=run", f"guard.spike={action}", "guard.spike_window=3", "guard.spike_factor=5") == 0
     assert [kind for kind in kinds("run") if kind in ("spike", "rollback")] == expected
     assert [step for step, _ in losses("run")] == list(range(1, 9))
@@ -169,7 +122,7 @@ def test_a_spike_enters_no_median() -> None:
     [(False, "has a gradient but did not move"), (True, "did not move, and its gradient is not kept")],
 )
 def test_updates_that_change_nothing_are_noticed(
-    freed: bool, told: str, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    freed: bool, told: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine whose update does not reach the parameters, as a stale kernel's would not."""
     monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
@@ -186,8 +139,7 @@ def test_updates_that_change_nothing_are_noticed(
 
     with monkeypatch.context() as patch:
         patch.setattr(StaticStep, "__call__", frozen)
-        assert train("run.dir=run", *optimizer) == 1
-        errors = capsys.readouterr().err
+        errors = train.told("run.dir=run", *optimizer, code=1)
         assert "Step 3: the updates do not reach the model" in errors and told in errors
         assert train("run.dir=on", *optimizer, "guard.check_learning=null") == 0
     assert train("run.dir=zero", *optimizer, "optimizer.lr=0") == 0
@@ -306,9 +258,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StaticStep, "__call__", call)
 
 
-def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None, capsys: Any) -> None:
-    assert train("run.dir=run") == 1
-    errors = capsys.readouterr().err
+def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None) -> None:
+    errors = train.told("run.dir=run", code=1)
     for part in ("Out of memory on cpu", "can't allocate memory", "parameter", "gradient", "optimizer",
                  "values of a step", "train.gradient_accumulation=2 (a micro-batch of 2)", "=bf16"):  # fmt: skip
         assert part in errors
@@ -342,15 +293,8 @@ def test_what_out_of_memory_looks_like() -> None:
 
 
 @WAYS
-def test_watched_activations_change_nothing_and_have_the_right_norm(
-    train: Train, engine: str, gradient_accumulation: int
-) -> None:
-    overrides = [
-        f"engine={engine}",
-        f"train.gradient_accumulation={gradient_accumulation}",
-        "train.steps=3",
-        "model.layers=1",
-    ]
+def test_watched_activations_change_nothing_and_have_the_right_norm(train: Train, way: str) -> None:
+    overrides = [*way.split(), "train.steps=3", "model.layers=1"]
     assert train("run.dir=plain", *overrides) == train("run.dir=watched", *overrides, "guard.activations=true") == 0
     assert tensors("plain") == tensors("watched") and losses("plain") == losses("watched")
     lines = [line for line in read_metrics(Path("watched/metrics.jsonl")) if "lr" in line]
@@ -358,14 +302,10 @@ def test_watched_activations_change_nothing_and_have_the_right_norm(
 
     from safetensors.numpy import load_file
 
-    config = RegressionConfig(examples=64)
-    batch = RegressionDataset(config, 8, 8).batch("train", 1337, 2 * 4, 4)
-    (folder,) = Path("watched/checkpoints").glob("step_00000002")
-    weights = load_file(folder / "parameters-00001-of-00001.safetensors")
-    norms = []
-    for part in np.split(batch["inputs"], gradient_accumulation):
-        product = part @ weights["layers.0.weight"].T + weights["layers.0.bias"]
-        norms.append(np.linalg.norm(product))
+    batch = RegressionDataset(RegressionConfig(examples=64), 8, 8).batch("train", 1337, 2 * 4, 4)
+    weights = load_file("watched/checkpoints/step_00000002/parameters-00001-of-00001.safetensors")
+    parts = np.split(batch["inputs"], 1 + ("accumulation" in way))
+    norms = [np.linalg.norm(part @ weights["layers.0.weight"].T + weights["layers.0.bias"]) for part in parts]
     assert lines[-1]["activation_norm"] == pytest.approx(max(norms), rel=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Runs whose parts are trained differently, or kept in bf16: resumed, changed on resume, and refused."""
+"""Runs whose parts are trained differently, kept in bf16 or averaged: resumed, changed on resume, and refused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.faults.conftest import Train
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 
 PURE = ["precision=bf16_true", "optimizer.stochastic_rounding=true"]
+EMA = "train.ema=0.5"
 KEPT = {
     "moments, bf16 compute": ["optimizer.state_dtype=bf16", "precision=bf16"],
     "moments of muon": ["optimizer=muon", "optimizer.state_dtype=bf16", "precision=bf16"],
     "all": PURE,
     "weights alone": [*PURE, "optimizer.state_dtype=fp32"],
+}
+AVERAGED = {
+    "weights": [EMA],
+    "masters of muon": [EMA, "precision=bf16", "optimizer=muon"],
+    "iterates": ["optimizer=schedule_free"],
 }
 
 
@@ -41,25 +48,39 @@ def equal(one: str, two: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(("kept", "engine"), [*((kept, "static") for kept in KEPT), ("all", "dynamic")])
-def test_a_resumed_run_rounds_as_one_that_was_never_stopped(train: Train, kept: str, engine: str) -> None:
-    overrides = [*KEPT[kept], f"engine={engine}", "schedule=constant"]
-    assert train("run.dir=whole", *overrides) == train("run.dir=parts", *overrides, "train.steps=3") == 0
+def exported(train: Train, run: str, average: bool, file: str) -> dict[str, np.ndarray]:
+    given = [f"run.dir={run}", "export.form=ttrain", f"export.file={file}"]
+    assert train("task=export", *given, *([] if average else ["export.average=false"])) == 0
+    return load_file(file)
+
+
+@pytest.mark.parametrize(("how", "engine"), [*((how, "static") for how in KEPT | AVERAGED), ("all", "dynamic")])
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(train: Train, how: str, engine: str) -> None:
+    overrides = [*(KEPT | AVERAGED)[how], f"engine={engine}", "schedule=constant"]
+    parts = ["run.dir=parts", *overrides, "train.eval_every=1"]  # evaluating changes nothing
+    assert train("run.dir=whole", *overrides) == train(*parts, "train.steps=3") == 0
     assert train("run.dir=parts", "resume=auto", "train.steps=8") == 0
     assert equal("whole", "parts")
-    dtypes = {name: dtype for name, (dtype, _) in stored("whole").items()}
-    narrow = {"F32": kept == "weights alone", "BF16": kept != "weights alone"}
-    assert all(narrow[dtype] for name, dtype in dtypes.items() if "/" in name)
-    weights = {dtype for name, dtype in dtypes.items() if "/" not in name}
-    assert weights == ({"F32"} if "moments" in kept else {"BF16"})
+    whole = stored("whole")
+    if how in KEPT:
+        narrow = {"F32": how == "weights alone", "BF16": how != "weights alone"}
+        assert all(narrow[dtype] for name, (dtype, _) in whole.items() if "/" in name)
+        weights = {dtype for name, (dtype, _) in whole.items() if "/" not in name}
+        assert weights == ({"F32"} if "moments" in how else {"BF16"})
+        return
+    assert {name.removesuffix("/average") for name in whole if name.endswith("/average")} == {
+        name for name in whole if "/" not in name
+    }
+    for average in (True, False):
+        for name, value in exported(train, "whole", average, f"{average}.safetensors").items():
+            assert np.array_equal(value, whole[f"{name}/average" if average else name][1])
 
 
-def test_another_dtype_on_resume(train: Train, capsys: Any) -> None:
+def test_another_dtype_on_resume(train: Train) -> None:
     """fp32 -> bf16 rounds to nearest, bf16 -> fp32 keeps the numbers; both are told."""
     assert train("run.dir=wide", "train.steps=2") == 0
-    capsys.readouterr()
-    assert train("run.dir=narrow", "resume=wide", "optimizer.state_dtype=bf16", "train.steps=2") == 0
-    assert "optimizer.state_dtype: None -> bf16" in capsys.readouterr().err
+    told = train.told("run.dir=narrow", "resume=wide", "optimizer.state_dtype=bf16", "train.steps=2")
+    assert "optimizer.state_dtype: None -> bf16" in told
     assert train("run.dir=more", "resume=wide", "optimizer.state_dtype=bf16", "train.steps=4") == 0
     assert train("run.dir=back", "resume=more", "optimizer.state_dtype=fp32", "train.steps=6") == 0
     dtypes = [{d for name, (d, _) in stored(run).items() if "/" in name} for run in ("wide", "more", "back")]
@@ -101,10 +122,9 @@ def test_the_norm_of_the_scope_is_recorded(train: Train) -> None:
     assert not any("clipped_norm" in line for line in read_metrics(Path("c/metrics.jsonl")))
 
 
-def test_frozen_layers_stay_and_are_in_the_checkpoint(train: Train, capsys: Any) -> None:
+def test_frozen_layers_stay_and_are_in_the_checkpoint(train: Train) -> None:
     overrides = ["optimizer.freeze=[layers]", "optimizer.unfreeze=[layers.*.bias, layers.2]"]
-    assert train("run.dir=a", *overrides, "train.steps=2") == 0
-    assert "of them frozen" in capsys.readouterr().err
+    assert "of them frozen" in train.told("run.dir=a", *overrides, "train.steps=2")
     before = stored("a")
     assert train("run.dir=a", "resume=auto", "train.steps=6") == 0
     after = stored("a")
@@ -113,12 +133,10 @@ def test_frozen_layers_stay_and_are_in_the_checkpoint(train: Train, capsys: Any)
     assert not any(name.startswith(tuple(f"{path}/" for path in still)) for name in after)
 
 
-def test_another_set_of_frozen_layers_on_resume(train: Train, capsys: Any) -> None:
+def test_another_set_of_frozen_layers_on_resume(train: Train) -> None:
     assert train("run.dir=a", "optimizer.freeze=[layers.0]", "train.steps=4") == 0
     first = stored("a")
-    capsys.readouterr()
-    assert train("run.dir=b", "resume=a", "optimizer.freeze=[layers.1]", "train.steps=6") == 0
-    told = capsys.readouterr().err
+    told = train.told("run.dir=b", "resume=a", "optimizer.freeze=[layers.1]", "train.steps=6")
     assert "Frozen until now, so their optimizer state starts from zero: layers.0.bias, layers.0.weight." in told
     assert "Frozen from now on, so what the optimizer kept is dropped: layers.1.bias, layers.1.weight." in told
     assert "optimizer.freeze: ['layers.0'] -> ['layers.1']" in told
@@ -128,38 +146,58 @@ def test_another_set_of_frozen_layers_on_resume(train: Train, capsys: Any) -> No
     assert last["layers.0.weight/first_moment"][1].any() and "layers.1.weight/first_moment" not in last
 
 
-def test_moments_that_are_missing_for_another_reason_are_refused(train: Train, capsys: Any) -> None:
+def test_moments_that_are_missing_for_another_reason_are_refused(train: Train) -> None:
     assert train("run.dir=a", "optimizer=sgd", "train.steps=2") == 0
-    assert train("run.dir=b", "resume=a", "optimizer=adamw", "train.steps=4") == 2
-    assert "does not fit this model and optimizer: it lacks" in capsys.readouterr().err
+    told = train.told("run.dir=b", "resume=a", "optimizer=adamw", "train.steps=4", code=2)
+    assert "does not fit this model and optimizer: it lacks" in told
+
+
+def test_an_evaluation_reads_the_averages(train: Train) -> None:
+    """A run that goes on from the averages as its weights has their loss before it changes them."""
+    assert train("run.dir=a", EMA, "train.steps=4") == 0
+    losses = [line["val/loss"] for line in read_metrics(Path("a/metrics.jsonl")) if "val/loss" in line]
+    loss = {}
+    for average in (True, False):
+        exported(train, "a", average, "w.safetensors")
+        assert train(f"run.dir={average}", "train.init_from=w.safetensors", "optimizer.lr=0", "train.steps=1") == 0
+        loss[average] = [x["val/loss"] for x in read_metrics(Path(f"{average}/metrics.jsonl")) if "val/loss" in x][-1]
+    assert losses[-1] == loss[True] != loss[False]
+
+
+def test_they_begin_and_end_with_any_attempt(train: Train) -> None:
+    assert train("run.dir=plain", "train.steps=3") == 0
+    told = train.told("run.dir=on", "resume=plain", EMA, "optimizer.lr=0", "train.steps=4")
+    assert "so they start as the weights are" in told
+    on = stored("on")
+    assert all(np.array_equal(on[name][1], on[f"{name}/average"][1]) for name in on if "/" not in name)
+    told = train.told("run.dir=off", "resume=on", "train.ema=null", "train.steps=5")
+    assert "Averages of the weights are kept no more" in told
+    assert not any(name.endswith("/average") for name in stored("off"))
 
 
 REFUSED = {
     "optimizer.freeze=[layrs]": "optimizer.freeze.layrs: no parameter's name begins so. Did you mean 'layers'?",
-    "optimizer.freeze=[layers]": "nothing is left to train",
-    "optimizer.unfreeze=[layers.0]": "nothing in it is frozen",
-    "optimizer.clip_scope=[core]": "optimizer.clip_scope.core: no parameter's name begins so",
-    "optimizer.lr_multipliers={heads: 2.0}": "optimizer.lr_multipliers.heads: no parameter's name begins so",
-    "optimizer.state_dtype=fp16": "optimizer.state_dtype=fp16: no such choice",
     "optimizer.stochastic_rounding=true": "precision=fp32 keeps fp32 weights, so there is nothing to round",
     "optimizer.freeze=layers": "optimizer.freeze",
+    f"{EMA} optimizer=schedule_free": "keeps an average of its own",
+    "optimizer=schedule_free optimizer.average_after=5 train.steps=5": "must be below train.steps=5",
+    f"{EMA} precision=bf16_true": "train.ema=0.5: an average needs weights in fp32",
+    "optimizer=schedule_free precision=bf16_true": "optimizer=schedule_free: an average needs weights",
+    "optimizer=adafactor optimizer.state_dtype=bf16": "they change too little in a step for bf16",
 }
 
 
-@pytest.mark.parametrize("override", REFUSED)
-def test_bad_parts_are_refused_before_anything_is_made(train: Train, override: str, capsys: Any) -> None:
-    assert train("run.dir=a", override) == 2
-    errors = capsys.readouterr().err
-    assert REFUSED[override] in errors and "Traceback" not in errors and not Path("a").exists()
+@pytest.mark.parametrize("given", REFUSED)
+def test_bad_parts_are_refused_before_anything_is_made(train: Train, given: str) -> None:
+    assert REFUSED[given] in train.told("run.dir=a", *given.split(), code=2) and not Path("a").exists()
 
 
 def test_a_group_with_a_rate_of_zero_is_no_fault(train: Train) -> None:
     assert train("run.dir=a", "optimizer.lr_multipliers={layers.0: 0.0}", "guard.check_learning=3") == 0
 
 
-def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train, capsys: Any) -> None:
+def test_pure_bf16_warns_unless_it_is_rounded_stochastically(train: Train) -> None:
     overrides = ["precision=bf16_true", "optimizer.lr=1e-7", "guard.check_learning=3"]
-    assert train("run.dir=nearest", *overrides) == 0
-    assert "bf16 without a master copy" in capsys.readouterr().err
-    assert train("run.dir=stochastic", *overrides, "optimizer.stochastic_rounding=true") == 0
-    assert "bf16 without a master copy" not in capsys.readouterr().err
+    assert "bf16 without a master copy" in train.told("run.dir=nearest", *overrides)
+    told = train.told("run.dir=stochastic", *overrides, "optimizer.stochastic_rounding=true")
+    assert "bf16 without a master copy" not in told

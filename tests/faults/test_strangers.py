@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.faults.conftest import TINY
+from tests.faults.conftest import TINY, Train
 from ttrain.cli import main
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file
 from ttrain.train.checkpoint.checkpoint import sealed
 from ttrain.train.checkpoint.progress import Progress
 
-Train = Any
 SHARD = "parameters-00001-of-00001.safetensors"
 
 
@@ -55,19 +54,26 @@ def reseal(checkpoint: Path, *, add: dict[str, Any] | None = None) -> None:
     (checkpoint / "manifest.json").write_text(sealed(manifest))
 
 
-def refused(checkpoint: Path, capsys: Any, part: str) -> None:
-    for override in (f"resume={checkpoint}", "resume=run"):
-        if override == "resume=run" and part == "other":
-            continue
-        assert main([override, "train.steps=3", "device=cpu"]) == 2, override
-        errors = capsys.readouterr().err
-        assert part in errors and "Traceback" not in errors, errors
+def refused(train: Train, part: str, *commands: str) -> None:
+    for command in commands or ("resume=run/checkpoints/step_00000002", "resume=run"):
+        assert part in train.command(command, "train.steps=3", "device=cpu", code=2), command
     assert not Path("exploded").exists()
 
 
 def header(length: int, given: bytes | None = None) -> Callable[[bytes], bytes]:
     """A file whose header has another length, or is the one given."""
     return lambda data: struct.pack("<Q", length) + (data[8:] if given is None else given + b"\0" * 4)
+
+
+def linked(checkpoint: Path) -> None:
+    (checkpoint / SHARD).rename("elsewhere.safetensors")
+    (checkpoint / SHARD).symlink_to(Path("elsewhere.safetensors").resolve())
+
+
+def another_progress(checkpoint: Path) -> None:
+    content = json.loads((checkpoint / "manifest.json").read_text())
+    content["progress"]["tokens"] = "2"
+    (checkpoint / "manifest.json").write_text(json.dumps(content))
 
 
 ALL_MEMORY = json.dumps({"w": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 4]}}).encode()
@@ -78,76 +84,53 @@ SHARDS: dict[str, Callable[[bytes], bytes]] = {
     "a header beyond any file": header(2**64 - 1),
     "all memory": header(len(ALL_MEMORY), ALL_MEMORY),
 }
+TAMPERED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a link out of the folder": (linked, "is missing"),
+    "progress of another kind": (another_progress, "the progress holds tokens='2', expected int"),
+    **{
+        how: (lambda it, change=change: (it / SHARD).write_bytes(change((it / SHARD).read_bytes())), "safetensors")
+        for how, change in SHARDS.items()
+    },
+    **{
+        f"config {text[:9]}": (lambda it, text=text: (it / "config.json").write_text(text), "ttrain: ")
+        for text in ("[" * 100_000, "[]", "null", "{", "\x00")
+    },
+}
 
 
-@pytest.mark.parametrize("how", SHARDS)
-def test_tensors_that_are_none(stranger: Path, capsys: Any, how: str) -> None:
-    file = stranger / SHARD
-    file.write_bytes(SHARDS[how](file.read_bytes()))
+@pytest.mark.parametrize("how", TAMPERED)
+def test_a_checkpoint_that_was_tampered_with_is_refused(stranger: Path, train: Train, how: str) -> None:
+    tamper, part = TAMPERED[how]
+    tamper(stranger)
     reseal(stranger)
-    refused(stranger, capsys, "safetensors")
+    refused(train, part)
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "code.py", "../other.safetensors", "/etc/passwd"])
-def test_files_of_other_kinds_and_places(stranger: Path, capsys: Any, name: str) -> None:
+def test_files_of_other_kinds_and_places(stranger: Path, train: Train, name: str) -> None:
     if "/" not in name:
         (stranger / name).write_bytes(pickle.dumps(Bomb()))
-        refused(stranger, capsys, name)
+        refused(train, name)
     reseal(stranger, add={name: {"bytes": 1, "sha256": "0" * 64}})
-    refused(stranger, capsys, "its own folder only")
+    refused(train, "its own folder only")
 
 
-def test_a_link_out_of_the_folder(stranger: Path, capsys: Any) -> None:
-    (stranger / SHARD).rename("elsewhere.safetensors")
-    (stranger / SHARD).symlink_to(Path("elsewhere.safetensors").resolve())
-    reseal(stranger)
-    refused(stranger, capsys, "is missing")
+PROGRESS = {"step": "2", "tokens": None, "read_samples": -1, "lr_factor": [], "val_loss": {}, "wandb_id": 1, "x": 1}
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "null", "{", "\x00"])
-def test_json_that_is_none(stranger: Path, capsys: Any, text: str) -> None:
-    (stranger / "config.json").write_text(text)
-    reseal(stranger)
-    assert main(["resume=run", "train.steps=3", "device=cpu"]) == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_progress_of_another_kind(stranger: Path, capsys: Any) -> None:
-    content = json.loads((stranger / "manifest.json").read_text())
-    content["progress"]["tokens"] = "2"
-    del content["sha256"]
-    (stranger / "manifest.json").write_text(sealed(content))
-    refused(stranger, capsys, "the progress holds tokens='2', expected int")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("step", "2"),
-        ("tokens", None),
-        ("read_samples", -1),
-        ("lr_factor", []),
-        ("val_loss", {}),
-        ("wandb_id", 1),
-        ("x", 1),
-    ],
-)
-def test_kinds_of_progress(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", PROGRESS)
+def test_kinds_of_progress(name: str) -> None:
     whole = Progress(step=2, lr_factor=1, val_loss=-0.5, wandb_id="a").to_dict()
     assert Progress.from_dict(whole).to_dict() == whole
     with pytest.raises(CheckpointError, match=f"the progress holds '?{name}"):
-        Progress.from_dict({**whole, name: value})
+        Progress.from_dict({**whole, name: PROGRESS[name]})
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("train", "_target_", "os.system"),
-        ("model", "name", "os:system"),
-        ("data", "name", "../../evil"),
-    ],
-)
-def test_a_config_that_names_code(stranger: Path, capsys: Any, section: str, key: str, value: str) -> None:
+NAMED = [("train", "_target_", "os.system"), ("model", "name", "os:system"), ("data", "name", "../../evil")]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), NAMED)
+def test_a_config_that_names_code(stranger: Path, train: Train, section: str, key: str, value: str) -> None:
     """In the config of the run, and in that of the checkpoint where the run has none."""
     own = Path("run/config.yaml")
     for file in (own, stranger / "config.json"):
@@ -156,20 +139,19 @@ def test_a_config_that_names_code(stranger: Path, capsys: Any, section: str, key
         file.write_text(json.dumps(config))
     reseal(stranger)
     part = "_target_ is refused" if key == "_target_" else "not registered"
-    refused(stranger, capsys, part)
+    refused(train, part)
     own.unlink()
-    refused(stranger, capsys, part)
+    refused(train, part)
 
 
-def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, capsys: Any) -> None:
+def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, train: Train) -> None:
     config = json.loads((stranger / "config.json").read_text())
     config["plugins"] = ["exploding_plugin"]
     config["supervise"] = {**config["supervise"], "enabled": True, "on_restart": "touch exploded"}
     (stranger / "config.json").write_text(json.dumps(config))
     reseal(stranger)
     Path("exploding_plugin.py").write_text("open('exploded', 'w')\n")
-    assert main(["resume=run", "train.steps=3"]) == 0
-    assert not Path("exploded").exists() and "on_restart" not in capsys.readouterr().err
+    assert "on_restart" not in train.command("resume=run", "train.steps=3") and not Path("exploded").exists()
 
 
 @pytest.mark.parametrize(
@@ -184,30 +166,28 @@ def test_commands_and_plugins_of_a_checkpoint_are_ignored(stranger: Path, capsys
         "defaults: [../../../../etc/passwd]",
     ],
 )
-def test_a_yaml_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, text: str) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_yaml_file(train: Train, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     Path("own").mkdir()
     Path("own/mine.yaml").write_text(text)
     Path("exploding_plugin.py").write_text("open('exploded', 'w')\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(".")
     for overrides in ([], ["-m", "run.seed=1,2"]):
-        assert main(["--config-dir", "own", "--config-name", "mine", "device=null", *overrides]) == 2
-        assert "Traceback" not in capsys.readouterr().err
+        train.command("--config-dir", "own", "--config-name", "mine", "device=null", *overrides, code=2)
     assert not Path("exploded").exists()
 
 
-@pytest.mark.parametrize("text", ["!!python/object/apply:os.system ['touch exploded']", "[" * 3000])
-def test_the_config_of_a_run_that_is_inspected(stranger: Path, capsys: Any, text: str) -> None:
-    Path("run/config.yaml").write_text(text)
-    assert main(["task=runs", "runs.root=."]) == 0
-    assert main(["task=report", "run=run"]) == 0
-    assert not Path("exploded").exists()
+def test_the_config_of_a_run_that_is_inspected(stranger: Path, train: Train) -> None:
+    for text in ("!!python/object/apply:os.system ['touch exploded']", "[" * 3000):
+        Path("run/config.yaml").write_text(text)
+        train.command("task=runs", "runs.root=.")
+        train.command("task=report", "run=run")
+        assert not Path("exploded").exists()
 
 
-def test_a_tokenizer_that_is_none(stranger: Path, capsys: Any) -> None:
+def test_a_tokenizer_that_is_none(stranger: Path, train: Train) -> None:
     for content in (pickle.dumps(Bomb()), b"[]", b"{", b'{"kind": "char"}'):
         file = stranger / "tokenizer.json"
         file.write_bytes(content)
         reseal(stranger, add={file.name: {"bytes": len(content), "sha256": sha256_file(file)}})
-        assert main(["task=sample", "run.dir=run"]) == 2
-        assert "Traceback" not in capsys.readouterr().err and not Path("exploded").exists()
+        train.command("task=sample", "run.dir=run", code=2)
+        assert not Path("exploded").exists()
