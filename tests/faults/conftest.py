@@ -24,8 +24,8 @@ TINY = [
 class Train:
     """`train("run.dir=a", ...)` -> exit code."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.request = request
 
     def __call__(self, *overrides: str) -> int:
         return main([*TINY, *overrides])
@@ -36,18 +36,19 @@ class Train:
 
     def command(self, *overrides: str, code: int = 0) -> str:
         """The same of any command."""
-        self.capsys.readouterr()
+        capsys = self.request.getfixturevalue("capsys")  # now, lest a test can't have another
+        capsys.readouterr()
         assert main([*overrides]) == code
-        errors = self.capsys.readouterr().err
+        errors: str = capsys.readouterr().err
         assert "Traceback" not in errors, errors
         return errors
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Train:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
-    return Train(capsys)
+    return Train(request)
 
 
 @pytest.fixture
