@@ -4,8 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops.activation import activation, gated_activation, gelu
-from ttrain.ops.attention import attention, softmax
-from ttrain.ops.cache import cache_write, cached_attention
+from ttrain.ops.attention import attention, cache_write, cached_attention, softmax
 from ttrain.ops.collective import (
     all_gather_state,
     all_reduce,
