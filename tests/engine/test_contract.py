@@ -19,9 +19,10 @@ from ttrain.engine.base import Engine
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine, StaticStep
+from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind, Stage
 
-ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine}
+ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
 ROWS, WEIGHT = TensorSpec((4, 3)), TensorSpec((5, 3))
 STATE = [StateTensor("w", WEIGHT, Kind.PARAMETER), StateTensor("w/gradient", WEIGHT, Kind.GRADIENT)]
 INPUTS = {"x": np.zeros((4, 3), np.float32), "lr": 0.1}

@@ -236,31 +236,33 @@ def test_what_can_not_be_printed_loses_nothing(train: Train, monkeypatch: pytest
     assert Path("a/summary.json").exists() and '"finished"' in Path("a/events.jsonl").read_text()
 
 
-def test_streams_that_were_closed() -> None:
+def python(*arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "check": False, "cwd": REPO, **how}
+    return subprocess.run([sys.executable, *arguments], **given)
+
+
+def test_streams_that_were_closed_or_are_full() -> None:
     command = f"{sys.executable} -m ttrain --version >&- 2>&-"
-    done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, cwd=REPO)
-    assert done.returncode == 0 and not done.stderr
-
-
-def test_a_full_disk_behind_stdout() -> None:
+    assert subprocess.run(["sh", "-c", command], check=False, cwd=REPO).returncode == 0
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "ttrain", "--version"]
-        done = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True, cwd=REPO)
+        done = python("-m", "ttrain", "--version", stdout=full)
     assert done.returncode == 1 and done.stderr.startswith("ttrain: No space left on device.")
     assert done.stderr.count("\n") == 1
 
 
+INTERRUPTED = """
+import sys
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'omegaconf': raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from ttrain.__main__ import main
+sys.exit(main())
+"""
+
+
 def test_ctrl_c_during_the_first_imports() -> None:
-    code = (
-        "import sys\n"
-        "class Interrupted:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'omegaconf': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Interrupted())\n"
-        "from ttrain.__main__ import main\n"
-        "sys.exit(main())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=REPO)
+    done = python("-c", INTERRUPTED)
     assert (done.returncode, done.stderr) == (130, "ttrain: interrupted\n")
 
 

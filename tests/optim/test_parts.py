@@ -154,22 +154,6 @@ def test_the_longest_prefix_wins_and_stars_lose_against_names() -> None:
     assert not frozen("head.weight", ["*"], ["head"]) and frozen("norm.bias", ["*"], ["head"])
 
 
-# The groups of AGILLM-3: core 5e-5, heads 2e-4. Here the heads are the head and the last norm.
-HEADS = {"head": 4.0, "norm": 4.0}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_another_rate_for_a_head_moves_that_head_alone(engine: str) -> None:
-    """Two sessions that are equal until one of them gives the head another factor."""
-    sessions = [Session(gpt(), AdamW(AdamWConfig(lr_multipliers=HEADS)), 2, engine=engine) for _ in range(2)]
-    for step in (1, 2):
-        for session, own in zip(sessions, (4.0, 40.0 if step == 2 else 4.0), strict=True):
-            rates = {"lr": 1e-3, "lr/head": 1e-3 * own, "lr/norm": 4e-3}
-            session.train(token_batch(11, 2, 8, step), step, rates)
-    one, two = (session.parameters() for session in sessions)
-    assert {name for name in one if not np.array_equal(one[name], two[name])} == {"head.weight"}
-
-
 def test_a_tied_weight_is_in_one_group() -> None:
     graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(lr_multipliers={"embedding": 4.0})), 2)
     paths = [parameter.path for parameter in graph.parameters]
