@@ -10,12 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.graph.tools import ROWS, names, parameter, recorded, tokens
+from tests.graph.tools import ROWS, names, parameter, recorded
 from tests.plan.interpreter import random_tensors, run_plainly, specs
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
-from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Stage, Value
 from ttrain.graph.verify import verify
 
@@ -116,22 +115,6 @@ def test_a_recomputed_segment_is_computed_again_once_right_before_it_is_needed()
     inner = {value for node in graph.nodes if node.segment is not None for value in node.outputs}
     read = {value for node in graph.nodes if node.stage is Stage.BACKWARD for value in node.values}
     assert {value.producer.op.name for value in inner & read if value.producer} == {"add"}
-
-
-def test_a_tied_weight_gets_both_contributions() -> None:
-    graph = Graph()
-    table = parameter(graph, "table", 2, 3)
-    hidden = ops.embedding(tokens(graph, "ids", 5), table)
-    loss = ops.cross_entropy(
-        ops.linear(hidden, table), tokens(graph, "targets", 5), graph.input("weight", TensorSpec(()))
-    )
-    graph.output("gradient", backward(loss, [table])[0])
-    inputs, state = random_tensors(specs(graph.inputs), 3), random_tensors(specs(graph.state), 4)
-    leaf = state["table"].clone().requires_grad_(True)
-    logits = leaf[inputs["ids"]] @ leaf.T
-    picked = torch.nn.functional.cross_entropy(logits, inputs["targets"], reduction="sum") * inputs["weight"]
-    picked.backward()
-    torch.testing.assert_close(run_plainly(graph, inputs, state)[0]["gradient"], leaf.grad)
 
 
 UNARY: tuple[Callable[[Value], Value], ...] = (
