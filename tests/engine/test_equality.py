@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engine.reference_device import ReferenceDevice
-from tests.models.session import Session, token_batch
+from tests.models.session import Session, open_cpu
 from tests.ttnn.runs import batch
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Device
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import cpu
 from ttrain.engine import dynamic as dynamic_engine
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State
@@ -30,130 +31,81 @@ from ttrain.optim.sgd import SGD
 
 COMPOSITE = tuple(item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")
-TINY = {"heads": 2, "width": 8, "context": 4, "vocabulary": 5}
+SIZES = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 5, "dropout": 0.25, "activation": "tanh"}
+LARGER = {"width": 32, "context": 16, "vocabulary": 29}
 
 
-def tiny_gpt(recompute: str = "none", compute: DType = DType.FP32, **sizes: int) -> GPT:
-    chosen = {"layers": 2, **TINY, **sizes}
-    return GPT(GPTConfig(dropout=0.25, recompute=recompute, activation="tanh", **chosen), compute)
-
-
-def mlp() -> MLP:
-    return MLP(MLPConfig(layers=3, width=6, activation="relu"))
+def gpt(recompute: str = "none", compute: DType = DType.FP32, **changed: Any) -> GPT:
+    return GPT(GPTConfig(**{**SIZES, "recompute": recompute, **changed}), compute)
 
 
 class Run(Session):
-    """Two optimizer steps; keeps the state at the end, and how much memory the state takes."""
+    """Three optimizer steps; keeps the state at the end, and how much memory the state takes."""
 
-    def __init__(
-        self, engine: str, model: Any, optimizer: Any, accumulation: int, without: Sequence[str], fresh: Sequence[str]
-    ) -> None:
-        settings = {} if engine == "dynamic" else {"rematerialize": engine == "rematerializing"}
-        kind, self.device = "dynamic" if engine == "dynamic" else "static", ReferenceDevice(without, fresh)
+    def __init__(self, engine: str, model: Any, optimizer: Any, accumulation: int, device: Any) -> None:
+        more = {} if engine == "dynamic" else {"rematerialize": engine == "rematerializing"}
+        kind, self.device = "dynamic" if engine == "dynamic" else "static", device
         super().__init__(
-            model, optimizer, 2, engine=kind, gradient_accumulation=accumulation, device=self.device, **settings
+            model, optimizer, 2, engine=kind, gradient_accumulation=accumulation, device=device, **settings
         )
-        self.held = self.device.live_bytes
-        for step in (1, 2):
-            self.train(batch(model, 2 * accumulation, step), step, {"lr": 0.01 * step}, 7 * step)
+        self.held = getattr(device, "live_bytes", 0)
+        for step in (1, 2, 3):
+            self.train(batch(model, 2 * accumulation, step), step, {"lr": 1e-3 * step}, 7 * step)
         self.final = {name: self.state.read(name) for name in self.state.names()}
 
 
-CASES: list[tuple[str, Any, Any, int]] = [
-    ("mlp accumulated", mlp, lambda: AdamW(AdamWConfig()), 2),
-    ("gpt recomputed", lambda: tiny_gpt("block"), lambda: AdamW(AdamWConfig()), 1),
+ADAMW = AdamW(AdamWConfig())
+CASES: dict[str, tuple[Any, Any, int]] = {
+    "mlp accumulated": (lambda: MLP(MLPConfig(layers=3, width=6, activation="relu")), ADAMW, 2),
+    "gpt recomputed": (lambda: gpt("block"), ADAMW, 1),
     # Adam divides a gradient by its own size: rounding could turn the sign of one that is nearly zero.
-    ("gpt bf16 accumulated", lambda: tiny_gpt("block", DType.BF16), lambda: SGD(SGDConfig(clip_norm=None)), 2),
-]
-DEVICES = {"complete": ((), ()), "primitive": (COMPOSITE, ()), "primitive, fresh": (COMPOSITE, FRESH)}
+    "gpt bf16 accumulated": (lambda: gpt("block", DType.BF16), SGD(SGDConfig(clip_norm=None)), 2),
+}
+ON_CPU: dict[str, tuple[Any, Any, int]] = {
+    "relu": (lambda: gpt(activation="relu", **LARGER), ADAMW, 1),
+    "gelu recomputed": (lambda: gpt("block", activation="gelu_tanh", **LARGER), ADAMW, 1),
+    "bf16 gelu": (lambda: gpt("none", DType.BF16, activation="gelu_tanh", **LARGER), ADAMW, 1),
+    "bf16 relu recomputed": (lambda: gpt("block", DType.BF16, activation="relu", **LARGER), ADAMW, 2),
+}
+DEVICES: dict[str, Any] = {
+    "complete": ReferenceDevice,
+    "primitive": lambda: ReferenceDevice(COMPOSITE),
+    "primitive, fresh": lambda: ReferenceDevice(COMPOSITE, FRESH),
+    "cpu": open_cpu,
+}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("model", "optimizer", "gradient_accumulation"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
-)
-def test_engines_agree(model: Any, optimizer: Any, gradient_accumulation: int, device: str) -> None:
-    runs = [
-        Run(engine, model(), optimizer(), gradient_accumulation, *DEVICES[device])
-        for engine in ("dynamic", "static", "rematerializing")
-    ]
+@pytest.mark.parametrize(("case", "device"), [*product(CASES, list(DEVICES)[:3]), *((case, "cpu") for case in ON_CPU)])
+def test_engines_agree(case: str, device: str) -> None:
+    make, optimizer, accumulation = (CASES | ON_CPU)[case]
+    engines = ("dynamic", "static", "rematerializing")
+    first, *others = (Run(engine, make(), optimizer, accumulation, DEVICES[device]()) for engine in engines)
     # A fused reference rounds once where its parts round twice: only then are the last bits free.
-    exact = device != "complete"
-    for run in runs[1:]:
-        for name, value in runs[0].final.items():
-            assert_equal(name, run.final[name], value, exact, model().compute)
-    assert all(np.isfinite(value).all() for value in runs[0].final.values())
-
-
-def assert_equal(name: str, actual: np.ndarray, expected: np.ndarray, exact: bool, compute: DType) -> None:
-    if exact:
-        assert np.array_equal(actual, expected), name
-    else:
-        tolerance = 1e-4 if compute is DType.FP32 else 0.05
-        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance, err_msg=name)
+    near = 0.0 if device != "complete" else 1e-4 if make().compute is DType.FP32 else 0.05
+    for name, value in first.final.items():
+        for run in others:
+            np.testing.assert_allclose(run.final[name], value, rtol=near, atol=near, err_msg=name)
+        assert np.isfinite(value).all()
 
 
 def test_dynamic_frees_what_backward_has_passed() -> None:
     peaks = {}
     for recompute in ("none", "block"):
-        run = Run("dynamic", tiny_gpt(recompute, layers=8, context=32), AdamW(AdamWConfig()), 1, (), ())
+        run = Run("dynamic", gpt(recompute, layers=8, context=32), ADAMW, 1, ReferenceDevice())
         peaks[recompute] = run.device.peak_bytes - run.held
         assert run.device.live_bytes == run.held  # and at the end of a step nothing is left
     assert peaks["block"] < peaks["none"]
 
 
-@pytest.fixture(scope="module")
-def device() -> Iterator[Device]:
-    from ttrain.device.torch.device import cpu
-
-    opened = cpu(DeviceConfig(name="cpu", threads=1))
-    yield opened
-    opened.close()
-
-
-SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
-
-
-def trained(device: Device, model: GPT, engine: str, accumulation: int = 1, **options: Any) -> dict[str, np.ndarray]:
-    """State after three optimizer steps."""
-    run = Session(
-        model, AdamW(AdamWConfig()), 2, engine=engine, gradient_accumulation=accumulation, device=device, **options
-    )
-    for step in range(1, 4):
-        run.train(token_batch(29, 2 * accumulation, 16, step), step, {"lr": 1e-3 * step}, 5 * step)
-    return {name: run.state.read(name) for name in run.state.names()}
-
-
-@pytest.mark.parametrize(
-    ("compute", "recompute", "activation", "accumulation"),
-    [
-        (DType.FP32, "none", "relu", 1),
-        (DType.FP32, "block", "gelu_tanh", 1),
-        (DType.BF16, "none", "gelu_tanh", 1),
-        (DType.BF16, "block", "relu", 2),
-    ],
-)
-def test_engines_and_rematerialization_agree_to_the_bit(
-    device: Device, compute: DType, recompute: str, activation: str, accumulation: int
-) -> None:
-    model = GPT(GPTConfig(dropout=0.1, recompute=recompute, activation=activation, **SIZES), compute)
-    dynamic = trained(device, model, "dynamic", accumulation)
-    for rematerialize in (False, True):
-        static = trained(device, model, "static", accumulation, rematerialize=rematerialize)
-        assert not [name for name, value in static.items() if not np.array_equal(value, dynamic[name])]
-
-
 def test_any_number_of_threads_gives_the_same_bits() -> None:
-    from ttrain.device.torch.device import cpu
-
     found = []
     for threads in (2, 1):
         with closing(cpu(DeviceConfig(name="cpu", threads=threads, matmul="onednn"))) as opened:
-            found.append(trained(opened, GPT(GPTConfig(dropout=0.1, **SIZES), DType.FP32), "static"))
+            found.append(Run("static", gpt(**LARGER), ADAMW, 1, opened).final)
     assert not [name for name, value in found[0].items() if value.tobytes() != found[1][name].tobytes()]
 
 
-def test_dynamic_runs_what_it_recorded_this_time(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dynamic_runs_what_it_recorded_this_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes run again for a graph that was recorded otherwise than the last one, and only then."""
     joined: list[Graph] = []
     monkeypatch.setattr(dynamic_engine, "fuse", lambda graph, rows: joined.append(graph) or fuse(graph, rows))
@@ -169,6 +121,7 @@ def test_dynamic_runs_what_it_recorded_this_time(device: Device, monkeypatch: py
     def trace(graph: Graph) -> None:
         graph.output(now[0], now[1](graph.input("a", spec), graph.input("b", spec)))
 
+    device = open_cpu()
     step = DynamicEngine(device, State(device, [])).build("changing", trace)
     for number, now in enumerate(ways, start=1):
         for _ in range(2):
