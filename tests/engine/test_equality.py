@@ -45,9 +45,7 @@ class Run(Session):
     def __init__(self, engine: str, model: Any, optimizer: Any, accumulation: int, device: Any) -> None:
         more = {} if engine == "dynamic" else {"rematerialize": engine == "rematerializing"}
         kind, self.device = "dynamic" if engine == "dynamic" else "static", device
-        super().__init__(
-            model, optimizer, 2, engine=kind, gradient_accumulation=accumulation, device=device, **settings
-        )
+        super().__init__(model, optimizer, 2, engine=kind, gradient_accumulation=accumulation, device=device, **more)
         self.held = getattr(device, "live_bytes", 0)
         for step in (1, 2, 3):
             self.train(batch(model, 2 * accumulation, step), step, {"lr": 1e-3 * step}, 7 * step)
