@@ -65,7 +65,7 @@ def test_the_example_is_sound_and_uses_every_kind_of_sharing() -> None:
 # Faults, by what is told.
 FAULTS: dict[str, Callable[[Example], Any]] = {
     r"add\(.* reads .*, but its buffer holds": lambda it: it.own(it.tanh, it.kept),
-    "reads x.*, but its buffer holds": lambda it: it.own(it.relu, it.x),
+    r"transpose\(.* reads .*, but its buffer holds": lambda it: it.own(it.relu, it.x),
     r"but its buffer holds s:fp32\[2, 3\] by then": lambda it: it.own(it.given, it.given, PAIR.nbytes),
     "the next step's s reads": lambda it: it.own(it.last, it.state),
     "outside the lifetime of its buffer": lambda it: setattr(it.plan.owned[it.kept], "end", 3),

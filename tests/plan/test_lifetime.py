@@ -124,7 +124,7 @@ def test_how_long_step_inputs_and_outputs_live() -> None:
     graph.output("z", made(y))
     unused = graph.input("unused", PAIR)
     lifetimes = planned(graph).placement.lifetimes
-    assert lifetimes[x] == (-1, 0) and lifetimes[unused] == (-1, -1)  # from the upload to the last reader
+    assert lifetimes[x] == (-1, 1) and lifetimes[unused] == (-1, -1)  # from the upload to the last reader
     assert lifetimes[y][1] == len(graph.nodes)
 
 

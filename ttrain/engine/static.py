@@ -87,7 +87,7 @@ class StaticEngine(Engine):
     """
 
     name = "static"
-    step_class = StaticStep
+    step_class: type[StaticStep] = StaticStep
 
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
         super().__init__(device, state)
