@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 from tests.models.plain_gpt import PlainGPT
+from tests.models.session import initial_values
 from tests.train.reading import arrays, attempts
 from ttrain.cli import main
 from ttrain.models.agillm import AGILLM
