@@ -30,8 +30,8 @@ from ttrain.testing.tolerances import tolerance
 
 __all__ = [
     "TORCH", "Arrays", "Interpreter", "all_cases", "as_torch", "assert_equals_reference", "assert_same_over",
-    "assert_within", "bound", "cases_of", "draw", "every_op", "input_names", "input_specs", "inputs_of_kind", "only",
-    "output_name", "record", "recorded_by_models", "reference", "rounded", "shared_with",
+    "assert_within", "bound", "cases_of", "draw", "drawn", "every_op", "input_names", "input_specs", "inputs_of_kind",
+    "only", "output_name", "record", "recorded_by_models", "reference", "rounded", "shared_with",
 ]  # fmt: skip
 
 
@@ -43,6 +43,22 @@ def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> lis
     """Outputs of the op's reference in fp64."""
     results = op.reference(*tensors, **case.attributes)
     return list(results) if isinstance(results, list | tuple) else [results]
+
+
+_DRAWN: dict[tuple[int, int, DType], tuple[Op, Case, Arrays, list[torch.Tensor]]] = {}
+
+
+def drawn(op: Op, case: Case, dtype: DType) -> tuple[Arrays, list[torch.Tensor]]:
+    """The inputs of a case, and what the reference makes of them; drawn once for all devices that take the case."""
+    key = id(op), id(case), dtype
+    if key not in _DRAWN:
+        arrays = draw(op, case, dtype)
+        for array in arrays.values():
+            if array is not None:
+                array.setflags(write=False)
+        expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+        _DRAWN[key] = op, case, arrays, expected
+    return _DRAWN[key][2:]
 
 
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.INT16: -(2**14), DType.BOOL: True}
@@ -238,8 +254,7 @@ def assert_equals_reference(
     device: Device, op: Op, case: Case, dtype: DType, wide: Sequence[str] = (), times: int = 1
 ) -> None:
     """A case within its tolerance of the reference in fp64, with the inputs named `wide` in fp32; equal every time."""
-    arrays, first = draw(op, case, dtype), list[np.ndarray]()
-    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    (arrays, expected), first = drawn(op, case, dtype), list[np.ndarray]()
     for _ in range(times):
         graph, _, outputs = record(op, case, dtype) if not wide else _widened(op, case, dtype, wide)
         interpreter = Interpreter(device)
@@ -265,7 +280,7 @@ def _widened(op: Op, case: Case, dtype: DType, wide: Sequence[str]) -> tuple[Gra
 def assert_same_over(device: Device, op: Op, case: Case, dtype: DType, over: Sequence[Value]) -> None:
     """The bits of a case with its first output in the buffer of each of these inputs are those apart."""
     graph, values, outputs = record(op, case, dtype)
-    arrays, apart = draw(op, case, dtype), Interpreter(device)
+    arrays, apart = drawn(op, case, dtype)[0], Interpreter(device)
     apart.run(graph, arrays)
     for taken in (values[value.name] for value in over):
         again = Interpreter(device)

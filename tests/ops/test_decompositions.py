@@ -5,14 +5,12 @@ from __future__ import annotations
 from tests.ops.harness import (
     Interpreter,
     all_cases,
-    as_torch,
     assert_within,
-    draw,
+    drawn,
     every_op,
     only,
     output_name,
     record,
-    reference,
 )
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
@@ -41,8 +39,7 @@ def test_the_composite_ops_of_training_decompose() -> None:
 
 @every_op(COMPOSITE)
 def test_decomposition_equals_reference_and_kernel(device: Device, op: Op, case: Case, dtype: DType) -> None:
-    arrays = draw(op, case, dtype)
-    expected = reference(op, case, [as_torch(array) for array in arrays.values()])
+    arrays, expected = drawn(op, case, dtype)
     fused_graph, _, fused_outputs = record(op, case, dtype)
     fused = Interpreter(device)
     fused.run(fused_graph, arrays)
