@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from tests import forked
+from tests.models.session import initial_values
 from tests.native.conftest import require_compiler
 from tests.ttnn.runs import cpu, golden, run, sgd, step_inputs
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Graph, Value, composite
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
-from ttrain.nn.initialize import Normal, initial_values
+from ttrain.nn.initialize import Normal
 from ttrain.nn.layers import Linear
 from ttrain.nn.module import Buffer, Module, Parameter, use, use_buffer
 from ttrain.ops.update import Rule
