@@ -30,7 +30,7 @@ from ttrain.train.loop.loop import Loop, StepLog
 from ttrain.train.loop.nonfinite import NonFiniteGuard
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
-from ttrain.train.steps.phases import BatchReader, PhaseSchedule
+from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.step import TrainStep
 
 VOCABULARY = 11
@@ -209,7 +209,8 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             return CheckpointContent(progress.step, model, progress.to_dict(), '{"characters": "ab"}', loss)
 
         checkpoints = Checkpoints(context, content, clock)
-        reader = BatchReader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, progress.read)
+        start = Position(progress.read_samples, progress.read_tokens)
+        reader = BatchReader(dataset, 7, PhaseSchedule.of(config, 1), progress.step, start)
         guard = GuardConfig()
         evaluation = Evaluation(model.evaluate, dataset, 4, config.eval_sequences)
         step = TrainStep(model.steps(), config.batch_size, seed=7)

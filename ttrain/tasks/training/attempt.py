@@ -35,7 +35,7 @@ from ttrain.train.loop.nonfinite import NonFiniteGuard
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.steps.phases import Phases
+from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import Rates, reads_ahead
 from ttrain.train.supervise.heartbeat import Heartbeat
@@ -132,7 +132,8 @@ class Attempt:
         )
         context.check_held_out()
         checkpoints = Checkpoints(context, run.content)
-        reader, peak_rates = run.reader(session, progress.step, progress.read), run.rates
+        start = Position(progress.read_samples, progress.read_tokens)
+        reader, peak_rates = run.reader(session, progress.step, start), run.rates
 
         def rates(step: int) -> Rates:
             """Return the learning rates of a step by their inputs. Rollbacks have lowered them."""

@@ -10,7 +10,6 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError
 from ttrain.train.protocols import Dataset
-from ttrain.train.steps.phases import Position
 
 _ROWS = 64  # of held-out data, read at a time
 
@@ -38,7 +37,7 @@ class Progress:
     rollbacks: int = 0
     compacted: bool = False  # whether rank matrices were compacted afterwards: such parameters are for inference
     read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
-    read_tokens: int = 0  # position in the stream of tokens, see Position
+    read_tokens: int = 0  # position in the stream of tokens, see steps.phases.Position
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""
@@ -62,15 +61,6 @@ class Progress:
         self.val_loss = self.evaluated_at = self.best_val_loss = self.best_step = None
         self.stale_evaluations = 0
         return note
-
-    @property
-    def read(self) -> Position:
-        """Position from which the next step reads."""
-        return Position(self.read_samples, self.read_tokens)
-
-    @read.setter
-    def read(self, position: Position) -> None:
-        self.read_samples, self.read_tokens = position
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -53,7 +53,7 @@ class LazyTensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if self.parts:
             return np.concatenate([np.asarray(part, dtype) for part in self.parts]).reshape(self.shape)
-        with _open_shard(self.path) as shard:
+        with open_shard(self.path) as shard:
             return np.asarray(_array(shard, self.path, self.name), dtype)
 
 
@@ -88,7 +88,7 @@ def tensors_in(shards: Iterable[Path]) -> dict[str, LazyTensor]:
 
 def tensors_of(path: Path) -> Iterator[LazyTensor]:
     """Every tensor of a file, from its header alone."""
-    with _open_shard(path) as shard:
+    with open_shard(path) as shard:
         for name in shard.keys():  # noqa: SIM118 - not a mapping
             described = shard.get_slice(name)
             yield LazyTensor(path, name, tuple(described.get_shape()), described.get_dtype())
@@ -105,7 +105,8 @@ def _array(shard: Any, path: Path, name: str) -> Array:
 
 
 @contextmanager
-def _open_shard(path: Path) -> Iterator[Any]:
+def open_shard(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises CheckpointError for one that can't be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

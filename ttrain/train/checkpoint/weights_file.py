@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -18,7 +19,7 @@ from ttrain.core.names import listed
 from ttrain.models.identity import whole
 from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
 from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
-from ttrain.train.checkpoint.tensor_files import tensors_of
+from ttrain.train.checkpoint.tensor_files import open_shard, tensors_of
 
 SUFFIXES = (".pt", ".safetensors")
 _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our files hold beside the weights
@@ -123,13 +124,9 @@ def same_tokenizer(one: str | None, other: str | None) -> bool:
 
 def metadata_of(path: Path) -> dict[str, str]:
     """The texts in the header of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError):
-        return {}
+    with suppress(CheckpointError), open_shard(path) as file:
+        return dict(file.metadata() or {})
+    return {}
 
 
 def _object(text: Any) -> dict[str, Any] | None:

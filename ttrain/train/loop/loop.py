@@ -98,7 +98,7 @@ class Loop:
             context.loggers.console.close()
             context.loggers.console.start(progress.step, context.config.steps)
         else:
-            progress.step, progress.read = step, self.reader.before(step + 1)
+            progress.step, (progress.read_samples, progress.read_tokens) = step, self.reader.before(step + 1)
             context.loggers.console.advance()
             if not self._started:
                 self._started = True
