@@ -172,12 +172,6 @@ def test_a_disk_that_writes_something_else_is_noticed(tmp_path: Path, monkeypatc
     assert newest is not None and newest.step == 50
 
 
-def test_a_folder_that_can_not_be_written(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(TtrainError, match="could not be saved"):
-        save_checkpoint(tmp_path / "checkpoints", made(), content())
-
-
 def test_newest_complete_says_what_it_skipped(tmp_path: Path) -> None:
     for step in (50, 99_999_999, 150_000_000, 200_000_000):  # in the order of numbers, which is not that of names
         save_checkpoint(tmp_path, made(), content(step))
@@ -192,18 +186,6 @@ def test_newest_complete_says_what_it_skipped(tmp_path: Path) -> None:
     assert reasons.keys() == {"step_200000000", "step_150000000", ".unfinished_step_00000250"}
     assert "no manifest" in reasons["step_200000000"] and "truncated" in reasons["step_150000000"]
     assert retention.newest_complete(tmp_path / "nowhere") == (None, [])
-
-
-def test_retention_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5)):
-        save_checkpoint(tmp_path, made(), content(step, loss))
-    best = retention.best_checkpoint(retention.list_checkpoints(tmp_path)[0])
-    assert best is not None and best.step == 2
-    removed = retention.prune_checkpoints(tmp_path, keep_last=2, keep_best=True)
-    assert [path.name for path in removed] == ["step_00000001", "step_00000003"]
-    assert [checkpoint.step for checkpoint in retention.list_checkpoints(tmp_path)[0]] == [2, 4, 5]
-    retention.prune_checkpoints(tmp_path, keep_last=1, keep_best=False)
-    assert [checkpoint.step for checkpoint in retention.list_checkpoints(tmp_path)[0]] == [5]
 
 
 def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:

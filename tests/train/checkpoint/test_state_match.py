@@ -92,15 +92,6 @@ def test_state_of_parameters_that_were_frozen_starts_at_zero_also_over_old_value
     assert np.array_equal(target.read("up.weight/moment"), source.read("up.weight/moment"))
 
 
-def test_state_of_parameters_that_are_frozen_now_is_left_out(tmp_path: Path) -> None:
-    source = filled(state(DType.FP32, DType.FP32))
-    saved = save_checkpoint(tmp_path, source, CheckpointContent(1, config()))
-    target = state(DType.FP32, DType.FP32, frozen=("up.bias",))
-    (note,) = saved.load(target)
-    assert note == "Frozen from now on, so what the optimizer kept is dropped: up.bias."
-    assert np.array_equal(target.read("up.bias"), source.read("up.bias"))
-
-
 @pytest.mark.parametrize(
     "stored",
     [{}, config(), config(freeze=["up.weight"]), config(freeze="up"), {"optimizer": ["x"]}, config(freeze=[3])],

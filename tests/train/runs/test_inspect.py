@@ -17,7 +17,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.sweep.outcome import _LAST, columns, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import COLORS, Series, line_chart, smoothed
-from ttrain.train.logging.events import Events, read_events
+from ttrain.train.logging.events import Events
 from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
 
 
@@ -138,15 +138,6 @@ def test_short_words(tmp_path: Path) -> None:
     assert load(["supervise=true"]).supervise.enabled is True and load([]).supervise.enabled is None
     assert main(["task=report"]) == 2
     assert main(["task=report", f"run={tmp_path}"]) == 2
-
-
-def test_events_survive_a_cut_line(tmp_path: Path) -> None:
-    events = Events(tmp_path)
-    events.add("skipped", "é", step=3, tensor="x")
-    with open(tmp_path / "events.jsonl", "a") as file:
-        file.write('{"kind": "cut')
-    (event,) = read_events(tmp_path)
-    assert (event["kind"], event["step"], event["message"], event["tensor"]) == ("skipped", 3, "é", "x")
 
 
 def test_charts() -> None:
