@@ -444,20 +444,12 @@ def _indexed(**map_: str) -> Callable[[Path], None]:
     return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": map_}))
 
 
-def _cut(folder: Path) -> None:
-    os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100)
-
-
-def _as_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 def _more_tokens(folder: Path) -> None:
     file = folder / "tokenizer.json"
     file.write_text(train_bpe([" ".join(f"{n}abc{n * 7}" for n in range(400))], 400).to_json())
 
 
-_LAST = "transformer.ln_f.weight"
+_LAST, _WEIGHTS = "transformer.ln_f.weight", "model.safetensors"
 WRONG: list[tuple[Any, list[str], str]] = [
     (_changed(model_type="mamba"), [], "has model_type='mamba'; ttrain has gpt2"),
     (_changed(n_layer="two"), [], "model.layers='two': must be an integer"),
@@ -468,13 +460,13 @@ WRONG: list[tuple[Any, list[str], str]] = [
     (_tensors(lambda weights: weights.pop(_LAST)), [], f"must agree: {_LAST}: missing"),
     (_tensors(lambda weights: weights.update(odd=weights[_LAST])), [], "transformer.odd: not a weight of this model"),
     (_tensors(lambda weights: weights[_LAST].fill(np.nan)), [], "norm.weight holds NaN or infinity"),
-    (_cut, [], "model.safetensors is not a safetensors file that can be read"),
-    (lambda folder: (folder / "model.safetensors").unlink(), [], "has no model.safetensors"),
+    (lambda folder: os.truncate(folder / _WEIGHTS, 9000), [], f"{_WEIGHTS} is not a safetensors file that can be read"),
+    (lambda folder: (folder / _WEIGHTS).unlink(), [], f"has no {_WEIGHTS}"),
     (lambda folder: (folder / "config.json").write_text("{"), [], "config.json is not JSON that can be read"),
     (lambda folder: (folder / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
     (lambda folder: (folder / "tokenizer.json").write_text("[]"), [], "tokenizers library cannot read the tokenizer"),
     (lambda folder: (folder / "adapter_config.json").write_text("{}"), [], "holds adapters too (adapter_config.json)"),
-    (_as_pickle, [], "pickles (pytorch_model.bin), which could run code"),
+    (lambda folder: (folder / _WEIGHTS).rename(folder / "model.bin"), [], "pickles (model.bin), which could run code"),
     (_indexed(a="b.safetensors"), [], "names b.safetensors, which is not there"),
     (_indexed(**{_LAST: "model.safetensors"}), [], "do not agree about"),
     (_indexed(a="../evil.safetensors"), [], "names '../evil.safetensors'; weights are read from"),

@@ -16,6 +16,7 @@ from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
+from ttrain.parallel.ranks import Ranks
 from ttrain.sweep.outcome import numbers_of
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.progress import Progress
@@ -62,8 +63,9 @@ def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def make_summary(progress: Progress, lines: Any = (), **more: Any) -> dict[str, Any]:
-    own = {**recorded(lines), **more.pop("own", {"mfu": 0.31, "median_step_ms": 1.25, "median_tokens_per_s": 5.2e4})}
-    return summarize("nano-gpt", 1_234_567, progress, 100, own, 3 << 30, ("unigram entropy", 3.1), **more)
+    facts = {"model": "nano-gpt", "parameters": 1_234_567, "steps": 100, "unit": "tokens", "peak_memory_bytes": 3 << 30}
+    measured = {"mfu": 0.31, "median_step_ms": 1.25, "median_tokens_per_s": 5.2e4}
+    return summarize(progress, lines, Ranks(), ("unigram entropy", 3.1), **{**facts, **measured, **more})
 
 
 def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +84,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
     print_summary(summary, run, ("train.steps=200", None), writes_text=False)
     printed = capsys.readouterr().out
     assert "task=sample" not in printed and "learning rate" not in printed
-    averaged = make_summary(progress, averaged=True)
+    averaged = make_summary(progress, val_loss_of_average=True)
     told = "1.7500 (best 1.6250 at step 80), with the average of the weights"
     assert dict(summary_lines(averaged))["val loss"] == told and averaged["val_loss_of_average"] is True
     stored = json.loads(json.dumps(summary, allow_nan=False))
@@ -94,7 +96,7 @@ def test_summary_tells_the_numbers_and_the_next_commands(tmp_path: Path, capsys:
 def test_speed_is_that_of_the_whole_loop() -> None:
     """A busy machine: most steps are quick, the time went elsewhere."""
     quick = {"mfu": 0.05, "median_step_ms": 3.6, "median_tokens_per_s": 17_800.0}
-    summary = make_summary(Progress(1800, tokens=115_200, seconds=46.0), own=quick)
+    summary = make_summary(Progress(1800, tokens=115_200, seconds=46.0), **quick)
     assert dict(summary_lines(summary))["speed"] == "2.5k tokens/s, mfu 5.0 %; 17.8k in the median step, 3.6 ms"
     assert summary["tokens_per_s"] == round(115_200 / 46, 1) and summary["median_tokens_per_s"] == 17_800
 

@@ -237,19 +237,11 @@ class Attempt:
         """Write summary and loss curve of a run that is done."""
         run, lines = self.run, list(read_metrics(self.folder.metrics))
         baseline = run.dataset.baseline(run.config.train.eval_sequences)  # of the very targets that evaluations count
-        summary = summaries.summarize(
-            model=run.model_name,
-            parameters=run.model.parameter_count,
-            progress=progress,
-            steps=run.config.train.steps,
-            recorded=summaries.recorded(lines),
-            peak_memory=self.device.memory().get("peak", 0),
-            baseline=(baseline.name, baseline.value),
-            ranks=run.world.ranks,
-            caution=self.device.caution,
-            unit=summaries.unit_of(run.dataset.description),
-            averaged="swap" in self.steps,
-        )
+        facts = {"model": run.model_name, "parameters": run.model.parameter_count, "steps": run.config.train.steps}
+        facts |= {"unit": summaries.unit_of(run.dataset.description), "caution": self.device.caution}
+        facts |= {"peak_memory_bytes": self.device.memory().get("peak", 0)}
+        facts |= {"val_loss_of_average": True} if "swap" in self.steps else {}
+        summary = summaries.summarize(progress, lines, run.world.ranks, (baseline.name, baseline.value), **facts)
         self.folder.write(self.folder.summary, {**summary, "engine": dict(counters)})
         summaries.draw_loss_curve(lines, self.folder.loss_curve, summary)
         return summary

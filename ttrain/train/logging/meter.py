@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ttrain.train.logging.metrics import Metrics
 
@@ -17,45 +18,39 @@ def loop_speed(tokens: float | None, seconds: float | None) -> float | None:
     return round(tokens / seconds, 1) if tokens and seconds else None
 
 
+@dataclass(eq=False)
 class Meter:
     """Times the loop from the start of a step to its rest: evaluations and saves between them do not count."""
 
-    def __init__(
-        self,
-        flops_per_step: float | None = None,
-        peak_flops: float | None = None,
-        memory: Callable[[], int] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        timed: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        """`flops_per_step` and `peak_flops` (FLOP/s) give mfu; `memory` tells the bytes in use on the device.
+    flops_per_step: float | None = None
+    peak_flops: float | None = None  # FLOP/s, which give mfu
+    memory: Callable[[], int] | None = None  # tells the bytes in use on the device
+    clock: Callable[[], float] = time.perf_counter
+    timed: Callable[[float], None] = lambda seconds: None  # is given the seconds of every step
 
-        `timed` is given the seconds of every step.
-        """
-        self._timed = timed
-        self._flops, self._peak, self._memory, self._clock = flops_per_step, peak_flops, memory, clock
+    def __post_init__(self) -> None:
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         self._started = self._stopped = 0.0
 
     def restart(self, flops_per_step: float) -> None:
         """Forget the steps so far; those that follow take another number of operations."""
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
-        self._flops = flops_per_step if self._flops else None
+        self.flops_per_step = flops_per_step if self.flops_per_step else None
 
     def start(self) -> None:
-        self._started = self._clock()
+        self._started = self.clock()
 
     def stop(self, tokens: int) -> float:
         """End the timing of one step. Return its seconds."""
-        self._stopped = self._clock()
+        self._stopped = self.clock()
         seconds = self._stopped - self._started
         self._steps, self._tokens, self._seconds = self._steps + 1, self._tokens + tokens, self._seconds + seconds
-        self._timed(seconds)
+        self.timed(seconds)
         return seconds
 
     def rest(self) -> float:
         """End what follows a step, such as a line of metrics. Return its seconds, which count for the next."""
-        seconds = self._clock() - self._stopped
+        seconds = self.clock() - self._stopped
         self._seconds += seconds
         return seconds
 
@@ -66,9 +61,9 @@ class Meter:
             "tokens_per_s": round(self._tokens / seconds, 1),
             "step_ms": round(1e3 * seconds / steps, 4),
         }
-        if self._flops and self._peak:
-            metrics["mfu"] = round(self._flops * self._steps / seconds / self._peak, 4)
-        if self._memory is not None:
-            metrics["memory_bytes"] = self._memory()
+        if self.flops_per_step and self.peak_flops:
+            metrics["mfu"] = round(self.flops_per_step * self._steps / seconds / self.peak_flops, 4)
+        if self.memory is not None:
+            metrics["memory_bytes"] = self.memory()
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
         return metrics

@@ -33,34 +33,27 @@ class EvaluationResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class Evaluation:
-    """Mean loss over held-out samples: the same ones at every step of the run and for every batch size, each once."""
+    """Mean loss over held-out samples: the same ones at every step of the run and for every batch size, each once.
 
-    def __init__(
-        self,
-        step: Callable[[Inputs], Outputs],
-        dataset: Dataset,
-        rows: int,
-        samples: int | None,
-        prepare: Prepare = prepare_plain,
-        say: Callable[[str], None] | None = None,
-        count_bytes: Callable[[Batch], int] | None = None,
-        world: World | None = None,
-        what: str = "held-out data",
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`rows` per call as the step was built for; `samples` None covers the whole split.
+    The ranks of a `world` take turns at the batches, whose sums are added in the order of the batches.
+    """
 
-        `say` is told how far an evaluation is that takes long, and on `what`. `count_bytes` tells the bytes of a
-        batch's targets. `around` is open while the step runs.
-        The ranks of a `world` take turns at the batches, whose sums are added in the order of the batches.
-        """
-        self._world = world or World()
-        self._step, self._dataset, self._rows, self._prepare, self._say = step, dataset, rows, prepare, say
-        self._what = what
-        self.samples = min(samples or dataset.val_samples, dataset.val_samples)
+    step: Callable[[Inputs], Outputs]
+    dataset: Dataset
+    rows: int  # per call, as the step was built for
+    limit: int | None  # samples; None covers the whole split
+    prepare: Prepare = prepare_plain
+    say: Callable[[str], None] | None = None  # is told how far an evaluation is that takes long
+    count_bytes: Callable[[Batch], int] | None = None  # of a batch's targets
+    world: World = field(default_factory=World)
+    what: str = "held-out data"
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
+
+    def __post_init__(self) -> None:
+        self.samples = min(self.limit or self.dataset.val_samples, self.dataset.val_samples)
         self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
-        self._count_bytes, self._around = count_bytes, around
         self._counts: Counter[str] | None = None
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
@@ -68,7 +61,7 @@ class Evaluation:
 
         Raises NonFiniteError, and DataError where there is no target at all.
         """
-        with Waiting(f"Evaluating on {self._what}", self._say) as waiting, self._around():
+        with Waiting(f"Evaluating on {self.what}", self.say) as waiting, self.around():
             return self._evaluated(stopped, waiting)
 
     def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
@@ -76,7 +69,7 @@ class Evaluation:
             self._counts = Counter({name: int(count) for name, count in counted.items()})
             self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
             if not self.tokens:
-                raise DataError(f"{self._what} has no target in {self.samples} sample(s), so there is no loss of it.")
+                raise DataError(f"{self.what} has no target in {self.samples} sample(s), so there is no loss of it.")
         if self._counts is None:
             return None
         sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
@@ -85,7 +78,7 @@ class Evaluation:
         found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
         loss = found.pop("loss")
         if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss on {self._what} is {loss}")
+            raise NonFiniteError(f"the loss on {self.what} is {loss}")
         if self.bytes:
             entropy = next((value for name, value in found.items() if name.endswith("/ce")), loss)
             found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
@@ -96,22 +89,22 @@ class Evaluation:
     ) -> dict[str, float] | None:
         """Add up the numbers of all batches, which ranks take turns at; None if `stopped` became true on any rank."""
         totals: dict[str, float] = {}
-        ranks, batches = self._world.ranks, -(-self.samples // self._rows)
+        ranks, batches = self.world.ranks, -(-self.samples // self.rows)
         for first in range(0, batches, ranks.count):
-            if self._world.largest({"stopped": float(stopped())})["stopped"] > 0:
+            if self.world.largest({"stopped": float(stopped())})["stopped"] > 0:
                 return None
-            waiting.at(first * self._rows, self.samples)
+            waiting.at(first * self.rows, self.samples)
             # Samples in their order; the last batch may have fewer rows than the others.
-            start = self._rows * min(first + ranks.rank, batches - 1)
-            batch = self._dataset.batch("val", 0, start, min(self._rows, self.samples - start))
-            for found in self._world.gather([of_batch(batch)])[: batches - first]:
+            start = self.rows * min(first + ranks.rank, batches - 1)
+            batch = self.dataset.batch("val", 0, start, min(self.rows, self.samples - start))
+            for found in self.world.gather([of_batch(batch)])[: batches - first]:
                 for name, value in found.items():
                     totals[name] = totals.get(name, 0) + value
         return totals
 
     def _count(self, batch: Batch) -> dict[str, float]:
         """Return the targets that each weight averages over, and their bytes."""
-        return {**self._prepare(batch)[1], _BYTES: 0 if self._count_bytes is None else self._count_bytes(batch)}
+        return {**self.prepare(batch)[1], _BYTES: 0 if self.count_bytes is None else self.count_bytes(batch)}
 
     def _sums(self, weights: Mapping[str, float], batch: Batch) -> dict[str, float]:
         """The step's sums over a batch that may have fewer rows than the step.
@@ -120,13 +113,13 @@ class Evaluation:
         others can't be masked, so what counted several times is divided, once the rest is taken away.
         """
         rows = len(batch["targets"])
-        full = {name: np.resize(array, (self._rows, *array.shape[1:])) for name, array in batch.items()}
+        full = {name: np.resize(array, (self.rows, *array.shape[1:])) for name, array in batch.items()}
         if masked := full["targets"].dtype.kind == "i":
             full["targets"][rows:] = -1
-        outputs = self._step({**self._prepare(full)[0], **weights})
+        outputs = self.step({**self.prepare(full)[0], **weights})
         sums = {name: float(value) for name, value in outputs.items() if name == "loss" or "/" in name}
-        if masked or rows == self._rows:
+        if masked or rows == self.rows:
             return sums
-        times, rest = divmod(self._rows, rows)
+        times, rest = divmod(self.rows, rows)
         extra = self._sums(weights, {name: array[:rest] for name, array in batch.items()}) if rest else {}
         return {name: (value - extra.get(name, 0.0)) / times for name, value in sums.items()}

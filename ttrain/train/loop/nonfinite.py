@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -53,25 +54,22 @@ def _bad_elements(array: Any) -> str | None:
     return f"{count} of {values.size} elements" if count else None
 
 
+@dataclass(eq=False)
 class NonFiniteGuard:
     """Does with a step that is not finite what guard.nonfinite says.
 
     It names the first bad tensor of the step. Each rank looks at what it computes, and all are told what was found.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        context: RunContext,
-        checkpoints: Checkpoints,
-        reader: Callable[[int], Batch],
-        train_step: TrainStep,
-        parameters: Sequence[str],
-    ) -> None:
-        """`reader` returns the batch of a step; `parameters` are in the order of the model."""
-        self._config, self._context, self._checkpoints = config, context, checkpoints
-        self._reader, self._train_step, self._parameters = reader, train_step, list(parameters)
-        self._state, self._world = context.state, context.world
+    config: GuardConfig
+    context: RunContext
+    checkpoints: Checkpoints
+    reader: Callable[[int], Batch]  # returns the batch of a step
+    train_step: TrainStep
+    parameters: Sequence[str]  # in the order of the model
+
+    def __post_init__(self) -> None:
+        self._state, self._world = self.context.state, self.context.world
         self._skips = 0  # in a row
 
     def forget(self) -> None:
@@ -83,31 +81,31 @@ class NonFiniteGuard:
         if result.finite:
             self._skips = 0
             return False
-        config, what = self._config, str(result.bad)
+        config, what = self.config, str(result.bad)
         tensor = self._in_gradients()
         found = "" if tensor is None else f" From the loss backwards, the first bad gradient is {tensor}."
-        if config.nonfinite == "rollback" and self._checkpoints.roll_back(step, f"Step {step}: {what}.{found}", config):
+        if config.nonfinite == "rollback" and self.checkpoints.roll_back(step, f"Step {step}: {what}.{found}", config):
             return True
         if result.applied:
-            raise self._checkpoints.nonfinite(what, step, self._after_update(step, found))
+            raise self.checkpoints.nonfinite(what, step, self._after_update(step, found))
         self._skips += 1
-        self._context.progress.skipped_steps += 1
+        self.context.progress.skipped_steps += 1
         note = f"Step {step}: {what}; its update is skipped.{found}"
-        self._context.events.warn("skipped", note, step, tensor=tensor)
+        self.context.events.warn("skipped", note, step, tensor=tensor)
         if self._skips >= config.max_skips:
-            error = self._checkpoints.nonfinite(what, step, self._repeated(step, rates))
+            error = self.checkpoints.nonfinite(what, step, self._repeated(step, rates))
             raise NonFiniteError(f"{self._skips} updates in a row were skipped. {error}", step=step)
         return False
 
     def _after_update(self, step: int, gradient: str) -> str:
         """Describe the first bad tensor of a step whose parameters were updated, so that it can't be repeated."""
-        found = _told(first_bad_input(self._reader(step))) or gradient.strip()
+        found = _told(first_bad_input(self.reader(step))) or gradient.strip()
         return f"{found} guard.nonfinite=skip guard.max_skips=1 names the first bad tensor of the step.".strip()
 
     def _repeated(self, step: int, rates: Rates) -> str:
         """Repeat a step up to its first bad tensor, and describe that. The state is of no more use afterwards."""
         try:
-            found = _told(self._in_step(self._reader(step), rates, step))
+            found = _told(self._in_step(self.reader(step), rates, step))
         except RankFailed:
             raise
         except Exception as error:  # the message about the step matters more
@@ -121,7 +119,7 @@ class NonFiniteGuard:
         where nothing is clipped, the parameter tells that it updated.
         """
         gradients = self._state.names(Kind.GRADIENT)
-        named = [(path, f"{path}/gradient") for path in reversed(self._parameters)]
+        named = [(path, f"{path}/gradient") for path in reversed(self.parameters)]
         for place, (path, name) in enumerate(each for each in named if each[1] in gradients):
             if bad := _bad_elements(self._state.read(name if self._state.tensor(name).placed else path)):
                 return self._world.first((place, f"gradient {path} ({bad})"))
@@ -135,7 +133,7 @@ class NonFiniteGuard:
         persistent = _first_nonfinite(self._state)  # which ranks read together, whatever their batch holds
         before = first_bad_input(batch) or persistent
         found = self._world.first(None if before is None else (0, before))
-        *own, last = self._train_step.calls(batch, rates, number)
+        *own, last = self.train_step.calls(batch, rates, number)
         several = self._world.ranks.count > 1
         return found or self._in_calls(own, to_end=False) or self._in_calls([last], to_end=several)
 
@@ -150,7 +148,7 @@ class NonFiniteGuard:
             found.extend((place, text) for text in bad)
             return bool(found) and not to_end
 
-        self._train_step.inspect(calls, look)
+        self.train_step.inspect(calls, look)
         return self._world.first(found[0] if found else None)
 
 

@@ -248,4 +248,4 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _not_writable(path: Path, error: OSError) -> UserError:
-    return UserError(f"The run directory {path} can't be written: {error.strerror or error}. Give another run.dir=.")
+    return UserError(f"The run directory {path} can't be written: {error.strerror or error}. Give run.dir=<another>.")

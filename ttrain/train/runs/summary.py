@@ -28,43 +28,26 @@ def unit_of(data: Mapping[str, Any]) -> str:
 
 
 def summarize(
-    model: str,
-    parameters: int,
-    progress: Progress,
-    steps: int,
-    recorded: Mapping[str, Any],
-    peak_memory: int,
-    baseline: tuple[str, float] | None = None,
-    ranks: Ranks = Ranks(),  # noqa: B008 - frozen
-    caution: str | None = None,
-    unit: str = TOKENS,
-    averaged: bool = False,
+    progress: Progress, lines: Sequence[Mapping[str, Any]], ranks: Ranks, baseline: tuple[str, float], **facts: Any
 ) -> dict[str, Any]:
     """Return the numbers of a finished run for summary.json. Losses are in nats per token, or mean squared errors.
 
-    `recorded` is as the function of that name returns it, `baseline` name and loss of the best prediction that ignores
-    the input, `caution` what has to be known of the numbers (see Device.caution), `unit` what `progress.tokens` counts,
-    and `averaged` tells that evaluations read an average of the weights.
+    `lines` are those of its metrics, `baseline` name and loss of the best prediction that ignores the input. `facts`
+    are further entries; those that are None are left out.
     """
     return {
-        "model": model,
-        "parameters": parameters,
         "step": progress.step,
-        "steps": steps,
         "tokens": progress.tokens,
-        "unit": unit,
         "seconds": round(progress.seconds, 3),
         "train/loss": progress.train_loss,
         "val/loss": progress.val_loss,
         "best_val_loss": progress.best_val_loss,
         "best_step": progress.best_step,
         "tokens_per_s": loop_speed(progress.tokens, progress.seconds),
-        **recorded,
-        "peak_memory_bytes": peak_memory,
-        "baseline": None if baseline is None else {"name": baseline[0], "loss": baseline[1]},
+        **recorded(lines),
+        "baseline": {"name": baseline[0], "loss": baseline[1]},
         **({"ranks": ranks.count, "slices": ranks.slices} if ranks.slices > 1 else {}),
-        **({"val_loss_of_average": True} if averaged else {}),
-        **({} if caution is None else {"caution": caution}),
+        **{key: value for key, value in facts.items() if value is not None},
     }
 
 
@@ -84,9 +67,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
     if metrics:
         lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
-    if baseline := summary["baseline"]:
-        compared = next((f"; compare {name}" for name in metrics if name.endswith("/ce")), "")
-        lines.append((baseline["name"], f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})"))
+    compared = next((f"; compare {name}" for name in metrics if name.endswith("/ce")), "")
+    baseline = summary["baseline"]
+    lines.append((baseline["name"], f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})"))
     if summary["tokens_per_s"]:
         lines.append(("speed", _speed(summary)))
     if "slices" in summary:
@@ -229,7 +212,7 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], image: Path, summary: Ma
         return False
     figure, axes = new_figure()
     baseline = summary["baseline"]
-    if baseline is not None and not summary["val_metrics"]:  # a sum of several terms can't be compared with it
+    if not summary["val_metrics"]:  # a sum of several terms can't be compared with it
         axes.axhline(baseline["loss"], label=baseline["name"], color="gray", linestyle=":")
     draw(axes, [Series(key, each, noisy=key[0] == "t", markers=key[0] == "v") for key, each in points.items()])
     axes.set(xlabel="step", ylabel="loss")
@@ -243,8 +226,6 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], image: Path, summary: Ma
 
 
 # Keys of summary.json that are numbers; a model's further metrics are not among them.
-NUMBERS = tuple(
-    key
-    for key, value in summarize("", 0, Progress(), 0, recorded(()), 0).items()
-    if not isinstance(value, str | dict) and key != "baseline"
-)
+_COMPUTED = summarize(Progress(), (), Ranks(), ("", 0.0))
+_NUMBERS = (key for key, value in _COMPUTED.items() if not isinstance(value, dict))
+NUMBERS = ("parameters", "steps", "peak_memory_bytes", *_NUMBERS)

@@ -57,37 +57,29 @@ class StepResult:
         return next((f"{key} is {value}" for key, value in bad), None)
 
 
+@dataclass(eq=False)
 class TrainStep:
     """Runs one optimizer step over a batch in micro-batches of `rows`, as many as there are in it.
 
     Losses are sums weighted by `loss_weight` = 1 / valid targets of the whole step, so micro-batches weigh by their
     count of valid targets, and the gradient is that of the mean over the step however it is split. The same holds for
     every further weight that the model has.
+
+    `wait` is called between a launch and the read that blocks, so that another run on the same chip can launch. Such a
+    device takes in the first inputs of the next step meanwhile, which `ahead` reads.
     """
 
-    def __init__(
-        self,
-        steps: Mapping[str, Step],
-        rows: int,
-        seed: int,
-        prepare: Prepare = prepare_plain,
-        wait: Callable[[], None] | None = None,
-        world: World | None = None,
-        noise: NoiseScale | None = None,
-        ahead: Ahead = lambda step: None,
-    ) -> None:
-        """`steps` holds those that train; `norm`, or `update` beside `train`, makes the update guarded.
+    steps: Mapping[str, Step]  # that train; `norm`, or `update` beside `train`, makes the update guarded
+    rows: int
+    seed: int
+    prepare: Prepare = prepare_plain
+    wait: Callable[[], None] | None = None  # of a device that computes beside the host
+    world: World = field(default_factory=World)
+    noise: NoiseScale | None = None  # where the steps measure the noise scale
+    ahead: Ahead = lambda step: None
 
-        `wait` is given for a device that computes beside the host. It is called between a launch and the read that
-        blocks, so that another run on the same chip can launch. Such a device takes in the first inputs of the next
-        step meanwhile, which `ahead` reads. `noise` goes with steps that measure the noise scale.
-        """
-        self._steps, self._rows, self._seed = steps, rows, seed
-        self._prepare, self._wait, self._ahead = prepare, wait, ahead
-        self.world = world or World()
-        self._ranks = self.world.ranks
-        self.guarded = "norm" in steps or {"train", "update"} <= steps.keys()
-        self._noise = noise
+    def __post_init__(self) -> None:
+        self.guarded = "norm" in self.steps or {"train", "update"} <= self.steps.keys()
 
     def __call__(self, batch: Batch, rates: Rates, step: int) -> StepResult:
         """Run one optimizer step; `step` counts from 1.
@@ -95,31 +87,31 @@ class TrainStep:
         `batch` fields have the rows of the whole step, some whole micro-batches in each slice. `rates` are the lr
         inputs.
         """
-        fields, counts = self._prepare(batch)
+        fields, counts = self.prepare(batch)
         calls, following = self._calls(fields, counts, rates, step), self._first_call(step + 1)
         outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
         outputs.append(self._run(calls[-1], () if self.guarded else following))
         result, norms = self._result(outputs, counts)
         if self.guarded and result.applied:  # the update takes in the norms that were looked at
-            given = {name: value for name, value in norms.items() if name in self._steps["update"].inputs}
+            given = {name: value for name, value in norms.items() if name in self.steps["update"].inputs}
             self._run(("update", self._whole("update", {**rates, **given}, step)), following)
         return result
 
     def _first_call(self, step: int) -> Iterator[Call]:
         """Yield the first call of a step that may be read ahead of time."""
-        inputs = self._ahead(step)
+        inputs = self.ahead(step)
         if inputs is not None:
             yield self.calls(*inputs, step)[0]
 
     def _run(self, call: Call, following: Iterable[Call]) -> Outputs:
         """Run a built step. While it computes, the device takes in the inputs of the `following` call, if it can."""
         name, inputs = call
-        if self._wait is None:
-            return self._steps[name](inputs)
-        read = self._steps[name].start(inputs)
+        if self.wait is None:
+            return self.steps[name](inputs)
+        read = self.steps[name].start(inputs)
         for name, inputs in following:
-            self._steps[name].prefetch(inputs)
-        self._wait()
+            self.steps[name].prefetch(inputs)
+        self.wait()
         return read()
 
     def inspect(self, calls: Sequence[Call], look: Look, ready: Callable[[], object] | None = None) -> bool:
@@ -127,7 +119,7 @@ class TrainStep:
 
         `ready` is called before the first node of every call, once the device has its inputs.
         """
-        return any(self._steps[name].inspect(inputs, look, ready) for name, inputs in calls)
+        return any(self.steps[name].inspect(inputs, look, ready) for name, inputs in calls)
 
     def calls(self, batch: Batch, rates: Rates, step: int) -> list[Call]:
         """Return built steps with their inputs, in order.
@@ -136,15 +128,15 @@ class TrainStep:
 
         Raises ShapeError for rows that are no whole micro-batches.
         """
-        return self._calls(*self._prepare(batch), rates, step)
+        return self._calls(*self.prepare(batch), rates, step)
 
     def _calls(self, fields: Batch, counts: Mapping[str, int], rates: Rates, step: int) -> list[Call]:
-        weights, slices = loss_weights(counts), self._ranks.slices
+        weights, slices = loss_weights(counts), self.world.ranks.slices
         last: Inputs = {} if self.guarded else rates
-        split = not self._ranks.single or "accumulate_first" in self._steps
-        parts = micro_batches(fields, self._rows, slices) if split else [fields]
+        split = not self.world.ranks.single or "accumulate_first" in self.steps
+        parts = micro_batches(fields, self.rows, slices) if split else [fields]
         each, calls = len(parts) // slices, []
-        for name, slice_, number in in_order(self._ranks, each, "train" in self._steps, self.guarded):
+        for name, slice_, number in in_order(self.world.ranks, each, "train" in self.steps, self.guarded):
             given: Inputs = last if name in ("train", "update") else {}
             if name in ("train", "accumulate_first", "accumulate_next"):
                 given = {**parts[slice_ * each + number], **weights, **given}
@@ -158,7 +150,7 @@ class TrainStep:
         """
         norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
         parts = [each for each in outputs if "loss" in each]
-        count = len(parts) // len(self._ranks.own)
+        count = len(parts) // len(self.world.ranks.own)
         sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
         records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
@@ -167,20 +159,20 @@ class TrainStep:
         loss = metrics.pop("loss")
         metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
         # A first micro-batch without targets tells nothing of the noise.
-        if self._noise is not None and float(outputs[0].get(NOISE_NORM, 0)):
-            scale = self._noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"], count * self._ranks.slices)
+        if self.noise is not None and float(outputs[0].get(NOISE_NORM, 0)):
+            scale = self.noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"], count * self.world.ranks.slices)
             metrics |= {} if scale is None else {"noise_scale": scale}
         found = StepResult(loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
         """Add the seed and the step's number where the built step has such an input."""
-        declared, read = self._steps[name].inputs, self._steps[name].uploads
+        declared, read = self.steps[name].inputs, self.steps[name].uploads
         whole = dict(inputs)
         if "seed" in declared:  # also of models that draw nothing, as without dropout
-            whole["seed"] = step_seed(self._seed, step, micro_batch, slice_) if "seed" in read else 0
+            whole["seed"] = step_seed(self.seed, step, micro_batch, slice_) if "seed" in read else 0
         if "rounding_seed" in declared:  # the same on all ranks, whose parameters stay equal
-            whole["rounding_seed"] = step_seed(self._seed, step, ROUNDING)
+            whole["rounding_seed"] = step_seed(self.seed, step, ROUNDING)
         if "step" in declared:
             whole["step"] = step
         return whole
