@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 import ttrain
@@ -118,7 +119,7 @@ def _run(arguments: list[str]) -> int:
                 _say(settled)
             if not flags.multirun:
                 composed = composer.compose(overrides)
-                if not composed.asks_for_sweep:
+                if composed.root.hydra.mode != RunMode.MULTIRUN:  # which a file may ask for
                     return _run_one(composer.check(composed), overrides)
             from ttrain.sweep import run
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ttrain.bench.reference import PlainGPT
+from ttrain.bench.baselines import PlainGPT
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import cpu
 from ttrain.engine.state import State

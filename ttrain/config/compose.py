@@ -55,11 +55,6 @@ class Composed:
     problems: list[str]  # of the overrides that were left out
 
     @property
-    def asks_for_sweep(self) -> bool:
-        """True if a file or hydra.mode says that this is a sweep."""
-        return bool(self.root.hydra.mode == RunMode.MULTIRUN)
-
-    @property
     def choices(self) -> dict[str, str]:
         """Group -> option."""
         chosen = self.root.hydra.runtime.choices.items()

@@ -91,7 +91,6 @@ class _Running:
     status: Status
     log_start: int  # bytes of the log before this start
     started: float
-    on_card: bool
     pruned: bool = False  # was told to stop, because others do better
 
 
@@ -144,13 +143,13 @@ class Runner:
                 if self.settings.fail_fast:
                     return
                 continue
-            on_card = self.settings.srun is None and _on_card(job)
-            if on_card and any(running.on_card for running in self._running):
+            here = self.settings.srun is None
+            if here and _on_card(job) and any(_on_card(running.job) for running in self._running):
                 self._waiting = job
                 return
-            self._start(job, on_card)
+            self._start(job)
 
-    def _start(self, job: Job, on_card: bool) -> None:
+    def _start(self, job: Job) -> None:
         overrides, output = self._overrides(job)
         status = {**self._status(job, overrides), "state": "running"}
         if output is not None:
@@ -161,7 +160,7 @@ class Runner:
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
         child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
-        self._running.append(_Running(job, child, status, size, time.monotonic(), on_card))
+        self._running.append(_Running(job, child, status, size, time.monotonic()))
         say(f"job {job.name} started: {path}")
 
     def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
