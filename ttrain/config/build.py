@@ -275,17 +275,12 @@ def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     if config.name == "none" or here is None:
         return World(Ranks(slices=config.slices or 1, shards=config.name == "zero1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a rank's own message tells more
-    from ttrain.parallel.distributed import DistributedWorld
-
-    return DistributedWorld(here, config, _is_gpu(device.name))
-
-
-def _is_gpu(device: str) -> bool:
-    if device != "auto":
-        return device == "cuda"
     import torch
 
-    return torch.cuda.is_available()
+    from ttrain.parallel.distributed import DistributedWorld
+
+    gpu = device.name == "cuda" or (device.name == "auto" and torch.cuda.is_available())
+    return DistributedWorld(here, config, gpu)
 
 
 def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None, world: World | None = None) -> Device:
