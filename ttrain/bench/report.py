@@ -56,10 +56,6 @@ def _bytes(value: int | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-def _off(expected: float | None, found: float | None) -> str:
-    return f"{100 * (expected / found - 1):+.0f} %" if expected and found else ""
-
-
 def _cells(case: Values, row: Values) -> dict[str, str]:
     """Return the cells of a contender at a case by the titles of their columns."""
     steps, times, facts = (row.get(key) or {} for key in ("step_ms", "times_as_fast", "facts"))
@@ -76,16 +72,13 @@ def _cells(case: Values, row: Values) -> dict[str, str]:
         "per second": f"{format_count(speed)} {case['unit']}" if speed else "",
         "TFLOP/s": f"{row['flops_per_s'] / 1e12:.3g}" if row.get("flops_per_s") else "",
         "mfu": percent(row.get("mfu")),
-        "roof ms": ms(roof),
         "of roof": percent(roof / median if roof and median else None),
         "bound by": facts.get("bound_by") or "",
         "planned ms": ms(row.get("planned_ms")),
-        "off by": _off(row.get("planned_ms"), median),
         "cold start": _seconds(row.get("cold_s")),
         "warm start": _seconds(row.get("warm_s")),
         "planned memory": _bytes(row.get("planned_bytes")),
         "memory": _bytes(row.get("used_bytes")),
-        "off": _off(row.get("planned_bytes"), row.get("used_bytes")),
         "of process": _bytes(row.get("peak_bytes")),
         "same work": "yes" if row["status"] == "ok" and row.get("checked_against") else "",
     }
