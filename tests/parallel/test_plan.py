@@ -12,14 +12,14 @@ from ttrain.cli import main
 from ttrain.core.spec import DType
 from ttrain.device.null import NullDevice
 from ttrain.device.timing import Work
-from ttrain.engine.static import prepare
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
 from ttrain.graph import Stage
 from ttrain.models.mlp import MLP as Layers
 from ttrain.models.settings import MLPConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.parallel.ranks import Ranks
-from ttrain.plan import build_plan
 from ttrain.plan.plan import Plan
 from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
 from ttrain.train.steps.step_graph import StepGraph
@@ -76,7 +76,8 @@ def layers_of(ranks: Ranks) -> StepGraph:
 
 def last_step(ranks: Ranks) -> Plan:
     device = NullDevice()
-    return build_plan(prepare(layers_of(ranks).trace_train, device.kernels, device, True), device.kernels)
+    engine = StaticEngine(device, State(device, []))
+    return engine.plan(engine.derive(layers_of(ranks).trace_train))
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -13,12 +13,12 @@ from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import joinable
 from ttrain.device.ttnn.tensors.store import TileLayout, default_layout, shares_memory
-from ttrain.engine.static import prepare
+from ttrain.engine.state import State
+from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.plan import build_plan
 from ttrain.plan.arena import Block, take_turns
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -63,7 +63,8 @@ def test_values_that_take_turns_have_one_layout_and_equally_many_elements(contex
     model.follow_compute()
     graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
     device = planned(TenstorrentConfig())
-    plan = build_plan(prepare(graph.trace_train, device.kernels, device, True), device.kernels, device)
+    engine = StaticEngine(device, State(device, []))
+    plan = engine.plan(engine.derive(graph.trace_train))
     layouts, elements = dict[int, Layout](), dict[int, int]()
     for block in plan.blocks:
         assert layouts.setdefault(block.offset, block.layout) == block.layout
