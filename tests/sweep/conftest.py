@@ -56,6 +56,7 @@ if "bench.out" in overrides:
     if out.exists(): sys.exit(print("ttrain: holds results already", file=sys.stderr) or 2)
     out.mkdir()
     numbers = {"bf16 static_ms" if seed == 3 else "static_ms": value, "eager_ms": 6.0, "times_as_fast": 6.0 / value}
+    if seed == 4: del numbers["times_as_fast"]  # no PyTorch beside
     (out / "results.json").write_text(json.dumps({"numbers": numbers}))
     sys.exit(1 if seed == 109 and not fixed else 0)
 (folder / "summary.json").write_text(json.dumps({"best_val_loss": value, "step": 4, "tokens_per_s": 1000.0}))

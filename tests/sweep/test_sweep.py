@@ -304,7 +304,7 @@ def test_a_search_without_its_journal_is_refused(sweep: Sweep) -> None:
 
 def test_benchmarks_are_listed_by_their_contenders_and_one_that_failed_starts_again(sweep: Sweep, capfd: Any) -> None:
     """Beside what it left."""
-    overrides = ("task=bench", "bench=mlp", "run.seed=1,3,109")
+    overrides = ("task=bench", "bench=mlp", "run.seed=1,3,109,4")
     assert sweep(*overrides) == 1
     path = only_sweep()
     rows = table(path)
@@ -315,8 +315,9 @@ def test_benchmarks_are_listed_by_their_contenders_and_one_that_failed_starts_ag
     assert "compile_ms" not in rows[0] and "times_as_fast 3" in capfd.readouterr().err
     Path("fixed").touch()
     assert sweep(*overrides) == 0
-    assert sorted(entry.name for entry in path.glob("*/bench_*")) == ["bench_1", "bench_1", "bench_1", "bench_2"]
-    assert table(path)[2]["static_ms"] == "110.0"
+    assert sorted(entry.name for entry in path.glob("*/bench_*")) == [*["bench_1"] * 4, "bench_2"]
+    rows = table(path)
+    assert rows[2]["static_ms"] == "110.0" and (rows[3]["state"], rows[3]["objective"]) == ("finished", "")
 
 
 def test_plans_are_listed_by_what_they_need_and_an_unknown_objective_ends_the_sweep(sweep: Sweep, capfd: Any) -> None:

@@ -74,7 +74,8 @@ def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objectiv
     """Print one line a job, with every number that some job has."""
     hidden = {"job", "state", *axes, *_LAST, objective}
     numbers = [key for record in records for key, value in record.items() if key not in hidden and value is not None]
-    shown = {**{key: key for key in numbers}, "objective": objective}
+    judged = any(record["objective"] is not None for record in records)
+    shown = {**{key: key for key in numbers}, **({"objective": objective} if judged else {})}
     lines = [["job", *axes, "state", *shown.values(), "time", "reason"]]
     for record in records:
         reason = str(record["reason"] or "").splitlines()
@@ -170,8 +171,7 @@ def objective_key(task: str, numbers: Numbers, wanted: str) -> str:
 def objective_problem(task: str, numbers: Numbers, wanted: str) -> str | None:
     """Return the problem with sweep.objective where a job is done, has numbers, and none of that name."""
     known = [name for name, value in numbers.items() if as_number(value) is not None]
-    usual = task == "train" and wanted == SweepConfig().objective
-    if usual or not known or objective_key(task, numbers, wanted) in known:
+    if wanted == SweepConfig().objective or not known or wanted in known:
         return None
     return f"sweep.objective={wanted}: task={task} has no such number. {did_you_mean(wanted, known)}"
 
