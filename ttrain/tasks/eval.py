@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,17 +12,15 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.units import counted, format_bytes, format_count
+from ttrain.tasks.evaluating.measures import measure_choices, measure_texts
+from ttrain.tasks.evaluating.scorer import opened
+from ttrain.train.runs.run_directory import chosen_model
 
 ROOT = Path("outputs/eval")
 
 
 def run(config: Config) -> dict[str, Any]:
     """Prints what eval.text and eval.choices ask for, writes it to eval.out or a new folder, and returns it."""
-    from ttrain.tasks.evaluating.choices import measure_choices
-    from ttrain.tasks.evaluating.scorer import opened
-    from ttrain.tasks.evaluating.texts import measure_texts
-    from ttrain.train.runs.run_directory import chosen_model
-
     wanted = config.eval
     if not wanted.text and wanted.choices is None:
         raise ConfigError(
@@ -42,31 +39,24 @@ def run(config: Config) -> dict[str, Any]:
             "precision": given.config.precision.name,
             "command": config.source.command(),
         }
-        with _place(wanted.out, f"{results['model']}_{Path(given.origin).name}") as out:
+        label = f"{results['model']}_{Path(given.origin).name}"
+        folder = None if wanted.out else claim_results("eval.out", None, ROOT, label, datetime.now())
+        out = Path(wanted.out or "") if folder is None else folder / RESULTS
+        try:
             if wanted.text:
                 results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
                 write_chosen("eval.out", out, to_json(results), folders=True)
             if wanted.choices is not None:
                 results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
                 write_chosen("eval.out", out, to_json(results), folders=True)
+        finally:
+            if folder is not None:
+                with suppress(OSError):  # one that is used is not empty, and stays
+                    folder.rmdir()
     results["out"] = str(out)
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
-
-
-@contextmanager
-def _place(wanted: str | None, label: str) -> Iterator[Path]:
-    """The file for the results: that of eval.out, which is replaced, or one in a new folder, kept if used."""
-    if wanted is not None:
-        yield Path(wanted)
-        return
-    folder = claim_results("eval.out", None, ROOT, label, datetime.now())
-    try:
-        yield folder / RESULTS
-    finally:
-        with suppress(OSError):
-            folder.rmdir()
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:

@@ -21,9 +21,8 @@ from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.core.errors import DataError
 from ttrain.data.library_tokenizer import parse_tokenizer
-from ttrain.tasks.evaluating.choices import encoded_pair, read_questions
-from ttrain.tasks.evaluating.scorer import opened
-from ttrain.tasks.evaluating.windows import Texts, windows_of
+from ttrain.tasks.evaluating.measures import encoded_pair, read_questions
+from ttrain.tasks.evaluating.scorer import opened, windows_of
 from ttrain.train.checkpoint.retention import find_checkpoint
 
 CONTEXT = 12
@@ -93,20 +92,9 @@ def log_probability(model: Callable[[list[int]], Tensor], before: list[int], aft
 @pytest.mark.parametrize("stride", [1, 3, 12])
 @pytest.mark.parametrize("length", [0, 1, 2, 12, 13, 14, 25, 40])
 def test_every_token_but_the_first_is_predicted_once(length: int, stride: int) -> None:
-    windows = list(windows_of(length, 12, stride))
-    assert [place for w in windows for place in range(w.first, w.stop)] == list(range(max(0, length - 1)))
-    assert all(w.start == max(0, w.stop - 12) <= w.first for w in windows)
-    documents = [np.arange(length), np.arange(100, 107)]
-    whole = Texts.of(documents, 12, stride)
-    for parts in ([whole], list(whole.parts(lambda tokens: -(-tokens // 4) * 4))):
-        targets: list[int] = []
-        for data in parts:
-            batch = data.batch("val", 0, 0, data.val_samples)
-            assert batch["tokens"].shape == batch["targets"].shape == (data.val_samples, data.context)
-            seen = batch["targets"] >= 0
-            assert (batch["tokens"][seen] == batch["targets"][seen] - 1).all()
-            targets += batch["targets"][seen].tolist()
-        assert sorted(targets) == [*range(1, length), *range(101, 107)]
+    texts = list(windows_of(range(length), 12, stride))
+    assert [target for text in texts for target in text.ids[-text.predicted :]] == list(range(1, length))
+    assert all(len(text.ids) == min(12, text.ids[-1]) + 1 for text in texts)
 
 
 @pytest.mark.parametrize(("stride", "rows"), [("null", 8), ("5", 3), ("1", 64)])
@@ -206,37 +194,9 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list
         ids = [[*before, *scorer.tokenizer.encode(text)][: CONTEXT + 1] for text in TEXTS]
         pairs = [(part[:place], part[place : place + 1]) for part in ids for place in range(1, len(part))]
         assert len(pairs) > scorer.rows
-        loss = scorer.loss(Texts.of([np.array(part) for part in ids], CONTEXT))
+        loss = scorer.loss([text for part in ids for text in windows_of(part, CONTEXT)])
         total = sum(found.total for found in scorer.likelihoods(pairs))
     assert total == pytest.approx(-len(pairs) * loss, rel=1e-5)
-
-
-def test_a_folder_of_transformers_measures_as_its_run_and_as_transformers() -> None:
-    """Logits of Transformers, loaded from the folder, over the same documents."""
-    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
-    run = trained("llama", *DOCUMENTS, *SIZES, "model=llama", "model.preset=null", "model.hidden=24")
-    folder = "llama-folder"
-    assert main(["task=export", f"run.dir={run}", "export.form=huggingface", f"export.dir={folder}"]) == 0
-    given = ["device=cpu", "engine=dynamic", "eval.text=[texts.jsonl]", f"eval.out={folder}.json"]
-    assert main(["task=eval", f"model.from={folder}", *given]) == 0
-    found = json.loads(Path(f"{folder}.json").read_text())
-    same = evaluated(run, "eval.text=[texts.jsonl]")["text"]
-    assert found["text"]["loss"] == pytest.approx(same["loss"], rel=1e-5) and found["text"]["bytes"] == same["bytes"]
-    assert found["source"] == folder and found["step"] is None
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    total, count = 0.0, 0
-    for text in TEXTS:
-        ids = [tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        for start in range(0, len(ids) - 1, CONTEXT):
-            stop = min(start + CONTEXT, len(ids) - 1)
-            begin = max(0, stop - CONTEXT)
-            with torch.no_grad():
-                scores = F.log_softmax(model(torch.tensor([ids[begin:stop]])).logits[0], -1)
-            total -= sum(scores[place - 1 - begin, ids[place]].item() for place in range(start + 1, stop + 1))
-            count += stop - start
-    assert found["text"]["tokens"] == count
-    assert found["text"]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
 # questions

@@ -26,8 +26,7 @@ from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.nn.precision import PrecisionConfig
 from ttrain.nn.settings import LoraConfig
-from ttrain.tasks.evaluating.scorer import Scorer, opened
-from ttrain.tasks.evaluating.windows import Texts
+from ttrain.tasks.evaluating.scorer import Scorer, opened, windows_of
 from ttrain.train.sampling import lengths
 from ttrain.train.sampling.lengths import SHORTEST, length_class
 
@@ -87,10 +86,10 @@ def scored(run: str, monkeypatch: pytest.MonkeyPatch, shortest: int, engine: str
     """Loss, likelihoods and drawn text, with rows of at least so many tokens."""
     monkeypatch.setattr(lengths, "SHORTEST", shortest)
     ids = np.random.default_rng(1).integers(97, 122, 700).tolist()
-    texts = [np.array(ids[:count]) for count in (5, 70, 20, 350)]
+    texts = [ids[:count] for count in (5, 70, 20, 350)]
     pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 300)]
     with opened(load_config("task=eval", f"run.dir={run}", *CPU, f"engine={engine}", "eval.batch_size=2")) as scorer:
-        loss = scorer.loss(Texts.of(texts, scorer.context))
+        loss = scorer.loss([window for text in texts for window in windows_of(text, scorer.context)])
         likelihoods = [found.total for found in scorer.likelihoods(pairs)]
         greedy = dataclasses.replace(scorer.source.config, temperature=0, tokens=12)
         source = dataclasses.replace(scorer.source, config=greedy)
@@ -161,7 +160,7 @@ def test_a_model_of_one_length_keeps_it(built: Counter[tuple[str, int]], monkeyp
     monkeypatch.setattr("ttrain.config.build.resized_model", lambda *_: None)
     built.clear()
     with opened(load_config("task=eval", f"run.dir={run}", *CPU)) as scorer:
-        assert scorer.loss(Texts.of([np.arange(9)], scorer.context)) > 0
+        assert scorer.loss([*windows_of(range(9), scorer.context)]) > 0
     assert built == {("evaluate", CONTEXT): 1}
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
+from tqdm import tqdm
 
 from ttrain.api import load_config
 from ttrain.core.errors import UserError
-from ttrain.tasks.evaluating.choices import encoded_pair
-from ttrain.tasks.evaluating.scorer import opened
-from ttrain.tasks.evaluating.windows import Texts
+from ttrain.tasks.evaluating.measures import encoded_pair
+from ttrain.tasks.evaluating.scorer import opened, windows_of
 from ttrain.train.sampling.stream import Stop, stream_text
 
 try:
@@ -66,11 +65,11 @@ class TtrainLM(LM):  # type: ignore[misc]
         """Log-probability of each text, every token predicted once from windows of the context."""
         scorer, start = self._scorer, [] if self._scorer.start is None else [self._scorer.start]
         encoded = [scorer.tokenizer.encode(*request.args) for request in requests]
-        texts = [np.array(ids if ids[:1] == start else [*start, *ids]) for ids in encoded]
+        texts = [ids if ids[:1] == start else [*start, *ids] for ids in encoded]
 
         def total(number: int) -> float:
-            predicted = len(texts[number]) - 1
-            return -scorer.loss(Texts.of([texts[number]], scorer.context)) * predicted if predicted > 0 else 0.0
+            windows = list(windows_of(texts[number], scorer.context))
+            return -scorer.loss(windows) * (len(texts[number]) - 1) if windows else 0.0
 
         return self._answered("loglikelihood_rolling", requests, total, [len(text) for text in texts], disable_tqdm)
 
@@ -118,6 +117,4 @@ class TtrainLM(LM):  # type: ignore[misc]
 
     @staticmethod
     def _bar(requests: Sequence[Any], hidden: bool) -> Any:
-        from tqdm import tqdm
-
         return tqdm(desc="ttrain", total=len(requests), disable=hidden)

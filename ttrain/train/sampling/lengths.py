@@ -38,15 +38,16 @@ class StepsByLength:
         """Return the length of the rows that hold so many tokens: the context where the model takes no other."""
         return self.context if self._fixed else length_class(tokens, self.context)
 
-    def graph(self, length: int) -> StepGraph:
-        """Return what records steps over rows of a length, one of those that `length` gives."""
-        graph = self.session.graph
-        return graph if length == self.context else dataclasses.replace(graph, model=self._resized(length))
-
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
-        """Return the steps of `traces` for rows of a length, built and placed; `name` tells them from others."""
+        """Return the steps of `traces` for rows of one of the lengths that `length` gives, built and placed.
+
+        `name` tells them from others.
+        """
         if self._key != (name, length):
-            state, engine, recorded = self.session.state, self.session.engine, traces(self.graph(length))
+            state, engine, graph = self.session.state, self.session.engine, self.session.graph
+            if length != self.context:
+                graph = dataclasses.replace(graph, model=self._resized(length))
+            recorded = traces(graph)
             before, self._steps, self._key = self._key, {}, None
             engine.close()
             state.drop(state.names(Kind.CACHE))

@@ -1,4 +1,8 @@
-"""Questions with several endings, of which the model chooses the likeliest; the measures of lm-evaluation-harness."""
+"""The measures of task=eval: documents that are predicted, and questions with several endings.
+
+Texts have a loss, perplexity and bits per byte. Of a question the model chooses the likeliest ending, as
+lm-evaluation-harness has it choose.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
-from ttrain.core.errors import DataError
-from ttrain.data.sources import read_lines
+from ttrain.core.errors import DataError, UserError
+from ttrain.data.settings import DocumentsConfig
+from ttrain.data.sources import DocumentReader, DocumentSource, find_sources, read_lines
 from ttrain.data.tokenizer import named_place
-from ttrain.tasks.evaluating.scorer import Scorer
+from ttrain.tasks.evaluating.scorer import Scorer, windows_of
 
 MEASURES = ("acc", "acc_norm", "acc_bytes")
 
@@ -65,8 +71,6 @@ def encoded_pair(tokenizer: Any, before: str, after: str) -> tuple[list[int], li
 
 def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, Any]:
     """Shares of questions whose right ending is the likeliest, and their standard errors."""
-    from tqdm import tqdm
-
     questions = list(islice(read_questions(file), limit))
     if not questions:
         raise DataError(f"eval.choices: {file} has no questions.")
@@ -94,3 +98,56 @@ def _right(question: Question, totals: Sequence[float]) -> Iterator[bool]:
     characters = [len(ending) for ending in question.endings]
     for sizes in ([1] * len(totals), characters, [len(ending.encode()) for ending in question.endings]):
         yield int(np.argmax(np.array(totals) / sizes)) == question.label
+
+
+def measure_texts(
+    scorer: Scorer, sources: list[str], text_key: str, limit: int | None, stride: int | None
+) -> dict[str, Any]:
+    """Loss, perplexity and bits per byte of all documents of files. Raises DataError for what can't be read."""
+    given = scorer.given
+    chat_key = getattr(given.config.data, "chat_key", DocumentsConfig().chat_key)
+    template = given.template or DocumentsConfig().template
+    config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
+    found = find_sources(config)
+    reader = DocumentReader(config, given.conversations() if given.template else None, learns=False)
+    documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
+    chat = next((document for document in documents if document.replies is not None), None)
+    if chat is not None and given.template is None:
+        try:
+            given.conversations()
+        except UserError as error:
+            raise DataError(f"{chat.place} is a conversation. {error}") from None
+    texts = [document.text for document in documents]
+    with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
+        encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(texts)]
+    size, first = sum(len(text.encode()) for text in texts), scorer.tokenizer.byte_counts()[1]
+    for number, ids in enumerate(encoded):  # without a token before it, the first of a document is only read
+        if scorer.start is None or ids[:1].tolist() == [scorer.start]:  # which a template may have written
+            size -= int(first[ids[0]]) if len(ids) else 0
+        else:
+            encoded[number] = np.concatenate([[scorer.start], ids])
+    windows = [window for ids in encoded for window in windows_of(ids, scorer.context, stride)]
+    tokens = sum(window.predicted for window in windows)
+    if not tokens or not size:
+        raise DataError(f"eval.text={','.join(sources)} has nothing to predict: its documents have a token each.")
+    with tqdm(total=len(windows), desc="predicting text", unit="seq") as bar:
+        loss = scorer.loss(windows, bar.update)
+    return {
+        "source": sources,
+        "documents": len(texts),
+        "tokens": tokens,
+        "bytes": size,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": loss * tokens / math.log(2) / size,
+        "first_tokens_predicted": scorer.start is not None,
+        "notices": _notices(found, reader),
+    }
+
+
+def _notices(found: list[DocumentSource], reader: DocumentReader) -> list[str]:
+    """Return sentences about what of eval.text is not read, or is read otherwise than its name says."""
+    told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
+    told += [f"eval.text: {note}" for note in reader.skipped.notices()]
+    key, instead = "data.suffixes says which are.", "Name them in eval.text to have them read as text."
+    return [note.replace(key, instead) for note in told]
