@@ -1,16 +1,18 @@
 """task=report: one self-contained HTML page about a run, or about several side by side.
 
-The page holds no script and loads nothing: curves are SVG in the page.
+The page holds no script and loads nothing: curves are SVG in the page, whose frame is report.html beside this module.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
+
+import yaml
+from jinja2 import Environment
 
 import ttrain
 from ttrain.config.schema import Config
@@ -31,16 +33,6 @@ CURVES = (
     ("mfu", "share of the device's peak"),
     ("memory_bytes", "bytes of memory in use"),
 )
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: .5em 0 1.5em; }
-td, th { border-bottom: 1px solid #8885; padding: .2em 1em .2em 0; text-align: left; vertical-align: top; }
-pre { overflow-x: auto; border: 1px solid #8885; padding: .7em; font-size: 13px; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 1em; }
-.warning { border-left: 4px solid #ee6677; padding-left: .7em; }
-summary { cursor: pointer; font-weight: bold; }
-"""
 
 
 def run(config: Config) -> None:
@@ -54,35 +46,27 @@ def run(config: Config) -> None:
 
 
 def page(runs: Sequence[RunInfo]) -> str:
-    """The HTML page of one or several runs."""
-    labels = _labels(runs)
-    title = labels[0] if len(runs) == 1 else f"{len(runs)} runs"
-    body = [f"<h1>{escape(title)}</h1>", _overview(runs, labels), *_warnings(runs, labels), _curves(runs, labels)]
-    if len(runs) > 1:
-        body.append(_differences(runs, labels))
-    for info, label in zip(runs, labels, strict=True):
-        body.append(_details(info, label, heading=len(runs) > 1))
-    made = f"ttrain {ttrain.__version__}, {datetime.now():%Y-%m-%d %H:%M}"
+    """Return the HTML page of one or several runs."""
+    paths = [info.path.resolve() for info in runs]
+    names = [path.name for path in paths]
+    labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
+    facts, several = [_facts(info) for info in runs], len(runs) > 1
+    overview = [[name, *(each[name] for each in facts)] for name in facts[0]]
+    frame = Path(__file__).with_suffix(".html").read_text("utf-8")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n'
-        + "\n".join(body)
-        + f"\n<p><small>{escape(made)}</small></p>\n</body></html>\n"
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(frame)
+        .render(
+            title=f"{len(runs)} runs" if several else labels[0],
+            head=["", *labels] if several else None,
+            overview=[row for row in overview if any(row[1:])],
+            warnings=_warnings(runs, labels),
+            charts=_charts(runs, labels),
+            differing=_differing(runs),
+            runs=[(label, _events(info), _texts(info)) for info, label in zip(runs, labels, strict=True)],
+            made=f"ttrain {ttrain.__version__}, {datetime.now():%Y-%m-%d %H:%M}",
+        )
     )
-
-
-def _labels(runs: Sequence[RunInfo]) -> list[str]:
-    """Folder names, with their parents where two are alike."""
-    names = [info.path.resolve().name for info in runs]
-    return [
-        name if names.count(name) == 1 else str(info.path.resolve()) for name, info in zip(names, runs, strict=True)
-    ]
-
-
-def _overview(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
-    facts = [_facts(info) for info in runs]
-    rows = [[name, *(each[name] for each in facts)] for name in facts[0]]
-    return _table([row for row in rows if any(row[1:])], ["", *labels] if len(runs) > 1 else None)
 
 
 def _facts(info: RunInfo) -> dict[str, str]:
@@ -114,21 +98,19 @@ def _best(info: RunInfo) -> str:
     return f"{min(found)[0]:.4f} at step {min(found)[1]}" if found else ""
 
 
-def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
+def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> Iterator[str]:
     """Tell why the numbers of two runs do not compare, or why those of one run are not those of a device."""
-    found, same = [], "; bits per byte of the same text do"
+    same = "; bits per byte of the same text do"
     for key, meaning, but in (("tokenizer_hash", "tokenizer", same), ("data", "data", "")):
         values = {json.dumps(info.attempts[-1].get(key), sort_keys=True) for info in runs if info.attempts}
         if len(values) > 1:
-            told = f"The runs differ in their {meaning}, so their losses do not compare{but}."
-            found.append(f'<p class="warning">{told}</p>')
+            yield f"The runs differ in their {meaning}, so their losses do not compare{but}."
     for info, label in zip(runs, labels, strict=True):
         if info.caution:
-            found.append(f'<p class="warning">{escape(label)}: {escape(info.caution)}.</p>')
-    return found
+            yield f"{label}: {info.caution}."
 
 
-def _curves(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
+def _charts(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
     charts = []
     for key, title in CURVES:
         series = []
@@ -136,52 +118,37 @@ def _curves(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
             points = [(float(line["step"]), float(line[key])) for line in info.metrics if line.get(key) is not None]
             name, markers = label if len(runs) > 1 else key, key.startswith("val/")
             series.append(Series(name, points, markers=markers, noisy=key == "train/loss"))
-        chart = line_chart(series, title, "step", key)
-        if chart:
-            charts.append(f"<figure>{chart}</figure>")
-    return f'<h2>Curves</h2>\n<div class="curves">{"".join(charts) or "Nothing was recorded yet."}</div>'
+        charts.append(line_chart(series, title, "step", key))
+    return [chart for chart in charts if chart]
 
 
-def _differences(runs: Sequence[RunInfo], labels: Sequence[str]) -> str:
+def _differing(runs: Sequence[RunInfo]) -> list[list[str]]:
+    """Return the key of each setting that differs, and its value in each run."""
     flat = [dict(_flat(info.config)) for info in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
-    rows = []
-    for key in keys:
-        values = [json.dumps(config.get(key)) for config in flat]
-        if len(set(values)) > 1 and not key.startswith(("run.dir", "resume", "task.")):
-            rows.append([key, *values])
-    return "<h2>Settings that differ</h2>\n" + (_table(rows, ["", *labels]) if rows else "<p>None.</p>")
+    rows = [[key, *(json.dumps(config.get(key)) for config in flat)] for key in keys]
+    own = ("run.dir", "resume", "task.")
+    return [[key, *values] for key, *values in rows if len(set(values)) > 1 and not key.startswith(own)]
 
 
-def _flat(values: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if not isinstance(values, dict) or not values:
-        return [(prefix, values)]
-    return [pair for key, value in values.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else str(key))]
+        yield prefix, values
+        return
+    for key, value in values.items():
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-def _details(info: RunInfo, label: str, heading: bool) -> str:
-    import yaml
+def _events(info: RunInfo) -> list[list[str]]:
+    return [[str(event.get(key, "")) for key in ("time", "kind", "step", "message")] for event in info.events]
 
-    parts = [f"<h2>{escape(label)}</h2>"] if heading else []
-    events = [[e.get("time", ""), e["kind"], str(e.get("step", "")), str(e.get("message", ""))] for e in info.events]
-    parts.append("<h2>Events</h2>" + (_table(events, ["time", "kind", "step", "what"]) if events else "<p>None.</p>"))
+
+def _texts(info: RunInfo) -> Iterator[tuple[str, str]]:
+    """Yield long texts about a run, each with its title."""
     config = yaml.safe_dump(info.config, sort_keys=False, allow_unicode=True, width=120)
-    parts.append(_folded("Config", config if info.config else "not recorded yet"))
+    yield "Config", config if info.config else "not recorded yet"
     for number, attempt in enumerate(info.attempts, 1):
-        parts.append(_folded(f"Environment of attempt {number}", json.dumps(attempt, indent=2, ensure_ascii=False)))
+        yield f"Environment of attempt {number}", json.dumps(attempt, indent=2, ensure_ascii=False)
     plan = info.path / "plan.txt"
     if plan.exists():
-        parts.append(_folded("Plan", plan.read_text("utf-8")))
-    return "\n".join(parts)
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details open><summary>{escape(title)}</summary><pre>{escape(text.strip())}</pre></details>"
-
-
-def _table(rows: Sequence[Sequence[str]], head: Sequence[str] | None = None) -> str:
-    lines = ["<table>"]
-    if head is not None:
-        lines.append("<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>")
-    lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    return "\n".join([*lines, "</table>"])
+        yield "Plan", plan.read_text("utf-8")
