@@ -50,7 +50,7 @@ class Reading:
     def error(self, text: list[int], wanted: int = 1) -> float:
         """Of the scores behind the last `wanted` tokens, relative to the largest of them."""
         found = scores_of(self.reader.read(text, wanted))[:wanted]
-        expected = np.stack([self.whole(text[: len(text) - wanted + 1 + row]) for row in range(wanted)])
+        expected = np.concatenate([self.whole(text[: len(text) - wanted + 1 + row])[0] for row in range(wanted)])
         return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 

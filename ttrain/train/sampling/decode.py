@@ -41,7 +41,7 @@ def extend_trace(model: CachedModel, count: int, rows: int, mask: str = CAUSAL) 
                 graph.output("logits", model.scores(picked))
                 return
             keep = ops.cast(graph.input(KEEP, TensorSpec((rows, 1), DType.FP32)), picked.spec.dtype)
-            logits, gate = cast(Any, model).pair_scores(ops.multiply(picked, keep))
+            logits, gate = cast("Any", model).pair_scores(ops.multiply(picked, keep))
             graph.output("logits", logits)
             graph.output("gate", gate)
 

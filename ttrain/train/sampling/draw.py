@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -18,8 +19,8 @@ from ttrain.train.sampling.stream import end_id
 from ttrain.train.task_settings import SampleConfig
 
 Probabilities = NDArray[np.float64]
-Scores = Callable[[list[int]], Array]  # text -> logits [V]
-Draft = Callable[[list[int]], tuple[Array, Array]]  # text -> logits [2, V], gate [2]
+# Text -> logits [n, V] of the tokens after it, and scores [n] of a gate that says how many are drawn; None draws all.
+Draft = Callable[[list[int]], tuple[Array, Array | None]]
 Verify = Callable[[list[int], list[int]], Array]  # text, drafted tokens -> logits [1 + drafted, V]
 
 
@@ -161,14 +162,6 @@ class ContextWindow:
         return text[lost:]
 
 
-@dataclass
-class Acceptance:
-    """Counts of tokens that were drafted and that a verifier accepted."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-
 @dataclass(frozen=True)
 class Continuation:
     """`tokens` token ids that continue a prompt. Models are asked about what the window shows of the text."""
@@ -179,30 +172,21 @@ class Continuation:
     tokens: int
     stream: int = 0  # number of the sample
 
-    def one_by_one(self, scores: Scores) -> Iterator[int]:
-        """Yield a token from each call of `scores`, which returns the logits fp32[V] of the token after a text."""
-        history = list(self.prompt)
-        for number in range(self.tokens):
-            token = self.sampler.choose(scores(self.window(history)), self.stream, number, history)
-            history.append(token)
-            yield token
-
-    def in_pairs(self, draft: Draft, gated: bool) -> Iterator[int]:
-        """Yield two tokens from each call of `draft`; where `gated`, one or two as the gate says.
-
-        `draft` returns the logits [2, V] of the two tokens after a text, and the gate's scores [2].
-        """
+    def drawn(self, draft: Draft) -> Iterator[int]:
+        """Yield the tokens that each call of `draft` scores, as many of them as its gate says."""
         history, sampler, stream = list(self.prompt), self.sampler, self.stream
         while (number := len(history) - len(self.prompt)) < self.tokens:
             logits, gate = draft(self.window(history))
-            emitted = sampler.gate(gate, stream, number) + 1 if gated else len(logits)
-            for row in logits[: min(emitted, self.tokens - number)]:
+            count = len(logits) if gate is None else sampler.gate(gate, stream, number) + 1
+            for row in logits[: min(count, self.tokens - number)]:
                 token = sampler.choose(row, stream, len(history) - len(self.prompt), history)
                 history.append(token)
                 yield token
 
-    def speculative(self, draft: Draft, verify: Verify, acceptance: Acceptance) -> Iterator[int]:
-        """Yield tokens from the distribution of `one_by_one`, up to three from each pair of calls.
+    def speculative(self, draft: Draft, verify: Verify, counts: Counter[str]) -> Iterator[int]:
+        """Yield tokens from the distribution of the verifier, up to three from each pair of calls.
+
+        `counts` takes in how many tokens were `drafted`, and how many of them `accepted`.
 
         `draft` proposes two tokens. `verify(text, drafted)` returns the logits [1 + drafted, V] of the token after the
         text and after each drafted one. A token drafted from q is accepted with probability min(1, p / q) of the
@@ -218,7 +202,7 @@ class Continuation:
             for row in draft(text)[0][:most] if most else ():
                 proposals.append(sampler.probabilities(row, history + drafted))
                 drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), Draw.DRAFT))
-            acceptance.drafted += len(drafted)
+            counts["drafted"] += len(drafted)
             rows = verify(text, drafted)
             for place, token in enumerate(drafted):
                 target, proposal, at = sampler.probabilities(rows[place], history), proposals[place], number + place
@@ -226,7 +210,7 @@ class Continuation:
                 if not accepted:
                     rest: Probabilities = np.maximum(target - proposal, 0)
                     token = sampler.draw(rest if rest.any() else target, stream, at)
-                acceptance.accepted += accepted
+                counts["accepted"] += accepted
                 history.append(token)
                 yield token
                 if not accepted:
@@ -238,17 +222,17 @@ class Continuation:
                     yield history[-1]
 
 
-def whole_text_scores(step: Step, vocabulary: int) -> Scores:
-    """Scores from the model's `logits` step, which computes a whole context for every token.
+def whole_text_scores(step: Step, vocabulary: int) -> Draft:
+    """Score one token at a time by the model's `logits` step, which computes a whole context for every token.
 
     The text is padded behind its last token, which a causal model does not look at.
     """
     context = step.inputs["tokens"].shape[1]
 
-    def scores(text: list[int]) -> Array:
+    def scores(text: list[int]) -> tuple[Array, None]:
         padded = np.zeros((1, context), np.int64)
         padded[0, : len(text)] = text
-        return checked(step({"tokens": padded, "position": len(text) - 1})["logits"], vocabulary)[0]
+        return checked(step({"tokens": padded, "position": len(text) - 1})["logits"], vocabulary), None
 
     return scores
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +15,8 @@ from ttrain.core.errors import ConfigError
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.base import Step, Trace
 from ttrain.train.protocols import Array
+from ttrain.train.sampling import draw
 from ttrain.train.sampling.decode import Reader, reading_traces, scores_of
-from ttrain.train.sampling.draw import (
-    Acceptance,
-    ContextWindow,
-    Continuation,
-    Sampler,
-    Scores,
-    checked,
-    whole_text_scores,
-)
 from ttrain.train.sampling.lengths import StepsByLength
 from ttrain.train.sampling.stream import Stop, print_text, stream_text
 from ttrain.train.steps.step_graph import StepGraph
@@ -70,9 +63,9 @@ class TokenSource:
     steps: StepsByLength
     config: SampleConfig
     vocabulary: int  # ids of the tokenizer: the model may have more
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    counts: Counter[str] = field(default_factory=Counter)  # of tokens that were drafted and accepted
     _readers: dict[str, Reader] = field(default_factory=dict)
-    _whole: Scores | None = None
+    _whole: draw.Draft | None = None
     _length: int = 0  # of the longest text
     _built: Mapping[str, Step] | None = None
 
@@ -87,7 +80,7 @@ class TokenSource:
         self._readers = {
             mask: Reader([built[name] for name in traces], length, mask, keeps) for mask, traces in reads.items()
         }
-        self._whole = None if reads else whole_text_scores(built[WHOLE], self.vocabulary)
+        self._whole = None if reads else draw.whole_text_scores(built[WHOLE], self.vocabulary)
 
     def _traces(self, length: int, graph: StepGraph) -> dict[str, Trace]:
         """Return all steps by name, for texts of the length that the graph is for."""
@@ -99,56 +92,50 @@ class TokenSource:
         """The ids of one sample, which continue the prompt; `number` tells samples apart."""
         config = self.config
         self.make_room(len(prompt) + config.tokens)
-        window = ContextWindow.of(self._length, config.slide)
-        text = Continuation(prompt, window, Sampler(config), config.tokens, number)
-        if config.mode == "ar":
-            return text.one_by_one(self._whole or self._next)
+        window = draw.ContextWindow.of(self._length, config.slide)
+        text = draw.Continuation(prompt, window, draw.Sampler(config), config.tokens, number)
         if config.mode == "speculative":
-            return text.speculative(self._draft, self._verify, self.acceptance)
-        return text.in_pairs(self._draft, gated=config.mode == "sat_variable")
+            return text.speculative(self._draft, self._verify, self.counts)
+        return text.drawn(self._whole or (self._next if config.mode == "ar" else self._draft))
 
-    def _next(self, text: list[int]) -> Array:
-        return checked(self._readers[CAUSAL].read(text, 1)["logits"], self.vocabulary)[0]
+    def _next(self, text: list[int]) -> tuple[Array, None]:
+        return self._verify(text, []), None
 
     def _verify(self, text: list[int], drafted: list[int]) -> Array:
-        return checked(self._readers[CAUSAL].read(text + drafted, 1 + len(drafted))["logits"], self.vocabulary)
+        return draw.checked(self._readers[CAUSAL].read(text + drafted, 1 + len(drafted))["logits"], self.vocabulary)
 
-    def _draft(self, text: list[int]) -> tuple[Array, Array]:
+    def _draft(self, text: list[int]) -> tuple[Array, Array | None]:
         outputs = self._readers[PAIRS].read(text, 2)
-        return checked(outputs["logits"], self.vocabulary), scores_of(outputs, "gate")[0]
+        gate = scores_of(outputs, "gate")[0] if self.config.mode == "sat_variable" else None
+        return draw.checked(outputs["logits"], self.vocabulary), gate
 
 
-class Clock:
-    """Counts tokens and the seconds between the first and the last: reading the prompt, and compiling, are left out."""
+def _timed(tokens: Iterator[int], seconds: list[float]) -> Iterator[int]:
+    """Yield the tokens of one sample, and note the time that each but the first one takes.
 
-    def __init__(self) -> None:
-        self.tokens, self.seconds = 0, 0.0
-
-    def timed(self, tokens: Iterator[int]) -> Iterator[int]:
-        """The tokens of one sample, counted."""
-        started = None
-        for token in tokens:
-            now = time.perf_counter()
-            if started is not None:
-                self.tokens, self.seconds = self.tokens + 1, self.seconds + now - started
-            started = now
-            yield token
-
-    def text(self) -> str:
-        speed = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else "too few tokens to time"
-        return f"After the first: {self.tokens} tokens in {self.seconds:.2f} s, {speed}."
+    The first one comes after reading the prompt, and after compiling.
+    """
+    started = None
+    for token in tokens:
+        now = time.perf_counter()
+        if started is not None:
+            seconds.append(now - started)
+        started = now
+        yield token
 
 
 def print_source(source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
     """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
-    clock, count, texts = Clock(), source.config.count, []
+    count, texts, seconds = source.config.count, [], list[float]()
     for number in range(count):
         if count > 1:
             print(f"--- sample {number + 1} of {count} ---")
-        drawn = clock.timed(source.tokens(prompt, number))
+        drawn = _timed(source.tokens(prompt, number), seconds)
         texts.append(stream_text(tokenizer, prompt, drawn, print_text, stop, echo=True))
         print(flush=True)
-    told, accepted, drafted = clock.text(), source.acceptance.accepted, source.acceptance.drafted
+    taken, accepted, drafted = sum(seconds), source.counts["accepted"], source.counts["drafted"]
+    speed = f"{len(seconds) / taken:.1f} tokens/s" if taken else "too few tokens to time"
+    told = f"After the first: {len(seconds)} tokens in {taken:.2f} s, {speed}."
     if drafted:
         told += f" {accepted} of {drafted} drafted tokens were accepted ({100 * accepted / drafted:.0f} %)."
     print(told, file=sys.stderr, flush=True)

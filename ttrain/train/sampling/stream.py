@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from ttrain.core.names import with_line_breaks
+from ttrain.data.end_token import end_ids, own_end
 from ttrain.data.tokenizer import Tokenizer
 
 
@@ -26,8 +27,6 @@ class Stop:
 
         `end_token` is data.end_token. What the tokenizer's model says of its end counts too.
         """
-        from ttrain.data.end_token import end_ids
-
         special = special_tokens(tokenizer)
         named = (tokenizer.token_id(text) for text in texts if text in special)
         ids = {end_id(tokenizer, end_token), *end_ids(getattr(tokenizer, "config", {})), *named}
@@ -45,41 +44,16 @@ class Stop:
         return Stop(self.ids | {tokenizer.token_id(found)}, self.texts)
 
 
-class _Writer:
-    """Writes a text that grows up to the first stop in it; what may be the beginning of one is held back."""
+def _shown(text: str, stops: Sequence[str]) -> tuple[int, bool]:
+    """Return how many characters of a growing text can be shown, and True if a stop ends it there.
 
-    def __init__(self, stop: Stop, write: Callable[[str], None]) -> None:
-        self._texts, self._write = stop.texts, write
-        self._held, self.pieces = "", list[str]()
-        self.stopped = False
-
-    def add(self, text: str) -> None:
-        """Goes on with `text`, a character at a time where stops are looked for: that which ends first counts."""
-        for piece in text if self._texts else [text]:
-            self._held += piece
-            found = [stop for stop in self._texts if self._held.endswith(stop)]
-            if found:
-                self._held = self._held[: -len(max(found, key=len))]
-                self.stopped = True
-                break
-        kept = 0 if self.stopped else max((_overlap(self._held, stop) for stop in self._texts), default=0)
-        self._put(len(self._held) - kept)
-
-    def close(self) -> str:
-        """Writes what was held back; the whole text."""
-        self._put(len(self._held))
-        return "".join(self.pieces)
-
-    def _put(self, count: int) -> None:
-        if count:
-            self.pieces.append(self._held[:count])
-            self._write(self.pieces[-1])
-            self._held = self._held[count:]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Number of characters at the end of a text that begin a stop."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+    That stop counts which ends first, and the longest of those. What may be the beginning of one is held back.
+    """
+    found = [(place + len(stop), -len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
+    if found:
+        return sum(min(found)), True
+    begun = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+    return len(text) - max(begun, default=0), False
 
 
 def stream_text(
@@ -97,19 +71,26 @@ def stream_text(
     if not echo or (len(prompt) == 1 and (prompt[0] in special or start in special_tokens(tokenizer))):
         start = ""
     write(start)
-    writer = _Writer(stop, write)
-    recent, shown = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
+    recent, known = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
+    whole, size, written, ends = "", 0, 0, False
     for token in takewhile(lambda token: token not in stop.ids, drawn):
         recent.append(token)
         text = tokenizer.decode(recent)
-        if len(text) > len(shown) and not text.endswith("\ufffd"):
-            writer.add(text[len(shown) :])
-            recent, shown = [token], tokenizer.decode([token])
-        if writer.stopped:
+        if len(text) > len(known) and not text.endswith("\ufffd"):
+            whole += text[len(known) :]
+            size, ends = _shown(whole, stop.texts)
+            if size > written:
+                write(whole[written:size])
+            recent, known, written = [token], tokenizer.decode([token]), max(size, written)
+        if ends:
             break
     else:
-        writer.add(tokenizer.decode(recent)[len(shown) :])
-    return start + writer.close()
+        whole += tokenizer.decode(recent)[len(known) :]
+        size, ends = _shown(whole, stop.texts)
+    whole = whole[:size] if ends else whole
+    if whole[written:]:
+        write(whole[written:])
+    return start + whole
 
 
 def print_text(text: str) -> None:
@@ -121,8 +102,6 @@ def print_text(text: str) -> None:
 
 def end_id(tokenizer: Any, end_token: str | None) -> int | None:
     """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
-    from ttrain.data.end_token import own_end
-
     end = own_end(tokenizer, end_token)
     return None if end is None else end.id
 
