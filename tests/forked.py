@@ -32,17 +32,19 @@ def forks() -> Any:
     return context
 
 
-def run(module: str, *words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    module: str, *words: str, cwd: Path = ROOT, seconds: float = SECONDS, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """What `python -m module words` does in a folder, with more variables in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
         process = forks().Process(target=_work, args=(module, words, cwd, {**os.environ, **environment}, said))
         process.start()
-        process.join(SECONDS)
+        process.join(seconds)
         code = process.exitcode
         if code is None:
             process.kill()
-        assert code is not None, f"{module} {words} ran for over {SECONDS} s"
+        assert code is not None, f"{module} {words} ran for over {seconds} s"
         return subprocess.CompletedProcess([module, *words], code, *(file.read_text("utf-8") for file in said))
 
 

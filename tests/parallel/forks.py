@@ -150,7 +150,7 @@ def under_way(rank: int, number: int, fault: Callable[[], object]) -> Change:
     """A fault of one rank in a step, as its first exchange has been started; another rank is late for it."""
 
     def change(here: int) -> None:
-        from ttrain.parallel.communication import CommunicationThread
+        from ttrain.parallel.distributed import CommunicationThread
 
         start, step = CommunicationThread.start, [0]
 
@@ -257,12 +257,8 @@ class Case:
     def __init__(self, name: str, folder: Path) -> None:
         change, own = FAULTS[name]
         mode = "zero1" if name in SHARDED else "ddp"
-        common = [
-            *TINY,
-            f"parallel={mode}",
-            f"parallel.timeout={3 if name in WAITING else 60}",
-            f"run.dir={folder / name}",
-        ]
+        timeout = 3 if name in WAITING else 60
+        common = [*TINY, f"parallel={mode}", f"parallel.timeout={timeout}", f"run.dir={folder / name}"]
         self._forks = Forks([[*common, *each] for each in own], folder / f"{name}.log", change)
         self._checkpoints, self._until = folder / name / "checkpoints", time.monotonic() + LIMIT
 

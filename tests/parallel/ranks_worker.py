@@ -130,20 +130,11 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
         for name, value in initial_values(model, seed=3).items():
             session.state.write(name, value)
         steps, prepare, data = session.build_training(), preparation(model), Samples()
-        step = TrainStep(steps, ROWS // SLICES // case.gradient_accumulation, 11, prepare, world=world)
-        results = [
-            step(data.batch("train", 0, ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)
-        ]
-        rows = ROWS // SLICES // case.gradient_accumulation
-        evaluated = Evaluation(
-            steps["evaluate"],
-            data,
-            rows,
-            None,
-            prepare,
-            world=world,
-            around=partial(averaged, steps),  # type: ignore[arg-type]
-        )()
+        rows, batch = ROWS // SLICES // case.gradient_accumulation, partial(data.batch, "train", 0)
+        step = TrainStep(steps, rows, 11, prepare, world=world)
+        results = [step(batch(ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)]
+        evaluates: Any = steps["evaluate"], data, rows, None, prepare
+        evaluated = Evaluation(*evaluates, world=world, around=partial(averaged, steps))()
         assert evaluated is not None and all(result.applied for result in results)
         found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
         found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]

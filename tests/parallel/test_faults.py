@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-REPO = Path(__file__).parents[2]
+from tests import forked
+
 INFINITE = (
     "Step 4: train/loss is inf. The first tensor with NaN or Inf is the activation that squared_error makes in loss "
 )
@@ -22,9 +19,7 @@ INFINITE += "(1 of 1 elements) on rank 1. The last good checkpoint is "
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By fault, what became of two ranks."""
     folder = tmp_path_factory.mktemp("forks")
-    command = [sys.executable, str(REPO / "tests" / "parallel" / "forks.py"), "--folder", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    done = forked.run("tests.parallel.forks", "--folder", str(folder), seconds=600)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

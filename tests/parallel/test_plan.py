@@ -105,7 +105,7 @@ def test_backward_hides_what_it_has_time_for() -> None:
     for ranks, hides in ((Ranks(0, 2, 2, bucket_mb=0.02), True), (Ranks(0, 2, 2), False)):
         work = Work(((1, tuple(last_step(ranks).launched)),), 0, 0)
         found = collectives(work, ranks)
-        whole, early = (link_seconds(sum(getattr(each, of) for each in found), 1.0) for of in ("nbytes", "early"))
+        whole, early = (link_seconds(sum(each[of] for each in found.values()), 1.0) for of in ("nbytes", "early"))
         assert (early > 0) == hides
 
         def exposed(computing: float, work: Work = work, ranks: Ranks = ranks) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import flat_offsets
-from ttrain.parallel.communication import CommunicationThread
+from ttrain.parallel.distributed import CommunicationThread
 from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum

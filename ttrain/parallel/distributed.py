@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from socket import socket
 from threading import Thread
 from typing import Any
@@ -20,7 +21,6 @@ from ttrain.core import errors
 from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.core.options import differences
 from ttrain.device.base import Launch
-from ttrain.parallel.communication import CommunicationStream, CommunicationThread
 from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
@@ -28,6 +28,7 @@ from ttrain.parallel.settings import ParallelConfig
 from ttrain.parallel.world import Numbers, T, World
 
 _EARLY_SECONDS = 30.0  # for ranks that end early to start
+_CLOSE_SECONDS = 1.0  # for what is under way as the ranks part
 
 
 class DistributedWorld(World):
@@ -41,7 +42,7 @@ class DistributedWorld(World):
             Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
         )
         wait = timedelta(seconds=config.timeout)
-        self._turns = 0  # of `leader_first` and `once`
+        self._turns = 0  # of `broadcast`
         name, store, self._failures = _failure_store(place, wait)
         self._lasting = dist.PrefixStore("ttrain", store)  # also over restarts by torchrun
         self._failures.rendezvous()
@@ -76,8 +77,8 @@ class DistributedWorld(World):
             dist.destroy_process_group()
 
     def agree(self, what: str, facts: Mapping[str, Any]) -> None:
-        given = json.dumps(facts)
-        for key, leaders, own in differences(json.loads(self.broadcast(given)), json.loads(given)):
+        given = json.loads(json.dumps(facts))
+        for key, leaders, own in differences(self.broadcast(given), given):
             raise UserError(
                 f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there. "
                 "Start all ranks with the same."
@@ -108,50 +109,33 @@ class DistributedWorld(World):
         return [dict(zip(names, row, strict=True)) for rows in every for row in rows.tolist()]
 
     def broadcast(self, value: T, rank: int = 0) -> T:
-        return json.loads(self._broadcast_text(json.dumps(value), rank))
-
-    def _broadcast_text(self, text: str, rank: int = 0) -> str:
-        """The text of one rank, which is not empty."""
-        size = torch.tensor([len(text.encode())], dtype=torch.int64)
-        with self._failures.waiting():
-            dist.broadcast(size, rank, group=self._host)
-            content = torch.zeros(int(size), dtype=torch.uint8)
-            if self.ranks.rank == rank:
-                content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-            dist.broadcast(content, rank, group=self._host)
-        return bytes(content.tolist()).decode()
+        self._turns += 1
+        key = f"turn/{self._turns}"
+        if self.ranks.rank == rank:
+            self.send(key, json.dumps(value))
+            return value
+        found: T = json.loads(self.receive(key, rank))
+        return found
 
     def once(self, work: Callable[[], str]) -> str:
-        key = self._turn()
-        if not self.leads:
-            error, text = json.loads(self.receive(key, 0))
-            if error:
-                raise getattr(errors, error, TtrainError)(text)
-            return text
+        told = ["", ""]  # the name of an error, and its message or the result
         try:
-            text = work()
-        except TtrainError as failure:
-            self.send(key, json.dumps([type(failure).__name__, str(failure)]))
+            told[1] = work() if self.leads else ""
+        except TtrainError as error:
+            self.broadcast([type(error).__name__, str(error)])
             raise
-        self.send(key, json.dumps(["", text]))
+        name, text = self.broadcast(told)
+        if name:
+            raise getattr(errors, name, TtrainError)(text)
         return text
 
     @contextmanager
     def leader_first(self) -> Iterator[None]:
-        key = self._turn()
         if not self.leads:
-            self.receive(key, 0)
+            self.broadcast("")
         yield
         if self.leads:
-            self.send(key, "")
-
-    def _turn(self) -> str:
-        self._turns += 1
-        return f"first/{self._turns}"
-
-    def barrier(self) -> None:
-        with self._failures.waiting():
-            dist.barrier(group=self._host)
+            self.broadcast("")
 
 
 def _store(place: Place, wait: timedelta, hosts: bool = False) -> dist.TCPStore:
@@ -193,6 +177,72 @@ def serve(listener: socket, count: int, timeout: float) -> FailureStore:
         address, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
     )
     return FailureStore(dist.PrefixStore(f"ttrain///{count}", store), -1, count, timeout)
+
+
+class CommunicationThread:
+    """A thread of the host for exchanges beside computing. Launches run in order, and none after one that raised."""
+
+    def __init__(self) -> None:
+        self._orders: SimpleQueue[Sequence[Launch]] = SimpleQueue()
+        self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._pending = 0
+        self._thread: Thread | None = None
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        """Return at once."""
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="exchange", daemon=True)
+            self._thread.start()
+        self._pending += 1
+        self._orders.put(launches)
+
+    def finish(self) -> None:
+        """Wait for all that was started. Raises what one of the launches raised."""
+        while self._pending:
+            outcome = self._outcomes.get()
+            self._pending -= 1
+            if outcome is not None:
+                raise outcome
+
+    def close(self) -> bool:
+        """End the thread once it has done what was started. Return False where that takes too long."""
+        if self._thread is None:
+            return True
+        self._orders.put(())
+        self._thread.join(_CLOSE_SECONDS)
+        return not self._thread.is_alive()
+
+    def _serve(self) -> None:
+        outcome: BaseException | None = None
+        while outcome is None and (launches := self._orders.get()):
+            try:
+                for launch in launches:
+                    launch()
+            except BaseException as error:
+                outcome = error
+            self._outcomes.put(outcome)
+
+
+class CommunicationStream:
+    """A stream of the GPU for exchanges. What is captured from a start to the finish goes into the graph in order."""
+
+    def __init__(self) -> None:
+        self._stream, self._pending = torch.cuda.Stream(), False
+
+    def start(self, launches: Sequence[Launch]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._pending = True
+        with torch.cuda.stream(self._stream):
+            for launch in launches:
+                launch()
+
+    def finish(self) -> None:
+        if self._pending:  # else there is nothing, and a capture may not wait for what it does not hold
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._pending = False
+
+    def close(self) -> bool:
+        return True
 
 
 class DistributedGroup:

@@ -14,9 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, RankFailed, TtrainError
+
+if TYPE_CHECKING:  # a process that starts ranks need not load torch
+    from torch.distributed import Store
 
 E = TypeVar("E", bound=BaseException)
 _BEAT_SECONDS = 1.0
@@ -26,15 +29,6 @@ _GRACE_SECONDS = 5.0  # for a rank to end by itself after a failure
 _LEADER_SECONDS = 3.0  # at most, that other ranks let the leading one speak first where all fail alike
 _LOOK_SECONDS = 0.02
 _FAILURE = "failure"
-
-
-class Store(Protocol):
-    """Interface of torch.distributed.TCPStore; every method raises RuntimeError where its server is gone."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, wanted: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class FailureStore:
     """
 
     def __init__(self, store: Store, rank: int, count: int, timeout: float, led: bool = False) -> None:
-        """`led` tells that the store is the leading rank's, and goes with it."""
+        """`led` tells that the store, which raises RuntimeError once it is gone, goes with the leading rank."""
         self._store, self._rank, self._count, self._timeout, self._led = store, rank, count, timeout, led
         self._failure: Failure | None = None
         self._ends, self._left = threading.Event(), threading.Event()
@@ -64,11 +58,6 @@ class FailureStore:
         self._waits: dict[int, int] = {}  # thread -> how many waits for other ranks it is in
         self._joined: dict[int, threading.Thread] = {}  # thread -> the thread of this rank that it waits for
         self._beats = 0
-
-    def watch(self) -> None:
-        """Start to show that this rank lives, and to look for failures."""
-        self._beat()
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def leave(self) -> None:
         """Let the others end as they like from now on."""
@@ -95,8 +84,9 @@ class FailureStore:
         return text
 
     def rendezvous(self) -> None:
-        """Wait until all ranks are there. Raises TtrainError naming those that did not come."""
-        self.watch()
+        """Show from now on that this rank lives, and wait for all. Raises RankFailed naming those that did not come."""
+        self._beat()
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         until = time.monotonic() + self._timeout
         missing = [rank for rank in range(self._count) if rank != self._rank]
         while missing := [rank for rank in missing if self._state_of(rank) is None]:

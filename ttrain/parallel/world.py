@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ttrain.device.base import Group
 from ttrain.parallel.ranks import Ranks, tree_sum
 
-T = TypeVar("T", bound=float | str | bool)
+T = TypeVar("T")  # a JSON value
 Numbers = Mapping[str, float]  # truth values count as numbers
 
 
@@ -48,6 +48,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        self.gather([{"here": True}])
 
     def close(self) -> None:
         """Leave the other ranks; at the end of `together` this is done."""
@@ -80,7 +81,7 @@ class World:
 
     def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
         """The sums over all slices of numbers that this rank has for its own, added in one order."""
-        return tree_sum(self.gather(records), _added)
+        return tree_sum(self.gather(records), lambda x, y: {name: value + y[name] for name, value in x.items()})
 
     def first(self, found: tuple[int, str] | None) -> str | None:
         """Return the text that comes first by its place among those that ranks have found, and say whose it is."""
@@ -95,7 +96,3 @@ class World:
         """Return the largest number that any rank has, by name."""
         gathered = self.gather([numbers])
         return {name: max(record[name] for record in gathered) for name in numbers}
-
-
-def _added(x: dict[str, float], y: dict[str, float]) -> dict[str, float]:
-    return {name: value + y[name] for name, value in x.items()}
