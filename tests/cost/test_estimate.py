@@ -32,8 +32,8 @@ from ttrain.device.ttnn.cost.step_time import CardStep, estimate, split_time
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.graph import Graph, Kind, Node
 from ttrain.train.forecast import step_cost, step_time
-from ttrain.train.forecast.memory_picture import memory_over_time
 from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.show import memory_over_time
 from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, timing
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
@@ -65,27 +65,6 @@ def test_a_host_estimate_adds_the_kernels_up(work: Work) -> None:
     assert [way.engine for way in both.ways] == ["static", "traced", "dynamic"]
     alone = host_estimate(work, {"traced": traced}, "traced", 1e9)
     assert alone.time is traced and len(alone.ways) == 1
-
-
-def product(rows: int) -> list[Node]:
-    graph = Graph()
-    x, weight = graph.input("x", TensorSpec((rows, 64))), graph.input("weight", TensorSpec((64, 64)))
-    return [ops.matmul(x, weight).producer, ops.gelu(graph.input("small", TensorSpec((8,)))).producer]
-
-
-def test_a_long_kernel_is_timed_on_fewer_rows_and_its_time_scaled(tmp_path: Path) -> None:
-    machine, path = Machine(), tmp_path / "kernels.json"
-    whole, part = product(4096), product(1024)
-    assert RATES.seconds(whole[0]) > step_time.LONG
-    expected = pytest.approx([2 * RATES.seconds(node) for node in whole])
-    times = machine.times(path)
-    assert list(times.of(work_of(whole), work_of(part)).values()) == expected
-    assert machine.now == pytest.approx(2 * 2 * (RATES.seconds(part[0]) + RATES.seconds(whole[1])))
-    assert times.measured == 2 and not times.note
-    assert list(machine.times(path, 0).of(work_of(whole)).values()) == expected  # kept as that of all rows
-    # A plan of other ops stands for nothing.
-    other = machine.times(tmp_path / "other.json").of(work_of(whole), work_of(part[::-1]))
-    assert list(other.values()) == expected
 
 
 def test_kernels_are_timed_once_and_remembered_those_of_a_traced_step_as_they_are_compiled(

@@ -38,9 +38,8 @@ def test_every_node_of_a_step_is_timed(
         for what in ("launches", "flops", "nbytes", "seconds"):
             total = sum(group[what] for group in found[groups].values())
             assert total == pytest.approx(sum(node[what] for node in nodes))
-    assert (
-        not [name for name in found["parts"] if name.startswith(("lr/", "backward"))] and "(update)" in found["parts"]
-    )
+    parts = found["parts"]
+    assert not [name for name in parts if name.startswith(("lr/", "backward"))] and "(update)" in parts
     assert {node["stage"] for node in nodes} == {"forward", "backward", "update"}
     assert max(node["launches"] for node in nodes) == (4 if accumulated else 1)
     events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
@@ -73,9 +72,9 @@ def test_medians_shares_and_roofs_are_of_the_spans() -> None:
         for at, took in ((0.0, 2.0), (10.0, 4.0), (20.0, 30.0))
     ]
     profile = NodeProfile.of("cpu", "static", 1, [4.0, 5.0, 40.0], [6.0, 6.0, 6.0], Rates(1e4, 1e3), steps, {})
-    assert profile.overhead == pytest.approx(0.2) and profile.whole.seconds == 6 and profile.whole.launches == 3
-    assert profile.nodes[product].seconds == 4 and profile.nodes[product].roof == pytest.approx(4400 / 1e3)
-    assert profile.nodes[total].flops == 2 * 300 and profile.nodes[total].roof == pytest.approx(2 * 2400 / 1e3)
+    assert profile.overhead == pytest.approx(0.2) and profile.whole["seconds"] == 6 and profile.whole["launches"] == 3
+    assert profile.nodes[product]["seconds"] == 4 and profile.nodes[product]["roof"] == pytest.approx(4400 / 1e3)
+    assert profile.nodes[total]["flops"] == 2 * 300 and profile.nodes[total]["roof"] == pytest.approx(2 * 2400 / 1e3)
     assert list(profile.by(part_of)) == ["blocks.*.attention", "(forward)"]
     assert len(profile.tables()[0].rows) == 1 and profile.tables()[0].rows[0][0] == "blocks.3.attention"
     names = [event["name"] for event in profile.trace()["traceEvents"]]

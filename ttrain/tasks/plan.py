@@ -25,20 +25,12 @@ from ttrain.engine.base import Step
 from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.nn.module import ADAPTER
 from ttrain.optim.groups import frozen_count
-from ttrain.tasks.training.expected import (
-    changed,
-    expected_time,
-    micro_batches,
-    planned_session,
-    planned_steps,
-    schedule_of,
-)
+from ttrain.tasks.training import expected
 from ttrain.train.forecast.communication import collectives, communication_table
 from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit_text
-from ttrain.train.forecast.memory_picture import save_picture
 from ttrain.train.forecast.out_of_memory import shrinking_keys
-from ttrain.train.forecast.plan_report import PlanReport, op_table, padding_table, padding_values, plan_report
-from ttrain.train.forecast.show import product_ways, show, show_plan, show_ways
+from ttrain.train.forecast.plan_report import PlanReport, op_table, padding, plan_report
+from ttrain.train.forecast.show import product_ways, save_picture, show, show_plan, show_ways
 from ttrain.train.steps.resident import resident_by_default
 from ttrain.train.steps.session import Session
 
@@ -52,7 +44,7 @@ def run(config: Config) -> None:
         print(measured + "\n")
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     dataset = _dataset(config)
-    with planned_session(config, dataset) as session:
+    with expected.planned_session(config, dataset) as session:
         with Waiting("Planning"):
             steps = session.build_training()
             report = plan_report(session.graph, session.state, steps)
@@ -69,7 +61,9 @@ def run(config: Config) -> None:
             values = {**report.to_dict(), "products": products, **extra.values}
             _write_json(config, session.engine.device.name, values)
         if chosen.picture is not None:
-            _draw(chosen.picture, report, steps)
+            plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan}
+            save_picture(plans, report.placed, Path(chosen.picture))
+            print(f"Memory over time: {chosen.picture}")
 
 
 def _recorded(op: str, *specs: TensorSpec) -> Node:
@@ -103,7 +97,7 @@ def _title(config: Config, session: Session, unread: bool) -> str:
         parts.append(f"vocabulary {vocabulary}{given}")
     if unread and resident_by_default(config.data, model, device):
         parts.append("no data is read, so none is counted on the device; data.resident=device counts it")
-    schedule = schedule_of(config)
+    schedule = expected.schedule_of(config)
     if len(schedule.phases) > 1:
         parts.append(f"{schedule.text()}; this is the plan of the largest")
     if config.engine.name == "dynamic":
@@ -137,12 +131,13 @@ class _Extra:
         self, config: Config, dataset: Dataset | None, session: Session, steps: Mapping[str, Step], report: PlanReport
     ) -> None:
         self.config, self.session, self.steps, self.report = config, session, steps, report
-        self.planned = partial(planned_steps, config, dataset)
         self.dataset, self.device = dataset, session.engine.device
         self.tables: list[Table] = []
         self.values: dict[str, Any] = {}
         self.smaller: list[str] = []  # overrides that take less, where it does not fit
-        self._padding()
+        if not self.device.arenas:
+            self.values["tile_padding"], table = padding(session.state, steps, self.device)
+            self.tables.append(table)
         if config.lora.rank:
             self._adapters()
         if session.graph.ranks.count > 1:
@@ -152,15 +147,11 @@ class _Extra:
     def slow_tables(self) -> Iterator[Table]:
         """Yield the tables that are timed or searched for, each as soon as it is known."""
         if self.smaller and not self.values["fits"]["fits"]:
-            with Waiting("Planning what takes less"):
-                smaller = self._smaller()
-            yield smaller
+            yield self._smaller()
         if self.config.plan.time:
             yield from self._time()
         if self.config.plan.limits:
-            with Waiting("Searching the largest micro-batch and context that fit"):
-                limits = self._limits()
-            yield limits
+            yield self._limits()
 
     def _available(self) -> tuple[int, str] | None:
         """Return the bytes to fit into, and where the number is from; None if it can't be told."""
@@ -190,16 +181,12 @@ class _Extra:
         ways = {key: [key] for key in self.smaller} | {"all of these": self.smaller}
         if not self.config.lora.rank:
             ways |= {"lora.rank=8": ["lora.rank=8"], "lora.rank=8 and all of these": ["lora.rank=8", *self.smaller]}
-        needed = {label: self._memory(*way) for label, way in ways.items()}
+        with Waiting("Planning what takes less"):
+            needed = {label: self._memory(*way) for label, way in ways.items()}
         self.values["smaller"] = {" ".join(ways[label]): size for label, size in needed.items()}
         rows = [(label, format_bytes(size), "yes" if size <= available else "no") for label, size in needed.items()]
         note = "With lora.rank the model is frozen, and adapters are trained beside it."
         return Table("What takes less", ("", "planned memory", "fits"), rows, (note,) * (not self.config.lora.rank))
-
-    def _padding(self) -> None:
-        if not self.device.arenas:
-            self.values["tile_padding"] = padding_values(self.session.state, self.steps, self.device)
-            self.tables.append(padding_table(self.values["tile_padding"]))
 
     def _adapters(self) -> None:
         """Add a table of what training takes with the model frozen, and without."""
@@ -217,15 +204,16 @@ class _Extra:
     def _communication(self) -> None:
         ranks = self.session.graph.ranks
         found = collectives(Work.of(self.steps, self.report.per_step), ranks)
-        self.values["communication"] = {each.name: vars(each) for each in found}
+        self.values["communication"] = found
         self.tables.append(communication_table(found, ranks, self.config.parallel.link_gbps))
 
     def _time(self) -> list[Table]:
         config = self.config
-        found = expected_time(config, self.session, self.steps, self.report, config.plan.seconds, self.planned)
+        planned = partial(expected.planned_steps, config, self.dataset)
+        found = expected.expected_time(config, self.session, self.steps, self.report, config.plan.seconds, planned)
         if isinstance(found, str):
             return [Table("Expected time of one optimizer step", ("", ""), [], (found,))]
-        count, schedule = config.train.steps, schedule_of(config)
+        count, schedule = config.train.steps, expected.schedule_of(config)
         run = schedule.in_steps_of(schedule.phases[-1], 0, count) * found.time.total
         self.values["expected"] = {**found.to_dict(), "run_s": run}
         step, ways = found.tables()
@@ -238,17 +226,17 @@ class _Extra:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
             return Table("Largest that fits", ("", ""), [], (note,))
         available, source = known
-        parts, context = micro_batches(self.config), build.data_sizes(self.config.model).context
-        each = self.config.train.batch_size // parts
-        rows = largest(
-            lambda rows: self._memory(f"train.batch_size={rows * parts}"), each, available, self.device.chips
-        )
-        found = {"micro_batch": vars(rows)}
-        lines = [("micro-batch, at this context", limit_text(rows, "micro-batch"))]
-        if context is not None:
-            length = largest(lambda length: self._memory(f"model.context={length}"), context, available, step=32)
-            found["context"] = vars(length)
-            lines.append(("context, at this micro-batch", limit_text(length, "context")))
+        train, context = self.config.train, build.data_sizes(self.config.model).context
+        parts = train.gradient_accumulation * self.session.graph.ranks.slices  # of a batch
+        rows, chips = train.batch_size // parts, self.device.chips
+        with Waiting("Searching the largest micro-batch and context that fit"):
+            size = largest(lambda rows: self._memory(f"train.batch_size={rows * parts}"), rows, available, chips)
+            found = {"micro_batch": vars(size)}
+            lines = [("micro-batch, at this context", limit_text(size, "micro-batch"))]
+            if context is not None:
+                size = largest(lambda length: self._memory(f"model.context={length}"), context, available, step=32)
+                found["context"] = vars(size)
+                lines.append(("context, at this micro-batch", limit_text(size, "context")))
         self.values["largest"] = {"available_bytes": available, "source": source, **found}
         note = f"Of {format_bytes(available)}, {source}; what the runtime itself takes comes on top."
         return Table("Largest that fits", ("", "value (planned memory)"), lines, (note,))
@@ -257,17 +245,11 @@ class _Extra:
         """Return the planned bytes of the training steps with overrides such as model.recompute=block."""
         pairs = (override.partition("=") for override in overrides)
         changes = {key: yaml.safe_load(value) for key, _, value in pairs}
-        with planned_session(changed(self.config, changes), self.dataset) as session:
+        with expected.planned_session(expected.changed(self.config, changes), self.dataset) as session:
             steps = session.build_training(further=False).values()
             plans = [step.plan for step in steps if step.plan is not None]
             state = sum(session.state.nbytes(kind, on_host=False) for kind in Kind if kind.is_state)
             return state + max(plan.arena_bytes + plan.outside_bytes for plan in plans)
-
-
-def _draw(file: str, report: PlanReport, steps: Mapping[str, Step]) -> None:
-    plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan is not None}
-    save_picture(plans, report.placed, Path(file))
-    print(f"Memory over time: {file}")
 
 
 def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:

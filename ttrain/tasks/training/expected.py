@@ -18,16 +18,17 @@ from ttrain.config.schema import Config
 from ttrain.config.validate import rule_problems
 from ttrain.core.units import format_duration
 from ttrain.data.batches import Dataset
-from ttrain.device.base import Device
 from ttrain.device.info import SILICON, info_of
 from ttrain.device.timing import Estimate, StepTime, Work
 from ttrain.engine.base import Step
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import check_groups, flat_parameters
+from ttrain.tasks.training.run import Run
+from ttrain.train.forecast import peak
 from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
 from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.plan_report import PlanReport, plan_report
-from ttrain.train.forecast.step_time import LONG, KernelTimes, host_estimate, host_time, machine_name, timing
+from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, machine_name, timing
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
@@ -80,11 +81,6 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def micro_batches(config: Config) -> int:
-    """Return into how many equal parts a batch is divided."""
-    return config.train.gradient_accumulation * build.planned_ranks(config.parallel).slices
-
-
 def schedule_of(config: Config) -> PhaseSchedule:
     """Return what the steps of a run read; the context is that of the config."""
     return PhaseSchedule.of(config.train, build.data_sizes(config.model).context)
@@ -101,7 +97,7 @@ def expected_time(
     """Return the expected time of one optimizer step, or why there is none.
 
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
-    A `planner` is for what other engines take, and for timing long kernels on fewer rows.
+    A `planner` is for what other engines take.
     """
     import torch
 
@@ -120,17 +116,7 @@ def expected_time(
         return f"device={device.name} computes nothing."
     if device.name == "cuda" and not torch.cuda.is_available():
         return "There is no GPU here whose kernels could be timed."
-    planned = None if planner is None else lambda changes: Work.of(planner(changes), report.per_step)
-    return _on_this_machine(config, device, work, seconds, planned)
-
-
-def _on_this_machine(
-    config: Config, device: Device, work: Work, seconds: float, planned: Callable[[Mapping[str, Any]], Work] | None
-) -> Estimate:
-    """Open the device only where a kernel has not been timed yet, and there is time for it."""
-    from ttrain.train.forecast.peak import measured_rates
-
-    rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
+    rates = peak.measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
     machine = machine_name(device.name, getattr(device, "threads", None))
     named = replace(config.device, name=device.name)
@@ -141,12 +127,13 @@ def _on_this_machine(
     for engine in ("traced", "static") if own == "traced" else ("static", "traced"):
         other: Work | None = work
         if times and device.compiles:  # what a device captures are the launches of static
-            other = None if planned is None else planned({"engine": engine})
+            other = None if planner is None else Work.of(planner({"engine": engine}), report.per_step)
         if other is None:
             continue
+        # The device is opened only where a kernel has not been timed yet, and there is time for it.
         timer = partial(timing, lambda: closing(build.build_device(named)), other.compiler)
         kernels = KernelTimes(timer, machine, rates, seconds, other.compiler)
-        time = host_time(other, kernels.of(other, _on_fewer_rows(config, engine, other, rates, planned)), engine)
+        time = host_time(other, kernels.of(other), engine)
         seconds = kernels.seconds
         if not times or not kernels.note:
             source += kernels.note
@@ -159,22 +146,10 @@ def _on_this_machine(
     return host_estimate(work, times, own, rates.flops)
 
 
-def _on_fewer_rows(
-    config: Config, engine: str, work: Work, rates: Rates, planned: Callable[[Mapping[str, Any]], Work] | None
-) -> Work | None:
-    """Return the work on rows that make the longest kernel short, or one; None where it is short already."""
-    longest = max((rates.seconds(node) for _, nodes in work.nodes for node in nodes), default=0.0)
-    parts = micro_batches(config)
-    rows = config.train.batch_size // parts
-    fewer = max(1, int(rows * LONG / longest)) if longest > LONG else rows
-    changes = {"engine": engine, "train.batch_size": fewer * parts}
-    return None if planned is None or fewer == rows else planned(changes)
-
-
 def _communicating(config: Config, work: Work, time: StepTime, rates: Rates) -> StepTime:
     """Return the time of a step with its communication, of which a part goes on beside computing."""
     ranks, gbps = build.planned_ranks(config.parallel), config.parallel.link_gbps
-    sent = sum(each.nbytes for each in collectives(work, ranks))
+    sent = sum(each["nbytes"] for each in collectives(work, ranks).values())
     if not sent:
         return time
     exposed = exposed_seconds(work, ranks, gbps, time.total, rates.seconds)
@@ -203,23 +178,21 @@ class Forecast:
         return parts
 
 
+@dataclass
 class Pace:
     """Says how long a run takes where that is more than `limit` seconds, and what takes less."""
 
-    def __init__(
-        self,
-        expected: Forecast,
-        limit: float,
-        say: Callable[[str], None],
-        others: Callable[[], Sequence[tuple[str, float]]],
-    ) -> None:
-        """`others` finds commands that take less, with their share of this run's time. It is asked of long runs."""
-        self.expected, self._limit, self._say, self._others = expected, limit, say, others
-        self._done, self._seconds, self._told = 0, 0.0, False
+    expected: Forecast
+    limit: float
+    say: Callable[[str], None]
+    others: Callable[[], Sequence[tuple[str, float]]]  # commands that take less, with their share of this run's time
+    _done: int = 0
+    _seconds: float = 0.0
+    _told: bool = False
 
     def announce(self) -> None:
         """Say before the first step where the run is expected to take long."""
-        if self.expected.total > self._limit:
+        if self.expected.total > self.limit:
             self._tell(self.expected, "is expected to take")
 
     def __call__(self, seconds: float) -> None:
@@ -233,47 +206,38 @@ class Pace:
         evaluation = was.evaluation * step / was.step if was.step else 0.0
         found = replace(was, step=step, steps=max(was.steps - self._done, 0), evaluation=evaluation)
         if self._told:
-            self._say(
+            self.say(
                 f"By its steps 2 to {self._done}, this run takes about {format_duration(found.total)} more: "
                 f"{found.text()}; {format_duration(was.step)} a step was expected."
             )
-        elif found.total > self._limit:
+        elif found.total > self.limit:
             self._tell(found, f"takes, by its steps 2 to {self._done},")
 
     def _tell(self, forecast: Forecast, how: str) -> None:
         self._told = True
-        self._say(f"This run {how} about {format_duration(forecast.total)}: {forecast.text()}. It goes on.")
-        others = self._others()
+        self.say(f"This run {how} about {format_duration(forecast.total)}: {forecast.text()}. It goes on.")
+        others = self.others()
         if others:
-            self._say("These take less, by the same reckoning:")
+            self.say("These take less, by the same reckoning:")
         for command, share in others:
-            self._say(f"  {format_duration(share * forecast.total):>11}  {command}")
+            self.say(f"  {format_duration(share * forecast.total):>11}  {command}")
 
 
-def pace_of(
-    config: Config,
-    dataset: Dataset,
-    session: Session,
-    steps: Steps,
-    step: int,
-    say: Callable[[str], None],
-    continues: bool,
-) -> Pace:
-    """Return the pace of a run after `step`, with ways to take less where the run does not `continue` another."""
-    hours, count = config.train.long_hours, config.train.steps
-    schedule = schedule_of(config)
+def pace_of(run: Run, session: Session, steps: Steps, step: int, say: Callable[[str], None]) -> Pace:
+    """Return the pace of a run after `step`, with ways to take less where the run does not continue another."""
+    config = run.config
+    hours, count, schedule = config.train.long_hours, config.train.steps, schedule_of(config)
     left = schedule.in_steps_of(schedule.at(step + 1), step, count)
     plain = Forecast(0.0, left, 0.0, evaluations_left(step, count, config.train.eval_every))
     if hours is None or step >= count:
         return Pace(plain, math.inf, say, list)
-    runs, found = _Runs(config, dataset, plain), plain
+    runs, found = _Runs(config, run.dataset, plain), plain
     if info_of(config.device).mode(config.device) == SILICON:
         built = all(each.plan is not None for each in steps.values())
         found = runs.forecast(config, session, steps) if built else runs.planned(config)
-    silent = continues or not found.step
-    return Pace(
-        found, 3600 * hours, say, list if silent else lambda: runs.others(found.total, session.engine.device.name)
-    )
+    if run.origin.point is not None or not found.step:
+        return Pace(found, 3600 * hours, say, list)
+    return Pace(found, 3600 * hours, say, partial(runs.others, found.total, session.engine.device.name))
 
 
 def evaluations_left(step: int, steps: int, every: int | None) -> int:
@@ -284,12 +248,13 @@ def evaluations_left(step: int, steps: int, every: int | None) -> int:
     return due + (every is None or steps % every != 0)
 
 
+@dataclass(frozen=True)
 class _Runs:
     """Forecasts of a run and of changes to it, each by its plan."""
 
-    def __init__(self, config: Config, dataset: Dataset, plain: Forecast) -> None:
-        """`plain` knows what is left, and no time of a step."""
-        self._config, self._dataset, self._plain = config, dataset, plain
+    config: Config
+    dataset: Dataset
+    plain: Forecast  # knows what is left, and no time of a step
 
     def forecast(self, config: Config, session: Session, steps: Steps) -> Forecast:
         """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were measured."""
@@ -297,42 +262,39 @@ class _Runs:
         train = expected_time(config, session, steps, report)
         batch = expected_time(config, session, steps, replace(report, per_step={"evaluate": 1}))
         if isinstance(train, str) or isinstance(batch, str):
-            return self._plain
-        return replace(self._plain, step=train.time.total, evaluation=batch.time.total * self._batches(config))
+            return self.plain
+        rows = config.train.batch_size // config.train.gradient_accumulation
+        own, other = (build.data_sizes(each.model).context or 1 for each in (self.config, config))
+        available = self.dataset.val_samples * own / other  # a whole split has more sequences where they are shorter
+        batches = math.ceil(min(config.train.eval_sequences or available, available) / rows)
+        return replace(self.plain, step=train.time.total, evaluation=batch.time.total * batches)
 
     def planned(self, config: Config) -> Forecast:
         """Forecast by plans made for this: of another config, or where the engine makes none."""
-        with planned_session(config, self._dataset) as session:
+        with planned_session(config, self.dataset) as session:
             return self.forecast(config, session, session.build_training())
-
-    def _batches(self, config: Config) -> int:
-        """Return the number of batches of an evaluation; a whole split has more sequences where they are shorter."""
-        rows = config.train.batch_size // config.train.gradient_accumulation
-        own, other = (build.data_sizes(each.model).context or 1 for each in (self._config, config))
-        available = self._dataset.val_samples * own / other
-        return math.ceil(min(config.train.eval_sequences or available, available) / rows)
 
     def others(self, total: float, device: str) -> list[tuple[str, float]]:
         """Return commands that take less than a run of `total` seconds, with their share of its time."""
         found: list[tuple[str, float]] = []
         together: dict[str, Any] = {}
-        for changes in single_changes(self._config, device):
+        for changes in single_changes(self.config, device):
             if (share := self._share(changes, total)) < LESS:
-                found.append((command(self._config, changes), share))
+                found.append((command(self.config, changes), share))
                 together |= changes
         if len(found) > 1 and (share := self._share(together, total)) < LESS:
-            found.append((command(self._config, together), share))
+            found.append((command(self.config, together), share))
         last = []
-        for changes in smaller_presets(self._config):
+        for changes in smaller_presets(self.config):
             if (share := self._share(changes, total)) < LESS:
-                last.append((command(self._config, changes), share))
-            if share * total <= 3600 * (self._config.train.long_hours or 0):
+                last.append((command(self.config, changes), share))
+            if share * total <= 3600 * (self.config.train.long_hours or 0):
                 break
         return found + last[-SHOWN:]
 
     def _share(self, changes: Mapping[str, Any], total: float) -> float:
         """Return the share of the run's time with these changes; inf where they don't go together with the rest."""
-        config = changed(self._config, changes)
+        config = changed(self.config, changes)
         return math.inf if rule_problems(config) else self.planned(config).total / total
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 from ttrain.core.tables import Table
@@ -15,31 +14,22 @@ from ttrain.parallel.ranks import Ranks
 _START = "_start"  # ends the names of what runs beside computing
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One kind of collective: how often a step calls it, and the bytes that one rank sends by it.
+def collectives(work: Work, ranks: Ranks) -> dict[str, dict[str, int]]:
+    """Return, by kind of collective, its calls in an optimizer step and the bytes that one rank sends by it.
 
     `early` bytes of these are under way before backward has ended.
     """
-
-    name: str
-    calls: int
-    nbytes: int
-    early: int = 0
-
-
-def collectives(work: Work, ranks: Ranks) -> list[Collective]:
-    """Return the collectives of one optimizer step, each by its name."""
-    found: dict[str, Collective] = {}
+    found: dict[str, dict[str, int]] = {}
     for times, nodes in work.nodes:
         end = max((place for place, node in enumerate(nodes) if node.stage is Stage.BACKWARD), default=0)
         for place, node in enumerate(nodes):
-            nbytes = times * sent_bytes(node, ranks)
-            if nbytes:
+            if nbytes := times * sent_bytes(node, ranks):
                 name = node.op.name.removesuffix("_state").removesuffix(_START)
-                had, early = found.get(name, Collective(name, 0, 0)), nbytes if place < end else 0
-                found[name] = Collective(name, had.calls + times, had.nbytes + nbytes, had.early + early)
-    return list(found.values())
+                sent = found.setdefault(name, {"calls": 0, "nbytes": 0, "early": 0})
+                sent["calls"] += times
+                sent["nbytes"] += nbytes
+                sent["early"] += nbytes if place < end else 0
+    return found
 
 
 def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, weigh: Callable[[Node], float]) -> float:
@@ -88,17 +78,14 @@ def link_seconds(nbytes: int, gbps: float) -> float:
     return 8 * nbytes / (1e9 * gbps)
 
 
-def communication_table(found: Sequence[Collective], ranks: Ranks, gbps: float) -> Table:
+def communication_table(found: Mapping[str, Mapping[str, int]], ranks: Ranks, gbps: float) -> Table:
     """Return a table for people."""
-    total = Collective("all", *(sum(getattr(each, name) for each in found) for name in ("calls", "nbytes", "early")))
-
-    def told(nbytes: int) -> str:
-        return duration(link_seconds(nbytes, gbps))
-
+    total = {key: sum(sent[key] for sent in found.values()) for key in ("calls", "nbytes", "early")}
     rows = [
-        (each.name, str(each.calls), *map(format_bytes, (each.nbytes, each.early)), told(each.nbytes))
-        for each in (*found, total)
-    ]
+        (name, str(sent["calls"]), format_bytes(sent["nbytes"]), format_bytes(sent["early"]),
+         duration(link_seconds(sent["nbytes"], gbps)))
+        for name, sent in (*found.items(), ("all", total))
+    ]  # fmt: skip
     title = f"Communication of one of {ranks.count} ranks per optimizer step"
     note = f"At {gbps:g} Gbit/s (parallel.link_gbps); what is sent early goes on beside backward."
     return Table(title, ("collective", "calls", "bytes sent", "early", "time"), rows, (note,))

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from ttrain.core.units import format_bytes
 
-TRIES = 10  # plans per limit, at most
+TRIES = 14  # plans per limit, at most
 CEILING = 2**20
 CLOSE = 0.95  # of the memory: a plan above it has little room for what is in no plan
 
@@ -26,36 +28,24 @@ class Limit:
 def largest(needed: Callable[[int], int], start: int, available: int, step: int = 1, ceiling: int = CEILING) -> Limit:
     """The largest multiple of `step` up to `ceiling` whose plan fits, to about 2 %.
 
-    `needed(value)` plans it and gives its bytes, which grow with the value, in a line or faster. The next to be planned
-    is by turns where the line through the two nearest plans meets the memory, and the middle between them.
+    `needed(value)` plans it and gives its bytes, which grow with the value. Larger ones are planned until one does not
+    fit, then the middle between the largest that fits and the least that does not.
     """
-    fits, over = (0, 0), (0, 0)  # (value, bytes) of the largest known to fit and of the least known not to
-    value = _multiple(start, step)
-    for number in range(TRIES):
+    fits, over, value = Limit(0, 0), ceiling + step, _multiple(start, step)
+    for _ in range(TRIES):
         nbytes = needed(value)
         if nbytes <= available:
-            fits = max(fits, (value, nbytes))
+            fits = Limit(value, nbytes, capped=value >= ceiling)
         else:
-            over = min(over, (value, nbytes)) if over[0] else (value, nbytes)
-        if fits[0] >= ceiling:
-            return Limit(*fits, capped=True)
-        if over[0] and over[0] - fits[0] <= max(step, fits[0] // 50):
+            over = value
+        if fits.capped or over - fits.value <= max(step, fits.value // 50):
             break
-        value = _guess(fits, over, available, step, ceiling, halve=number % 2 == 1)
-    return Limit(*fits)
-
-
-def _guess(fits: tuple[int, int], over: tuple[int, int], available: int, step: int, ceiling: int, halve: bool) -> int:
-    """Return the size to plan next, strictly between one that fits and one that does not."""
-    if not over[0]:
-        grown = int(fits[0] * min(available / max(fits[1], 1), 16.0))
-        return min(_multiple(max(grown, 2 * fits[0]), step), ceiling)
-    if not fits[0]:
-        return _multiple(over[0] // 2, step)
-    slope = (over[1] - fits[1]) / (over[0] - fits[0])
-    middle = (fits[0] + over[0]) // 2
-    guess = middle if halve or slope <= 0 else fits[0] + int(0.99 * (available - fits[1]) / slope)
-    return min(max(_multiple(guess, step), fits[0] + step), max(over[0] - step, fits[0] + step))
+        if over > ceiling:
+            grown = int(value * min(available / max(nbytes, 1), 16.0))
+            value = min(_multiple(max(grown, 2 * value), step), ceiling)
+        else:
+            value = max(_multiple((fits.value + over) // 2, step), fits.value + step)
+    return fits
 
 
 def _multiple(value: int, step: int) -> int:
@@ -64,17 +54,12 @@ def _multiple(value: int, step: int) -> int:
 
 def device_memory(name: str) -> tuple[int, str] | None:
     """(bytes, where the number is from) of this machine's own, without opening it; None if it can't be told."""
-    if name == "cpu":
-        import psutil
-
-        limit = _control_group_limit()
-        total = int(psutil.virtual_memory().total)
-        return (
-            (limit, "the limit of this container") if limit is not None and limit < total else (total, "this machine")
-        )
     if name == "cuda":
         return _gpu_memory()
-    return None
+    if name != "cpu":
+        return None
+    limit, total = _control_group_limit(), int(psutil.virtual_memory().total)
+    return (limit, "the limit of this container") if limit is not None and limit < total else (total, "this machine")
 
 
 def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import attrgetter
 from statistics import median
@@ -47,28 +47,17 @@ class Stopwatch:
         return [(node, before, after) for (_, before), (node, after) in pairs if node is not None]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of some launches of one step: their time, operations and bytes moved."""
+Cost = dict[str, Any]  # of some launches of one step: launches, seconds, flops, nbytes; roof, seconds at the rates
 
-    launches: int
-    seconds: float
-    flops: int
-    nbytes: int
-    roof: float  # seconds at the machine's rates
 
-    @classmethod
-    def of(cls, parts: Iterable[Cost]) -> Cost:
-        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
-
-    def cells(self, whole: float) -> tuple[str, ...]:
-        """Return cells of a table: count, time, share of the step, work and rates, share of the roof."""
-        seconds = max(self.seconds, 1e-12)
-        return (
-            str(self.launches), duration(self.seconds), f"{self.seconds / whole:.1%}", format_count(self.flops),
-            format_bytes(self.nbytes), format_count(self.flops / seconds), format_bytes(int(self.nbytes / seconds)),
-            f"{self.roof / seconds:.0%}",
-        )  # fmt: skip
+def _cells(cost: Cost, whole: float) -> tuple[str, ...]:
+    """Return cells of a table: count, time, share of the step, work and rates, share of the roof."""
+    seconds = max(cost["seconds"], 1e-12)
+    return (
+        str(cost["launches"]), duration(cost["seconds"]), f"{cost['seconds'] / whole:.1%}", format_count(cost["flops"]),
+        format_bytes(cost["nbytes"]), format_count(cost["flops"] / seconds),
+        format_bytes(int(cost["nbytes"] / seconds)), f"{cost['roof'] / seconds:.0%}",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -102,13 +91,13 @@ class NodeProfile:
         nodes = {}
         for node, seconds in taken.items():
             count, flops, nbytes = counts[node] or 1, node.op.flops(node), node.op.nbytes(node)
-            times = count * flops, count * nbytes
-            nodes[node] = Cost(count, median(seconds), *times, count * rates.roof(flops, nbytes))
+            work = {"flops": count * flops, "nbytes": count * nbytes, "roof": count * rates.roof(flops, nbytes)}
+            nodes[node] = {"launches": count, "seconds": median(seconds), **work}
         return cls(device, engine, len(steps), top, median(plain), median(watched), rates, nodes, steps[-1], ways)
 
     @property
     def whole(self) -> Cost:
-        return Cost.of(self.nodes.values())
+        return self.by(lambda _: "all")["all"]
 
     @property
     def overhead(self) -> float:
@@ -117,57 +106,58 @@ class NodeProfile:
 
     def by(self, key: Callable[[Node], str]) -> dict[str, Cost]:
         """Nodes of one key together, those first that take longest."""
-        groups = defaultdict[str, list[Cost]](list)
+        groups = defaultdict[str, Any](Counter)
         for node, share in self.nodes.items():
-            groups[key(node)].append(share)
-        return dict(sorted(((name, Cost.of(shares)) for name, shares in groups.items()), key=lambda x: -x[1].seconds))
+            groups[key(node)].update(share)
+        return dict(sorted(groups.items(), key=lambda group: -group[1]["seconds"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
             "device": self.device, "engine": self.engine, "steps": self.steps, "step_ms": 1e3 * self.plain,
             "profiled_step_ms": 1e3 * self.watched, "overhead": self.overhead,
-            "flops_per_s": self.rates.flops, "bytes_per_s": self.rates.nbytes, "roof_ms": 1e3 * self.whole.roof,
-            "of_roof": self.whole.roof / self.plain, "products": dict(self.ways),
+            "flops_per_s": self.rates.flops, "bytes_per_s": self.rates.nbytes, "roof_ms": 1e3 * self.whole["roof"],
+            "of_roof": self.whole["roof"] / self.plain, "products": dict(self.ways),
             "nodes": [
-                {"op": node.op.name, "part": _part(node), "stage": node.stage.value, **vars(share),
-                 "of_roof": share.roof / max(share.seconds, 1e-12), "outputs": [str(v.spec) for v in node.outputs]}
+                {"op": node.op.name, "part": _part(node), "stage": node.stage.value, **share,
+                 "of_roof": share["roof"] / max(share["seconds"], 1e-12),
+                 "outputs": [str(value.spec) for value in node.outputs]}
                 for node, share in self.nodes.items()
             ],
-            "parts": {name: vars(share) for name, share in self.by(part_of).items()},
-            "ops": {name: vars(share) for name, share in self.by(_LABEL).items()},
+            "parts": self.by(part_of),
+            "ops": self.by(_LABEL),
         }  # fmt: skip
 
     def tables(self) -> list[Table]:
         """Return tables for people."""
         whole = self.whole
+        time, roof = whole["seconds"], whole["roof"]
         columns = ("launches", "time", "share", "FLOP", "bytes", "FLOP/s", "bytes/s", "of roof")
-        longest = sorted(self.nodes.items(), key=lambda item: -item[1].seconds)[: self.top]
-        nodes = [(_part(node), node.stage.value, node.label, *share.cells(whole.seconds)) for node, share in longest]
+        longest = sorted(self.nodes.items(), key=lambda item: -item[1]["seconds"])[: self.top]
+        nodes = [(_part(node), node.stage.value, node.label, *_cells(share, time)) for node, share in longest]
         rates = f"{format_count(self.rates.flops)} FLOP/s and {format_bytes(int(self.rates.nbytes))}/s"
         notes = (
             f"A step takes {duration(self.plain)}, and {duration(self.watched)} with its nodes timed one by one: "
-            f"{self.overhead:+.1%}. The nodes together take {duration(whole.seconds)}.",
-            f"At the roof, {rates} as measured here, they would take {duration(whole.roof)}: each kernel its FLOPs or "
-            f"its bytes, whichever takes longer. That is {whole.roof / self.plain:.0%} of the step.",
+            f"{self.overhead:+.1%}. The nodes together take {duration(time)}.",
+            f"At the roof, {rates} as measured here, they would take {duration(roof)}: each kernel its FLOPs or "
+            f"its bytes, whichever takes longer. That is {roof / self.plain:.0%} of the step.",
             *([show_ways(self.ways)] if self.ways else []),
         )
+        groups = ("By part of the model", "part", part_of), ("By op", "op", _LABEL)
         return [
             Table(f"Longest {len(nodes)} of {len(self.nodes)} nodes", ("part", "stage", "op", *columns), nodes),
             *(
-                Table(title, (name, *columns), [(key, *share.cells(whole.seconds)) for key, share in groups.items()])
-                for title, name, groups in (
-                    ("By part of the model", "part", self.by(part_of)), ("By op", "op", self.by(_LABEL)),
-                )
+                Table(title, (name, *columns), [(part, *_cells(share, time)) for part, share in self.by(key).items()])
+                for title, name, key in groups
             ),
-            Table("One step", ("", *columns), [("all nodes", *whole.cells(whole.seconds))], notes),
-        ]  # fmt: skip
+            Table("One step", ("", *columns), [("all nodes", *_cells(whole, time))], notes),
+        ]
 
     def trace(self) -> dict[str, Any]:
         """The last step as events of Chrome's trace format: nodes within the parts of the model, within stages."""
         start = self.timeline[0][1]
         spans = [([node.stage.value, *_path(node), node.label], node, begin, end) for node, begin, end in self.timeline]
-        facts = {node: {**vars(share), "outputs": " ".join(str(v.spec) for v in node.outputs)}
+        facts = {node: {**share, "outputs": " ".join(str(v.spec) for v in node.outputs)}
                  for node, share in self.nodes.items()}  # fmt: skip
         return {"traceEvents": list(_events(spans, 0, start, facts)), "displayTimeUnit": "ms"}
 

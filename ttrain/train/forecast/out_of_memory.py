@@ -66,15 +66,12 @@ def shrinking_keys(
         keys.append("model.recompute=block")
     if precision == "fp32":
         keys.append("precision=bf16")
-    if optimizer is not None and _keeps_fp32(optimizer) and precision != "bf16_true":
+    keeps = optimizer is not None and getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
+    if optimizer is not None and keeps and optimizer.state_dtype is None and precision != "bf16_true":
         keys.append("optimizer.state_dtype=bf16")
     if getattr(model, "context", None):
         keys.append("a smaller model.context")
     return [*keys, "a smaller model"]
-
-
-def _keeps_fp32(optimizer: OptimizerConfig) -> bool:
-    return optimizer.state_dtype is None and getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
 
 
 def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:

@@ -15,7 +15,7 @@ from ttrain.engine.base import Step, Trace
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Node
 from ttrain.models.base import Model
-from ttrain.train.forecast.step_cost import CLASSES, StepCost, op_costs, step_cost
+from ttrain.train.forecast.step_cost import CLASSES, op_costs, step_cost
 from ttrain.train.protocols import SAVED_KINDS
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -31,7 +31,7 @@ class PlanReport:
     parameters: dict[str, int]  # by group of modules
     placed: dict[str, int]
     checkpoint: int  # tensors of one checkpoint on disk
-    costs: dict[str, StepCost]
+    costs: dict[str, dict[str, Any]]  # of each step, see step_cost
     per_step: dict[str, int]
     offloaded: dict[str, int] = field(default_factory=dict)  # persistent bytes in host memory by kind; not in `placed`
 
@@ -62,15 +62,15 @@ class PlanReport:
 
     @property
     def planned(self) -> bool:
-        return any(cost.planned for cost in self.costs.values())
+        return any(cost["planned"] for cost in self.costs.values())
 
     def _most(self, what: str) -> int:
-        return max((getattr(cost, what) for cost in self.costs.values()), default=0)
+        return max((cost[what] for cost in self.costs.values()), default=0)
 
     def _summed(self, what: str) -> dict[str, int]:
         found: Counter[str] = Counter()
         for name, times in self.per_step.items():
-            for key, count in getattr(self.costs[name], what).items():
+            for key, count in self.costs[name][what].items():
                 found[key] += times * count
         return dict(found)
 
@@ -83,7 +83,7 @@ class PlanReport:
             "memory": {"total": self.memory, **self.held},
             "checkpoint_bytes": self.checkpoint,
             "runs_per_step": self.per_step,
-            "steps": {name: cost.to_dict() for name, cost in self.costs.items()},
+            "steps": self.costs,
             **({"host": {**self.on_host, **self._summed("transfers")}} if self.offloaded else {}),
         }
 
@@ -130,18 +130,19 @@ class PlanReport:
         costs = self.costs.values()
         rows = [
             ("runs per optimizer step", *(str(self.per_step.get(name, "-")) for name in self.costs)),
-            ("kernels launched", *(str(cost.launches) for cost in costs)),
-            *((f"peak: {group}", *(format_bytes(cost.memory[group]) for cost in costs)) for group in CLASSES),
-            ("peak", *(format_bytes(cost.peak) for cost in costs)),
-            ("of it where gradients will lie", *(format_bytes(cost.borrowed) for cost in costs)),
-            ("arena as packed", *(format_bytes(cost.arena) for cost in costs)),
-            ("kept for backward", *("-" if cost.kept is None else format_bytes(cost.kept) for cost in costs)),
+            ("kernels launched", *(str(cost["launches"]) for cost in costs)),
+            *((f"peak: {group}", *(format_bytes(cost["memory"][group]) for cost in costs)) for group in CLASSES),
+            ("peak", *(format_bytes(cost["peak"]) for cost in costs)),
+            ("of it where gradients will lie", *(format_bytes(cost["borrowed"]) for cost in costs)),
+            ("arena as packed", *(format_bytes(cost["arena"]) for cost in costs)),
+            ("kept for backward", *("-" if cost["kept"] is None else format_bytes(cost["kept"]) for cost in costs)),
         ]
         return Table("Arena of each step", ("", *self.costs), rows)
 
     def _largest(self) -> Table:
-        name = max(self.costs, key=lambda step: self.costs[step].arena)
-        rows = [(buffer.label, buffer.group, format_bytes(buffer.nbytes)) for buffer in self.costs[name].largest]
+        name = max(self.costs, key=lambda step: self.costs[step]["arena"])
+        largest = self.costs[name]["largest"]
+        rows = [(buffer["label"], buffer["group"], format_bytes(buffer["nbytes"])) for buffer in largest]
         return Table(f"Largest buffers at the peak of {name}", ("buffer", "class", "bytes"), rows)
 
 
@@ -188,13 +189,12 @@ def _by_kind(state: State, on_host: bool) -> dict[str, int]:
 
 def op_table(step: str, nodes: Sequence[Node]) -> Table:
     """Launched ops of one run of a step: how often, bytes moved and operations, with shares of the whole."""
-    costs = op_costs(nodes)
-    moved, flops = sum(cost.nbytes for cost in costs), sum(cost.flops for cost in costs)
+    costs = [tuple(cost.values()) for cost in op_costs(nodes)]
+    moved, flops = (sum(cost[place] for cost in costs) for place in (2, 3))
     rows = [
-        (cost.op, str(cost.count), format_bytes(cost.nbytes), _share(cost.nbytes, moved), format_count(cost.flops),
-         _share(cost.flops, flops))
-        for cost in costs
-    ]  # fmt: skip
+        (op, str(count), format_bytes(size), _share(size, moved), format_count(work), _share(work, flops))
+        for op, count, size, work in costs
+    ]
     rows.append(("all", str(len(nodes)), format_bytes(moved), "", format_count(flops), ""))
     return Table(f"Ops of step {step}", ("op", "launches", "bytes moved", "share", "FLOP", "share"), rows)
 
@@ -213,31 +213,20 @@ def parameter_groups(model: Model) -> dict[str, int]:
     return groups
 
 
-def padding_values(state: State, steps: Mapping[str, Step], device: Device) -> dict[str, Any]:
-    """Bytes with and without padding, of the persistent tensors and of every planned buffer."""
+def padding(state: State, steps: Mapping[str, Step], device: Device) -> tuple[dict[str, Any], Table]:
+    """Return bytes with and without padding, of the persistent tensors and of every planned buffer; and as a table."""
     specs = [state.tensor(name).spec for name in state.names() if not state.on_host(name)]
-    kept = sum(spec.nbytes for spec in specs), sum(device.layout_bytes(device.layout(spec)) for spec in specs)
-    needed = held = 0
-    worst: list[tuple[int, str]] = []
-    for name, step in steps.items():
-        for owner, block in step.plan.owned.items() if step.plan is not None else ():
-            if block.on_host:
-                continue
-            needed, held = needed + owner.spec.nbytes, held + block.nbytes
-            worst.append((block.nbytes - owner.spec.nbytes, f"{name}: {owner.spec}"))
-    return {
-        "state_bytes": kept[0], "state_padded_bytes": kept[1], "buffer_bytes": needed, "buffer_padded_bytes": held,
-        "worst": [{"bytes": size, "what": what} for size, what in sorted(worst, reverse=True)[:3] if size > 0],
-    }  # fmt: skip
-
-
-def padding_table(values: dict[str, Any]) -> Table:
-    """Return a table for people."""
-    rows = [_row("persistent tensors", values["state_bytes"], values["state_padded_bytes"])]
-    rows.append(_row("buffers of all steps", values["buffer_bytes"], values["buffer_padded_bytes"]))
-    notes = dict.fromkeys(f"{one['what']} wastes {format_bytes(one['bytes'])}." for one in values["worst"])
-    return Table("Padding to tiles of 32 x 32", ("", "elements", "held", "waste"), rows, tuple(notes))
-
-
-def _row(what: str, needed: int, held: int) -> tuple[str, str, str, str]:
-    return what, format_bytes(needed), format_bytes(held), f"{1 - needed / held:.1%}" if held else "-"
+    kept = [(spec.nbytes, device.layout_bytes(device.layout(spec))) for spec in specs]
+    plans = {name: step.plan for name, step in steps.items() if step.plan is not None}
+    owned = [(f"{name}: {x.spec}", x.spec.nbytes, block.nbytes) for name, plan in plans.items()
+             for x, block in plan.owned.items() if not block.on_host]  # fmt: skip
+    worst = sorted(((held - needed, what) for what, needed, held in owned if held > needed), reverse=True)[:3]
+    values: dict[str, Any] = {"worst": [{"bytes": size, "what": what} for size, what in worst]}
+    rows = []
+    for key, label, sizes in (("state", "persistent tensors", kept),
+                              ("buffer", "buffers of all steps", [pair for _, *pair in owned])):  # fmt: skip
+        needed, held = (sum(pair[side] for pair in sizes) for side in (0, 1))
+        values |= {f"{key}_bytes": needed, f"{key}_padded_bytes": held}
+        rows.append((label, format_bytes(needed), format_bytes(held), f"{1 - needed / held:.1%}" if held else "-"))
+    notes = dict.fromkeys(f"{what} wastes {format_bytes(size)}." for size, what in worst)
+    return values, Table("Padding to tiles of 32 x 32", ("", "elements", "held", "waste"), rows, tuple(notes))

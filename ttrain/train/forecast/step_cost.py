@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -49,41 +48,16 @@ def _named(what: Value | Node | str) -> tuple[str, str]:
     return " ".join(filter(None, (node.scope, f"{node.op.name}{output}", str(what.spec)))), _CLASS[node.stage]
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of one run of one step. Keys are stages (forward, backward, update) or CLASSES; sizes are bytes.
+def step_cost(recorded: Graph, plan: Plan | None) -> dict[str, Any]:
+    """Return the cost of one run of a step from its recorded graph and its plan, as plain values.
 
-    `flops` counts what the model asks for; `executed_flops` also what the plan computes again to save memory.
-    `memory` splits `peak`, the most bytes live at once, of which `borrowed` lie where gradients will; `arena` is what
-    packing took beside them.
-    `kept` are the bytes that lie from forward to backward, if there is one. Without a plan, as the dynamic engine runs,
-    memory is not known and its numbers are 0.
+    Keys of parts are stages (forward, backward, update) or CLASSES; sizes are bytes. `flops` counts what the model asks
+    for; `executed_flops` also what the plan computes again to save memory. `memory` splits `peak`, the most bytes live
+    at once, of which `borrowed` lie where gradients will; `arena` is what packing took beside them, `host_arena` that
+    in host memory, and `outside` what libraries allocate during a launch. `kept` lies from forward to backward, if
+    there is one. `largest` are buffers that are live at the peak. Without a plan, as the dynamic engine runs, memory is
+    not known and its numbers are 0.
     """
-
-    planned: bool
-    launches: int
-    flops: dict[str, int]
-    executed_flops: dict[str, int]
-    moved: dict[str, int]
-    memory: dict[str, int]
-    kept: int | None
-    peak: int
-    arena: int
-    largest: list[PlannedBuffer]  # of those live at the peak
-    borrowed: int = 0
-    host_arena: int = 0  # in host memory, of what offloaded parameters take part in
-    outside: int = 0  # allocated by libraries during a launch, beside the arena
-    transfers: dict[str, int] = field(default_factory=dict)  # bytes per direction between host and device
-    ops: list[OpCost] = field(default_factory=list)  # of what is launched
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        lists = {"largest": [buffer._asdict() for buffer in self.largest], "ops": [vars(cost) for cost in self.ops]}
-        return {**vars(self), **lists}
-
-
-def step_cost(recorded: Graph, plan: Plan | None) -> StepCost:
-    """Return the cost of a step from its recorded graph and its plan."""
     planned = plan is not None
     if plan is None:
         plan = Plan(recorded, Placement(elided={node for node in recorded.nodes if node.op.view}), {}, {})
@@ -95,45 +69,37 @@ def step_cost(recorded: Graph, plan: Plan | None) -> StepCost:
     memory = dict.fromkeys(CLASSES, 0)
     for buffer in live:
         memory[buffer.group] += align(buffer.nbytes)
-    return StepCost(
-        planned=planned,
-        launches=len(launched),
-        flops=model_flops(recorded),
-        executed_flops=by_stage((node, node.op.flops(node)) for node in launched),
-        moved=by_stage((node, node.op.nbytes(node)) for node in launched),
-        memory=memory,
-        kept=activation_bytes(plan) if planned and trained else None,
-        peak=most,
-        arena=plan.arena_bytes,
-        largest=live[:LARGEST],
-        borrowed=sum(align(buffer.nbytes) for buffer in live if buffer.offset < 0),
-        host_arena=plan.host_arena_bytes,
-        outside=plan.outside_bytes,
-        transfers=transfer_bytes(launched),
-        ops=op_costs(launched),
-    )
+    return {
+        "planned": planned,
+        "launches": len(launched),
+        "flops": model_flops(recorded),
+        "executed_flops": by_stage((node, node.op.flops(node)) for node in launched),
+        "moved": by_stage((node, node.op.nbytes(node)) for node in launched),
+        "memory": memory,
+        "kept": activation_bytes(plan) if planned and trained else None,
+        "peak": most,
+        "arena": plan.arena_bytes,
+        "largest": [buffer._asdict() for buffer in live[:LARGEST]],
+        "borrowed": sum(align(buffer.nbytes) for buffer in live if buffer.offset < 0),
+        "host_arena": plan.host_arena_bytes,
+        "outside": plan.outside_bytes,
+        "transfers": transfer_bytes(launched),
+        "ops": op_costs(launched),
+    }
 
 
-@dataclass(frozen=True)
-class OpCost:
-    """Cost of all launches of one op in one run of a step."""
+def op_costs(nodes: Iterable[Node]) -> list[dict[str, Any]]:
+    """Return launches, bytes moved and operations by op, those first that move most.
 
-    op: str
-    count: int
-    nbytes: int  # read and written
-    flops: int
-
-
-def op_costs(nodes: Iterable[Node]) -> list[OpCost]:
-    """Launched nodes by op, those that move most bytes first. Those on the host stand by themselves, as host.<op>."""
-    found: dict[str, list[Node]] = {}
+    Those on the host stand by themselves, as host.<op>.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for node in nodes:
-        found.setdefault(node.label, []).append(node)
-    costs = [
-        OpCost(name, len(of), sum(node.op.nbytes(node) for node in of), sum(node.op.flops(node) for node in of))
-        for name, of in found.items()
-    ]
-    return sorted(costs, key=lambda cost: (-cost.nbytes, cost.op))
+        cost = found.setdefault(node.label, {"op": node.label, "count": 0, "nbytes": 0, "flops": 0})
+        cost["count"] += 1
+        cost["nbytes"] += node.op.nbytes(node)
+        cost["flops"] += node.op.flops(node)
+    return sorted(found.values(), key=lambda cost: (-cost["nbytes"], cost["op"]))
 
 
 def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """The time of a step on this machine, from the time of each of its kernels by itself. No step is run.
 
-Each distinct kernel of a plan is timed on example inputs or zeros, and its best time is kept. A kernel that takes long
-is timed on fewer rows, and its time scaled by operations and bytes. Where the time for measuring is over, the rest is
-estimated from these alone. A few kernels whose time is known are timed again by every plan, since the machine may have
-been busy before.
+Each distinct kernel of a plan is timed on example inputs or zeros, one that takes long in a single launch, and its best
+time is kept. Where the time for measuring is over, the rest is estimated from operations and bytes. A few kernels whose
+time is known are timed again by every plan, since the machine may have been busy before.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ RECORD = 30e-6  # s of Python to record a node and find memory for it, which eng
 LAUNCH = 2.5e-6  # s of Python per launch that a timed kernel does not contain
 REPEATS = 7  # timed launches of a kernel; its time is their lower quartile, since a neighbour can only slow it down
 SECONDS = 0.25  # but no more launches once this much time has gone into one kernel
+LONG = 0.5  # seconds; a kernel that takes longer is launched once
 OTHER = 8 * 2**20  # bytes that other kernels touch between two launches: more than a core's own caches hold
 AGAIN = 8  # kernels of a plan whose time is known and which are timed again
-LONG = 0.15  # seconds; a kernel that is expected to take longer is timed on fewer rows where there is such a plan
 LIMIT = 256 * 2**20  # bytes; lists of state are cut to about this much, and the time scaled
 
 Timer = Callable[[Sequence[Node]], AbstractContextManager[Callable[[Node], float]]]  # for these kernels, one by one
@@ -74,47 +73,39 @@ class KernelTimes:
     def _kept(self) -> Section[float]:
         return Section("kernels", positive, min, self.path)
 
-    def of(self, work: Work, fewer: Work | None = None) -> dict[Node, float]:
-        """Return the seconds of every node. What was measured is kept, also where somebody interrupts.
-
-        `fewer` is the same work as planned on fewer rows.
-        """
-        keys, kernels, counts = {}, {}, Counter[str]()
-        for (repeats, nodes), (_, small) in zip(work.nodes, (fewer or work).nodes, strict=True):
-            alike = [node.op for node in nodes] == [node.op for node in small]
-            for node, part in zip(nodes, small if alike else nodes, strict=True):
-                key = keys[node] = self._key(node)
-                kernels[key] = node, part if self.rates.seconds(node) > LONG else node
-                counts[key] += repeats
+    def of(self, work: Work) -> dict[Node, float]:
+        """Return the seconds of every node. What was measured is kept, also where somebody interrupts."""
+        keys, counts = {}, Counter[str]()
+        for repeats, nodes in work.nodes:
+            for node in nodes:
+                keys[node] = self._key(node)
+                counts[keys[node]] += repeats
+        kernels = {key: node for node, key in keys.items()}
         known = self._kept.known()
         if self.seconds > 0:
             self._measure(known, kernels, counts)
         self.estimated = len(kernels.keys() - known.keys())
-        slowness = self._slowness({node: known[key] for key, (node, _) in kernels.items() if key in known})
+        slowness = self._slowness({node: known[key] for key, node in kernels.items() if key in known})
         return {
             node: known[key] if key in known else self.rates.seconds(node) * slowness.get(node.op.family, 1.0)
             for node, key in keys.items()
         }
 
-    def _measure(
-        self, known: dict[str, float], kernels: Mapping[str, tuple[Node, Node]], counts: Mapping[str, int]
-    ) -> None:
-        """Time kernels while there is time, each in two launches at least, and keep the best time of each.
+    def _measure(self, known: dict[str, float], kernels: Mapping[str, Node], counts: Mapping[str, int]) -> None:
+        """Time kernels while there is time, and keep the best time of each.
 
         Those come first that take most of the step.
         """
-        weight = {key: counts[key] * known.get(key, self.rates.seconds(node)) for key, (node, _) in kernels.items()}
+        weight = {key: counts[key] * known.get(key, self.rates.seconds(node)) for key, node in kernels.items()}
         old = [key for key in kernels if key in known]
         chosen = sorted(kernels.keys() - known.keys(), key=lambda key: -weight[key])
         chosen += dict.fromkeys(random.choices(old, [weight[key] for key in old], k=AGAIN)) if old else ()
         end = self.clock() + self.seconds
         try:
-            with self.timer([kernels[key][1] for key in chosen]) as seconds:
+            with self.timer([kernels[key] for key in chosen]) as seconds:
                 for key in waited_for(chosen, "Timing kernels"):
-                    node, timed = kernels[key]
-                    if self.clock() + 2 * self.rates.seconds(timed) < end:
-                        scale = self.rates.seconds(node) / self.rates.seconds(timed)
-                        known[key] = min(scale * seconds(timed), known.get(key, math.inf))
+                    if self.clock() + 2 * self.rates.seconds(kernels[key]) < end:
+                        known[key] = min(seconds(kernels[key]), known.get(key, math.inf))
                         self.measured += 1
         except UserError as error:
             self.refused = str(error)
@@ -200,15 +191,20 @@ def timing(
 def _timed(device: Device, table: Mapping[str, Kernel], others: np.ndarray, node: Node) -> float:
     """Return the lower quartile of the seconds of some launches."""
     launch, scale = _bound(device, table, node)
-    launch()
-    times: list[float] = []
-    end = time.perf_counter() + SECONDS
-    while len(times) < REPEATS and (not times or time.perf_counter() < end):
-        others += 1  # in a step, other kernels have used the cache since this one's inputs were made
+
+    def once() -> float:
+        np.add(others, 1, out=others)  # in a step, other kernels have used the cache since this one's inputs were made
         start = time.perf_counter()
         launch()
         device.synchronize()
-        times.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    first, end = once(), time.perf_counter() + SECONDS
+    if first > LONG:
+        return scale * first
+    times = [once()]
+    while len(times) < REPEATS and time.perf_counter() < end:
+        times.append(once())
     return scale * sorted(times)[len(times) // 4]
 
 
