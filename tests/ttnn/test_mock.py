@@ -140,7 +140,7 @@ def test_a_run_on_a_mocked_board_can_not_be_mistaken_for_training(kernels: str, 
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
     assert said.count("values are not computed") == 2  # at the start and at the end
-    assert "device ops per step" in said
+    assert "device ops " in said
     run = tmp_path / "run"
     assert "not computed" in json.loads((run / "run.json").read_text("utf-8"))["attempts"][0]["dry_run"]
     assert json.loads((run / "summary.json").read_text("utf-8"))["computes"] is False

@@ -54,10 +54,6 @@ class OutOfResources(UserError):
         super().__init__(message)
         self.cause, self.keys = cause, keys
 
-    def to_dict(self) -> dict[str, Any]:
-        """Values for the run record."""
-        return {"accepted": False, "out_of": self.cause, "keys": self.keys, "reason": str(self)}
-
 
 class TimeModel(Protocol):
     """Times of work on hardware that need not be here."""

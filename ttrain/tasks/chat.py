@@ -5,15 +5,14 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
 from ttrain.tasks.opening import OpenedModel
 from ttrain.tasks.sample import ending_of, opened_model
-
-if TYPE_CHECKING:
-    from ttrain.train.sampling.source import TokenSource
+from ttrain.train.sampling.source import TokenSource
+from ttrain.train.sampling.stream import print_text, stream_text
 
 
 def run(config: Config) -> None:
@@ -62,8 +61,6 @@ class _Conversation:
 
     def answer(self, line: str) -> None:
         """Writes the reply to one message as it is drawn, and remembers both."""
-        from ttrain.train.sampling.stream import print_text, stream_text
-
         self._messages.append({"role": "user", "content": line})
         try:
             prompt = self._prompt()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 import psutil
 
 from ttrain.config.registry import infos
 from ttrain.config.schema import Config
 from ttrain.core.cores import core_limits
-from ttrain.core.errors import UserError
+from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
 from ttrain.core.units import counted, format_bytes
 from ttrain.device.info import Finding
+from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
+from ttrain.train.forecast.limits import device_memory
 
 
 def run(config: Config) -> None:
@@ -30,8 +31,7 @@ def examine() -> Iterator[Finding]:
     """All findings in order. Devices are opened too, each in a process of its own, and C++ is compiled."""
     yield Finding("Python", "ok", f"{platform.python_version()} on {platform.platform()}")
     yield from _machine()
-    yield _package("torch", "pip install torch")
-    yield _gpu()
+    yield from _torch()
     yield _cpp_compiler()
     for info in infos():
         yield from info.findings()
@@ -39,8 +39,6 @@ def examine() -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     """Cores, memory and vector extensions."""
-    from ttrain.train.forecast.limits import device_memory
-
     limits = core_limits()
     cores = f"{counted(limits['physical'], 'physical core')}, {limits['affinity']:,} that this process may use"
     quota = f", a container's quota of {limits['quota']:,}" if "quota" in limits else ""
@@ -59,29 +57,24 @@ def _machine() -> Iterator[Finding]:
     yield Finding("vector units", "ok" if found else "missing", f"{', '.join(found) or 'none'}{absent}", fix)
 
 
-def _package(name: str, fix: str) -> Finding:
-    try:
-        return Finding(name, "ok", version(name))
-    except PackageNotFoundError:
-        return Finding(name, "missing", "not installed", fix)
-
-
-def _gpu() -> Finding:
+def _torch() -> Iterator[Finding]:
+    """The library, and the GPUs that it finds."""
     try:
         import torch
     except ImportError as error:
-        return Finding("CUDA", "broken", f"torch can not be imported: {error}", "install torch again")
+        yield Finding("torch", "broken", f"torch can not be imported: {error}", "pip install torch")
+        return
+    yield Finding("torch", "ok", torch.__version__)
     if torch.cuda.is_available():
-        return Finding("CUDA", "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())))
+        names = (torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+        yield Finding("CUDA", "ok", ", ".join(names))
+        return
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-    return Finding("CUDA", "missing", reason, "only device=cuda needs one")
+    yield Finding("CUDA", "missing", reason, "only device=cuda needs one")
 
 
 def _cpp_compiler() -> Finding:
     """Find the compiler that engine=traced on the CPU takes, and check that it makes a library that loads."""
-    from ttrain.core.errors import TtrainError
-    from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
-
     fix = "only engine=traced on the CPU needs one: install g++ or clang++, or set CXX to one"
     try:
         command = " ".join(find_compiler()[0])

@@ -7,27 +7,36 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import ConfigError, DataError
 from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.core.waiting import Waiting
+from ttrain.data.chat.messages import Template
+from ttrain.data.library_tokenizer import parse_tokenizer, read_tokenizer
 from ttrain.data.settings import DocumentsConfig
+from ttrain.models.agillm_weights import compacted, rank_matrix_path
 from ttrain.models.settings import AGILLMConfig
+from ttrain.models.weight_checks import Weights
 from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
-
-if TYPE_CHECKING:
-    from ttrain.train.runs.export_folder import Written
+from ttrain.train.checkpoint.adapters import merged, peft_names, write_peft
+from ttrain.train.checkpoint.hub_folder import find_folder
+from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.save import CheckpointContent
+from ttrain.train.checkpoint.weights_file import Metadata, same_tokenizer
+from ttrain.train.runs.export import require_new, weight_state, whole_folder, write_run, write_weights
+from ttrain.train.runs.export_folder import Written, model_card, write_folder
+from ttrain.train.runs.export_gguf import export_problem, gguf_notice, write_gguf
+from ttrain.train.runs.record import environment_record
+from ttrain.train.runs.warm_start import unrounded
+from ttrain.train.steps.phases import PhaseSchedule
 
 
 def run(config: Config) -> None:
     """Writes what export.file and export.dir ask for, and says what it wrote."""
-    from ttrain.train.runs.export import require_new
-    from ttrain.train.runs.export_gguf import export_problem
-
     with Waiting("Reading the parameters"):
         given = _from_run(config) if config.run.dir is not None else _from_file(config)
     if given.tokenizer_config.get("add_bos_token") is False and given.tokenizer_json is not None:
@@ -43,40 +52,36 @@ def run(config: Config) -> None:
     if wanted.compact:
         with Waiting("Compacting the rank matrices"):
             given, report = _compacted(given)
-    if file is not None:
-        _write_file(given, file, wanted.form)
-    if wanted.dir is not None:
-        with Waiting(f"Writing {wanted.dir}"):
-            if wanted.form == "huggingface":
-                _write_folder(given, Path(wanted.dir), wanted.shard_mb)
-            elif wanted.form == "peft":
-                _write_adapters(given, Path(wanted.dir))
-            else:
-                _write_run(given, Path(wanted.dir), report)
+    with Waiting(f"Writing {' and '.join(filter(None, (wanted.file, wanted.dir)))}"):
+        if file is not None:
+            _write_file(given, file, wanted.form)
+        if wanted.dir is not None and wanted.form == "huggingface":
+            _write_folder(given, Path(wanted.dir), wanted.shard_mb)
+        elif wanted.dir is not None and wanted.form == "peft":
+            _write_adapters(given, Path(wanted.dir))
+        elif wanted.dir is not None:
+            _write_run(given, Path(wanted.dir), report)
+
+
+def _stored(given: OpenedModel) -> dict[str, Any]:
+    """Return the config as checkpoints keep it."""
+    return {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
 
 
 def _write_file(given: OpenedModel, file: Path, form: str) -> None:
-    from ttrain.train.checkpoint.weights_file import Metadata
-    from ttrain.train.runs.export import write_weights
-    from ttrain.train.runs.export_gguf import gguf_notice, write_gguf
-
-    with Waiting(f"Writing {file}"):
-        if form == "gguf":
-            if (notice := gguf_notice(given.model.config)) is not None:
-                print(f"WARNING: {notice}", file=sys.stderr)
-            write_gguf(file, _written(given))
-        else:
-            metadata = Metadata(build.resolved_model(given.config.model, given.model), given.tokenizer_json)
-            write_weights(given.model, given.values, file, form, given.step or 0, metadata)
+    if form == "gguf":
+        if (notice := gguf_notice(given.model.config)) is not None:
+            print(f"WARNING: {notice}", file=sys.stderr)
+        write_gguf(file, _written(given))
+    else:
+        metadata = Metadata(_stored(given)["model"], given.tokenizer_json)
+        write_weights(given.model, given.values, file, form, given.step or 0, metadata)
     size = format_bytes(file.stat().st_size)
     print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
 
 
 def _written(given: OpenedModel) -> Written:
     """Add the template that task=chat talks by; the default one takes no place of a template that came along."""
-    from ttrain.data.chat.messages import Template
-    from ttrain.train.runs.export_folder import Written
-
     known, named = given.tokenizer_config, given.template
     if named not in (None, "tokenizer") and (named != DocumentsConfig().template or "chat_template" not in known):
         known = {**known, "chat_template": Template(str(named)).to_jinja()}
@@ -85,9 +90,6 @@ def _written(given: OpenedModel) -> Written:
 
 
 def _write_adapters(given: OpenedModel, folder: Path) -> None:
-    from ttrain.train.checkpoint.adapters import peft_names, write_peft
-    from ttrain.train.runs.export import whole_folder
-
     if not given.config.lora.rank:
         raise ConfigError(f"export.form=peft: {given.origin} has no adapters. Give a run with lora.rank.")
     with whole_folder(folder) as beside:
@@ -96,17 +98,12 @@ def _write_adapters(given: OpenedModel, folder: Path) -> None:
 
 
 def _from_file(config: Config) -> OpenedModel:
-    from ttrain.train.checkpoint.hub_folder import find_folder
-
     source = config.export.source  # or model.from, as the config's checks hold it
     path = find_folder(config.model.from_, weights=True) if source is None else Path(source)
     return of_weights(config, path, partial(_tokenizer, config, path))
 
 
 def _from_run(config: Config) -> OpenedModel:
-    from ttrain.train.checkpoint.adapters import merged
-    from ttrain.train.runs.warm_start import unrounded
-
     given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
     given.origin = f"step {given.step} of {given.origin}"
     if config.export.form != "peft":
@@ -122,9 +119,6 @@ def _from_run(config: Config) -> OpenedModel:
 
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
     """The JSON of the tokenizer of a file, else that of export.tokenizer. Raises DataError where the two differ."""
-    from ttrain.data.library_tokenizer import parse_tokenizer, read_tokenizer
-    from ttrain.train.checkpoint.weights_file import same_tokenizer
-
     given = config.export.tokenizer
     other = None if given is None else read_tokenizer(given, "export.tokenizer").to_json()
     if own is None:
@@ -143,9 +137,6 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
 
 def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
     """Return the same function with rank matrices of fewer columns, and the report that is kept with it."""
-    from ttrain.models.agillm_weights import compacted, rank_matrix_path
-    from ttrain.models.weight_checks import Weights
-
     if not isinstance(given.config.model, AGILLMConfig):
         name = given.config.model.name
         raise ConfigError(f"export.compact=true: only AGILLM has rank matrices, and this model is {name}.")
@@ -164,10 +155,7 @@ def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
 
 
 def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
-    from ttrain.train.runs.export_folder import model_card, write_folder
-
-    stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
-    card = model_card(folder.name, stored, given.model.parameter_count, given.origin, given.progress)
+    card = model_card(folder.name, _stored(given), given.model.parameter_count, given.origin, given.progress)
     write_folder(folder, _written(given), card, shard_mb * 1_000_000)
     parameters = format_count(given.model.parameter_count)
     print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")
@@ -176,13 +164,7 @@ def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
 
 
 def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) -> None:
-    from ttrain.train.checkpoint.progress import Progress
-    from ttrain.train.checkpoint.save import CheckpointContent
-    from ttrain.train.runs.export import weight_state, write_run
-    from ttrain.train.runs.record import environment_record
-    from ttrain.train.steps.phases import PhaseSchedule
-
-    stored = {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
+    stored = _stored(given)
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     step = given.step or 0

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config import build
 from ttrain.config.saved import continued
@@ -17,18 +17,26 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import listed
 from ttrain.core.waiting import Waiting
+from ttrain.data.chat.jinja import TokenizerTemplate, tokenizer_settings
+from ttrain.data.chat.messages import Template
+from ttrain.data.end_token import named_end
+from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import TextConfig
+from ttrain.engine.state import State
+from ttrain.models.agillm_weights import sizes_of
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.settings import LoraConfig
+from ttrain.train.checkpoint.adapters import PeftAdapter
+from ttrain.train.checkpoint.checkpoint import Checkpoint
+from ttrain.train.checkpoint.hub_folder import find_folder
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
+from ttrain.train.protocols import Array
+from ttrain.train.runs.resume import check_adapters, check_architecture
+from ttrain.train.sampling.lengths import StepsByLength
+from ttrain.train.sampling.stream import Stop
 from ttrain.train.task_settings import CheckpointConfig
-
-if TYPE_CHECKING:
-    from ttrain.engine.state import State
-    from ttrain.train.checkpoint.checkpoint import Checkpoint
-    from ttrain.train.protocols import Array
-    from ttrain.train.sampling.lengths import StepsByLength
-    from ttrain.train.sampling.stream import Stop
 
 
 @dataclass
@@ -48,8 +56,6 @@ class OpenedModel:
     @cached_property
     def tokenizer(self) -> Any:
         """Return the tokenizer; None where there is none."""
-        from ttrain.data.library_tokenizer import parse_tokenizer
-
         if self.tokenizer_json is None:
             return None
         tokenizer = parse_tokenizer(self.tokenizer_json)
@@ -59,8 +65,6 @@ class OpenedModel:
     @cached_property
     def model(self) -> Any:
         """Build the model when it is first asked for. Raises CheckpointError where it would compute something else."""
-        from ttrain.train.runs.resume import check_architecture
-
         model = build.build_model(*self.config.model_parts, getattr(self.tokenizer, "vocabulary", None))
         if self.checkpoint is not None:
             check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
@@ -71,15 +75,11 @@ class OpenedModel:
     @property
     def end_token(self) -> str | None:
         """The token that ends a document, where one is named."""
-        from ttrain.data.end_token import named_end
-
         return named_end(self.config.data, self.tokenizer_config)
 
     @property
     def stop(self) -> Stop:
         """Ends of what the model writes, as sample.stop says."""
-        from ttrain.train.sampling.stream import Stop
-
         return Stop.of(self.tokenizer, self.config.sample.stop, self.end_token)
 
     @property
@@ -97,9 +97,6 @@ class OpenedModel:
 
     def conversations(self) -> Any:
         """Return what makes texts of conversations: of a run, what made those it was trained on. Raises UserError."""
-        from ttrain.data.chat.jinja import TokenizerTemplate
-        from ttrain.data.chat.messages import Template
-
         if self.template is None:
             raise UserError(
                 f"{self.origin}: has no template of conversations, neither with its tokenizer nor with its data. Give "
@@ -115,8 +112,6 @@ class OpenedModel:
 
         Raises UserError for a device that can't do this.
         """
-        from ttrain.train.sampling.lengths import StepsByLength
-
         config = self.config
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
@@ -149,9 +144,6 @@ def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str]
 
     Raises CheckpointError for other adapters, and where there is no tokenizer and `needs` tells what needs one.
     """
-    from ttrain.train.checkpoint.retention import find_checkpoint
-    from ttrain.train.runs.resume import check_adapters
-
     run = config.run.dir
     assert run is not None  # the config's checks hold it so
     checkpoint = find_checkpoint(Path(run), wanted.checkpoint, partial(print, file=sys.stderr))
@@ -170,10 +162,6 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
 
     Raises CheckpointError where it holds another model than the config's.
     """
-    from ttrain.data.chat.jinja import tokenizer_settings
-    from ttrain.models.agillm_weights import sizes_of
-    from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
-
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
         try:
@@ -198,8 +186,6 @@ def of_folder(config: Config, needs: str) -> OpenedModel:
 
     Raises CheckpointError where it has no tokenizer; `needs` tells what needs one.
     """
-    from ttrain.train.checkpoint.hub_folder import find_folder
-
     folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
 
     def required(text: str | None) -> str:
@@ -213,8 +199,6 @@ def of_folder(config: Config, needs: str) -> OpenedModel:
 
 def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | None) -> Mapping[str, Array]:
     """The values of a model that is no run of ours, with what the adapters of lora.from add to them."""
-    from ttrain.train.checkpoint.adapters import PeftAdapter
-
     lora = build.with_adapters(config.lora, config.source.explicit)
     if lora.from_ is None and lora.rank:
         raise ConfigError(f"lora.rank={lora.rank}: is for training. Give lora.from=<folder of adapters> to add them.")

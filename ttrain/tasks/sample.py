@@ -8,25 +8,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
+from ttrain.data.chat.conversation import parsed
+from ttrain.data.sources import read_lines
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
-
-if TYPE_CHECKING:
-    from ttrain.train.sampling.source import TokenSource
-    from ttrain.train.sampling.stream import Stop
+from ttrain.tasks.training.notices import idle
+from ttrain.train.sampling.draw import encode_prompt
+from ttrain.train.sampling.source import TokenSource, check_sampling, print_source
+from ttrain.train.sampling.stream import Stop, print_text, stream_text
 
 
 @contextmanager
 def opened_model(config: Config) -> Iterator[tuple[OpenedModel, TokenSource]]:
     """Open the model of run.dir, else of model.from, on the device, ready to write."""
-    from ttrain.tasks.training.notices import idle
-    from ttrain.train.sampling.source import TokenSource, check_sampling
-
     if config.run.dir is None:
         given = of_folder(config, "makes no text.")
     else:
@@ -41,9 +40,6 @@ def opened_model(config: Config) -> Iterator[tuple[OpenedModel, TokenSource]]:
 
 def run(config: Config) -> None:
     """Prints `sample.count` samples, or what follows each of `sample.prompts`."""
-    from ttrain.train.sampling.draw import encode_prompt
-    from ttrain.train.sampling.source import print_source
-
     rows = [] if config.sample.prompts is None else list(_rows(at_home(config.sample.prompts)))
     if config.sample.prompts is not None and not rows:
         raise UserError(f"sample.prompts={config.sample.prompts}: has no prompt. Give a file with a prompt a line.")
@@ -57,9 +53,6 @@ def run(config: Config) -> None:
 
 def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place and the content of every prompt, which is a text or the messages to answer, and its tools."""
-    from ttrain.data.chat.conversation import parsed
-    from ttrain.data.sources import read_lines
-
     try:
         lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len, False)]
     except DataError as error:
@@ -91,8 +84,6 @@ def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str
 
     The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
     """
-    from ttrain.train.sampling.stream import print_text
-
     texts = [(row, *_prompt(given, place, row, tools)) for place, row, tools in rows]
     target, answers = given.config.sample.results, _answers(given, source, texts)
     if target is None:
@@ -113,8 +104,6 @@ def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str
 
 def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
     """Return the ids of a prompt and what ends its answers. Raises UserError that names the row."""
-    from ttrain.train.sampling.draw import encode_prompt
-
     if isinstance(row, str):
         return encode_prompt(given.tokenizer, row, given.end_token), given.stop
     try:
@@ -127,8 +116,6 @@ def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[
 
 def _answers(given: OpenedModel, source: TokenSource, prompts: list[tuple[Any, list[int], Stop]]) -> Iterator[str]:
     """Yield a row of JSON for each sample."""
-    from ttrain.train.sampling.stream import stream_text
-
     for number, (row, prompt, stop) in enumerate(prompts):
         key, count = "prompt" if isinstance(row, str) else "messages", given.config.sample.count
         for sample in range(count):

@@ -10,9 +10,15 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
 from ttrain.device.info import info_of
-from ttrain.tasks.training.recover import shrunk_config
+from ttrain.tasks.training.attempt import train
+from ttrain.tasks.training.dry_run import dry_run
+from ttrain.tasks.training.expected import changed
+from ttrain.tasks.training.replicas import run as run_replicas
 from ttrain.tasks.training.start import start_run
+from ttrain.train.forecast.out_of_memory import shrunk
+from ttrain.train.logging.events import Events
 from ttrain.train.loop.interrupt import StopRequests
+from ttrain.train.runs.summary import unit_of
 
 
 def run(config: Config) -> float | None:
@@ -21,25 +27,16 @@ def run(config: Config) -> float | None:
     Where memory runs out and recover.oom=shrink, trains on with half the micro-batch and twice the accumulation.
     """
     if info_of(config.device).replicas(config.device) > 1:
-        from ttrain.tasks.training.replicas import run as run_replicas
-
         return run_replicas(config)
     while True:
         try:
             return _run(config)
         except OutOfMemory as error:
-            smaller = shrunk_config(config, error)
-            if smaller is None:
-                raise
-        config = smaller
+            config = _shrunk(config, error)
         gc.collect()  # what the failed try still holds
 
 
 def _run(config: Config) -> float | None:
-    from ttrain.tasks.training.attempt import train
-    from ttrain.tasks.training.dry_run import dry_run
-    from ttrain.train.runs.summary import unit_of
-
     with ExitStack() as stack:
         world = build.build_world(config.parallel, config.device)
         stack.enter_context(world.together())
@@ -55,3 +52,21 @@ def _run(config: Config) -> float | None:
             return train(run, device, console, StopRequests(world.ranks.count > 1))
         dry_run(run, device, console.say)
         return None
+
+
+def _shrunk(config: Config, error: OutOfMemory) -> Config:
+    """Return the config that continues the run with less memory. Raises the error where the run has to stop."""
+    before = error.train
+    train = None if config.recover.oom != "shrink" or before is None else shrunk(before)
+    if train is None or before is None or error.run is None:
+        raise error
+    parts = train.gradient_accumulation
+    note = (
+        f"{error} Going on with train.gradient_accumulation={parts} instead of {before.gradient_accumulation}: "
+        f"micro-batches of {train.batch_size // parts}, the same batch of {train.batch_size}."
+    )
+    Events(error.run).add("shrunk", note, gradient_accumulation=parts)
+    build.build_console(config.logger).say(f"WARNING: {note}")
+    config = changed(config, {"train.gradient_accumulation": parts, "run.dir": str(error.run)})
+    explicit = config.source.explicit | {"train.gradient_accumulation"}
+    return replace(config, resume="auto", source=replace(config.source, explicit=explicit))

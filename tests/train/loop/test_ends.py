@@ -16,7 +16,7 @@ from ttrain.cli import main
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
-from ttrain.tasks.training.prompt import _held_out, shown_prompt
+from ttrain.tasks.training.run import _held_out, shown_prompt
 from ttrain.train.runs.inspect import read_run
 from ttrain.train.steps.session import Session
 

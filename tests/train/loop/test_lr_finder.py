@@ -37,10 +37,9 @@ def test_rates_of_a_curve_with_known_answers(steep: float, end: float, noise: fl
     stopped = next(n for n in range(1, 201) if has_diverged(losses[:n].tolist(), settings))
     assert end < rates[stopped - 1] < 6 * end
     found = find(rates[:stopped], losses[:stopped].tolist())
-    assert found.steepest is not None and found.lowest is not None and found.last is not None
-    assert found.steepest == pytest.approx(steep, rel=1.0 if noise else 0.1)
-    assert steep < found.lowest <= found.last and end / 1.5 < found.last < 3 * end
-    assert found.suggested == pytest.approx(math.sqrt(found.steepest * found.lowest))
+    assert found["steepest"] == pytest.approx(steep, rel=1.0 if noise else 0.1)
+    assert steep < found["lowest"] <= found["last"] and end / 1.5 < found["last"] < 3 * end
+    assert found["suggested"] == pytest.approx(math.sqrt(found["steepest"] * found["lowest"]))
 
 
 def test_noise_alone_is_no_fall_and_no_divergence() -> None:
@@ -49,7 +48,7 @@ def test_noise_alone_is_no_fall_and_no_divergence() -> None:
     for seed in range(20):
         losses = (1 + 0.2 * np.random.default_rng(seed).standard_normal(200)).tolist()
         assert not any(has_diverged(losses[:n], settings) for n in range(1, 201))
-        assert find(rates, losses).steepest is None
+        assert find(rates, losses)["steepest"] is None
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ttrain.tasks.evaluating.choices import encoded_pair
-from ttrain.tasks.evaluating.texts import measure_texts
 
 from tests.conftest import cache_home
 from tests.models.session import Session, initial_values
@@ -32,6 +30,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import LlamaConfig
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
+from ttrain.tasks.evaluating.measures import encoded_pair, measure_texts
 from ttrain.tasks.evaluating.scorer import opened
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint

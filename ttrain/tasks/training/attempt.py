@@ -167,11 +167,9 @@ class Attempt:
         events, folder = self.events, self.folder
         try:
             yield
-        except Interrupted as error:
-            events.add("interrupted", str(error))
-            raise
-        except KeyboardInterrupt:  # while steps are built: the loop saves, and raises Interrupted
-            events.add("interrupted", "Stopped by SIGINT before the steps were built; there is nothing to save.")
+        except (Interrupted, KeyboardInterrupt) as error:  # the latter while steps are built, before the loop
+            before = "Stopped by SIGINT before the steps were built; there is nothing to save."
+            events.add("interrupted", str(error) or before)
             raise
         except Exception as error:
             if isinstance(error, UserError) and folder.discard():
@@ -219,7 +217,7 @@ class Attempt:
 
         run, config, device, say = self.run, self.run.config, self.device, self.console.say
         first = Waiting(FIRST, say)
-        pace = pace_of(config, run.dataset, session, self.steps, step, say, continues=run.origin.point is not None)
+        pace = pace_of(run, session, self.steps, step, say)
         pace.announce()
         if config.train.steps > step:
             self._stack.enter_context(first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import Any
@@ -63,9 +63,10 @@ def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:
         except Exception as error:
             failure = _failure(run, device, steps, error)
             if isinstance(failure, TtrainError):
-                plain = {"accepted": False, "reason": str(failure)}
-                reason = failure.to_dict() if hasattr(failure, "to_dict") else plain
-                folder.write(folder.summary, {"computes": False, **reason})
+                reason: dict[str, Any] = {"computes": False, "accepted": False, "reason": str(failure)}
+                if isinstance(failure, OutOfResources):
+                    reason |= {"out_of": failure.cause, "keys": failure.keys}
+                folder.write(folder.summary, reason)
             raise failure from error
         del session, trained  # the board holds one engine at a time
         steps.clear()
@@ -106,21 +107,14 @@ def _measured(device: Device, run: Callable[[int], Any], steps: Mapping[str, Ste
     }
 
 
-def _lines(record: Mapping[str, Any]) -> list[str]:
-    """Return a record of costs as lines for people."""
-    lines = [
-        f"device ops per step      {record['device_ops']}",
-        f"programs                 {record['programs']}",
-        f"host dispatch per step   {record['host_dispatch_ms']:.1f} ms (first step {record['first_step_ms']:.0f} ms)",
-    ]
-    engines = record["host_dispatch_ms_by_engine"]
-    if len(engines) > 1:
-        listed = ", ".join(f"engine={name} {value:.1f} ms" for name, value in engines.items())
-        lines.append(f"host dispatch by engine  {listed}")
-    sizes = {key: size for key, size in record.items() if key.endswith("_bytes")}
-    lines += [f"{key.replace('_', ' '):24} {format_bytes(size)}" for key, size in sizes.items()]
-    later = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in record["after_second_step"].items())
-    return [*lines, f"after the second step    {later}"]
+def _lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a record of costs as lines for people."""
+    for key, value in record.items():
+        shown = format_bytes(value) if key.endswith("_bytes") else value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{name} {number}" for name, number in value.items())
+        if key not in ("computes", "note"):
+            yield f"{key.replace('_', ' '):28} {shown}"
 
 
 def _milliseconds(run: Callable[[int], Any], step: int) -> float:

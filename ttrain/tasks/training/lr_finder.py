@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,6 @@ RISE = 0.5  # share of what the loss has fallen by which it rises again where it
 _NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
 
 
-@dataclass(frozen=True)
-class FoundRates:
-    """Learning rates that the range test finds. Rates are None where the loss has not fallen by more than its noise."""
-
-    smoothed: list[float]  # losses, each averaged with its neighbours on both sides
-    suggested: float | None = None  # half-way from steepest to lowest, by factors
-    steepest: float | None = None  # rate at which the smoothed loss falls fastest per factor of the rate
-    lowest: float | None = None  # rate at the lowest smoothed loss
-    last: float | None = None  # largest rate before the loss goes up again for good; that of the last step without
-
-
 def run(config: Config) -> dict[str, Any]:
     """Print what the range test suggests, write results.json and plot.png into lr_finder.out, and return the results.
 
@@ -62,8 +51,12 @@ def run(config: Config) -> dict[str, Any]:
         for warning in run.warnings:
             console.say(f"WARNING: {warning}")
         rates, losses, diverged = _losses(run, device, settings, console, stop)
-    findings = find(rates, losses)
-    results = _results(config, run, rates, losses, diverged, findings)
+    findings, command = find(rates, losses), None
+    if (rate := findings["suggested"]) is not None:
+        command = config.source.command({"optimizer.lr": f"{rate:.1e}"}, without=["lr_finder"], task="train")
+    names = {"model": run.model_name, "optimizer": config.optimizer.name, "seed": run.config.run.seed}
+    found = {"command": command, "rates": rates, "losses": losses, "diverged": diverged, "config": run.stored}
+    results = {**names, **findings, **found}
     replace_file(folder / RESULTS, to_json(results))
     _draw(results, folder / "plot.png")
     for label, value in _lines(results, folder):
@@ -85,7 +78,13 @@ def _losses(
             with Waiting("Placing the model and building its steps", console.say):
                 run.origin.set_values(session, run.config.run.seed)
                 built.update(session.build_training(further=False))
-            run_step = run.stepper(session, built, settings.steps, _rising(run, settings))
+            peak, constant = run.config.optimizer.lr, run.rates
+
+            def rising(step: int) -> Rates:
+                """Return every learning rate of the constant schedule, in proportion to the test's."""
+                return {name: rate * rate_of(settings, step) / peak for name, rate in constant(step).items()}
+
+            run_step = run.stepper(session, built, settings.steps, rising)
             console.start(0, settings.steps)
             for number in range(1, settings.steps + 1):
                 result, rate = run_step(number), rate_of(settings, number)
@@ -114,12 +113,6 @@ def rate_of(settings: LrFinderConfig, step: int) -> float:
     return float(settings.low * (settings.high / settings.low) ** ((step - 1) / max(settings.steps - 1, 1)))
 
 
-def _rising(run: Run, settings: LrFinderConfig) -> Callable[[int], Rates]:
-    """Every learning rate of the constant schedule, in proportion to the test's."""
-    peak, constant = run.config.optimizer.lr, run.rates
-    return lambda step: {name: rate * rate_of(settings, step) / peak for name, rate in constant(step).items()}
-
-
 def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     """Return whether the newest losses have risen above the lowest.
 
@@ -134,11 +127,16 @@ def has_diverged(losses: Sequence[float], settings: LrFinderConfig) -> bool:
     return bool(means[-1] > means.min() + max(noise, RISE * (means[0] - means.min())))
 
 
-def find(rates: Sequence[float], losses: Sequence[float]) -> FoundRates:
-    """Find learning rates by the losses, over rates that rise by equal factors."""
-    size = window(len(losses))
+def find(rates: Sequence[float], losses: Sequence[float]) -> dict[str, Any]:
+    """Find learning rates by the losses, over rates that rise by equal factors.
+
+    Return `smoothed` losses; the rate that is `steepest`, where the smoothed loss falls fastest per factor of the rate;
+    the one of its `lowest` value; the `last` one before it goes up again for good, or of the test; and the `suggested`
+    one, half-way from steepest to lowest by factors. Rates are None where the loss falls by no more than its noise.
+    """
+    size, none = window(len(losses)), dict.fromkeys(("suggested", "steepest", "lowest", "last"))
     if len(losses) < 3 * size:
-        return FoundRates(list(losses))
+        return {"smoothed": list(losses), **none}
     start = float(np.mean(losses[:size]))
     clipped = np.minimum(losses, 2 * start - min(losses))  # one that explodes hides nothing beside it
     trend = np.asarray(smoothed(clipped.tolist(), size))
@@ -146,23 +144,13 @@ def find(rates: Sequence[float], losses: Sequence[float]) -> FoundRates:
     gained = start - float(trend[lowest])
     noise = _NOISE * float(np.median(np.abs(clipped - trend)))
     if gained <= noise or lowest == 0:
-        return FoundRates(trend.tolist())
+        return {"smoothed": trend.tolist(), **none}
     steepest = int(np.argmin(np.gradient(trend)[: lowest + 1]))
     above = np.flatnonzero(trend[lowest:] > trend[lowest] + max(noise, RISE * gained))
     last = lowest + int(above[0]) - 1 if len(above) else len(rates) - 1
+    found = {"steepest": rates[steepest], "lowest": rates[lowest], "last": rates[last]}
     suggested = math.sqrt(rates[steepest] * rates[lowest])
-    return FoundRates(trend.tolist(), suggested, rates[steepest], rates[lowest], rates[last])
-
-
-def _results(
-    config: Config, run: Run, rates: list[float], losses: list[float], diverged: bool, findings: FoundRates
-) -> dict[str, Any]:
-    rate, command = findings.suggested, None
-    if rate is not None:
-        command = config.source.command({"optimizer.lr": f"{rate:.1e}"}, without=["lr_finder"], task="train")
-    names = {"model": run.model_name, "optimizer": config.optimizer.name, "seed": run.config.run.seed}
-    found = {"command": command, "rates": rates, "losses": losses, "diverged": diverged}
-    return {**names, **vars(findings), **found, "config": run.stored}
+    return {"smoothed": trend.tolist(), "suggested": suggested, **found}
 
 
 def _lines(results: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:

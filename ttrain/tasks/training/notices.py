@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.files import read_json
 from ttrain.data.settings import TextConfig
 from ttrain.models.gpt_weights import dropouts
 from ttrain.models.settings import AGILLMConfig, GPTConfig
-from ttrain.optim.settings import OptimizerConfig, ScheduleConfig, ScheduleFreeConfig
+from ttrain.optim.settings import ScheduleFreeConfig
 from ttrain.train.checkpoint.hub_folder import find_folder
-from ttrain.train.settings import TrainConfig
-from ttrain.train.task_settings import SampleConfig
 
 _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
 
@@ -69,7 +66,7 @@ def _unequal_dropouts(config: Config) -> Iterator[str]:
 
 def idle(config: Config, sections: Collection[str]) -> Iterator[str]:
     """One sentence for each key of these sections that another key leaves nothing to change for."""
-    for key, without, why in _idle(config.model, config.optimizer, config.schedule, config.train, config.sample):
+    for key, without, why in _idle(config):
         section, _, name = key.partition(".")
         settings = getattr(config, section)
         declared = {each.name: each.default for each in dataclasses.fields(settings)}
@@ -77,11 +74,10 @@ def idle(config: Config, sections: Collection[str]) -> Iterator[str]:
             yield f"{key}={getattr(settings, name)} changes nothing: {why}."
 
 
-def _idle(
-    model: Any, optimizer: OptimizerConfig, schedule: ScheduleConfig, train: TrainConfig, sample: SampleConfig
-) -> Iterator[tuple[str, bool, str]]:
-    """Keys, when they are idle, and why they are then."""
-    none = optimizer.decay_rule == "none"
+def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
+    """Yield keys, True if they are idle, and why they are then."""
+    model, optimizer, schedule = config.model, config.optimizer, config.schedule
+    train, sample, none = config.train, config.sample, optimizer.decay_rule == "none"
     yield "schedule.min_lr_ratio", schedule.name == "constant", "schedule=constant does not fall"
     yield "schedule.decay", schedule.name != "wsd", "it is for schedule=wsd"
     yield "schedule.decay", schedule.decay_from is not None, "schedule.decay_from takes its place"

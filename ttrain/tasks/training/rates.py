@@ -40,7 +40,9 @@ def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str |
     step = progress.step
     if step == 0 or step >= rate.steps:
         return None
-    before = _saved_rate(saved, rate)
+    kind = section_type("schedule", saved["schedule"]["name"])
+    schedule = rate.schedule if kind is None else kind(**saved["schedule"])  # one that is not registered any more
+    before = Rate(saved["optimizer"]["lr"], schedule, saved["train"]["steps"])
     last, planned, new = before.at(step), before.at(step + 1), rate.at(step + 1)
     if _close(new, last) or _close(new, planned):
         return None
@@ -72,13 +74,6 @@ def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
     return overrides + (f" schedule.steps={more}" if fixed else ""), (
         f"rises from {rate.at(step) * factor:.2e} to {stretched * factor:.2e}, as the schedule then ends at step {more}"
     )
-
-
-def _saved_rate(saved: Mapping[str, Any], rate: Rate) -> Rate:
-    """Return the rate of a saved config; a schedule that is not registered any more is taken to be the present one."""
-    kind = section_type("schedule", saved["schedule"]["name"])
-    schedule = rate.schedule if kind is None else kind(**saved["schedule"])
-    return Rate(saved["optimizer"]["lr"], schedule, saved["train"]["steps"])
 
 
 def _close(one: float, other: float) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -18,6 +19,7 @@ from ttrain.core.errors import Interrupted
 from ttrain.device.info import info_of
 from ttrain.tasks.training.attempt import train
 from ttrain.tasks.training.dry_run import dry_run
+from ttrain.tasks.training.expected import changed
 from ttrain.tasks.training.start import start_run
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.settings import ReplicasConfig
@@ -52,28 +54,20 @@ def run(config: Config) -> float | None:
 
 def replica_configs(config: Config) -> list[Config]:
     """Return the config that each replica would be given as a plain run."""
-    info, given = info_of(config.device), config.replicas
+    info, given, configs = info_of(config.device), config.replicas, []
     count = info.replicas(config.device)
     seeds = given.seed or [config.run.seed + number for number in range(count)]
     rates = given.lr or [config.optimizer.lr] * count
-    explicit = {"run.seed"} if given.seed else set()
-    explicit |= {"optimizer.lr"} if given.lr else set()
+    explicit = {key for key, values in (("run.seed", given.seed), ("optimizer.lr", given.lr)) if values}
     source = dataclasses.replace(config.source, explicit=config.source.explicit | explicit)
-    folders = [
-        None if config.run.dir is None else str(Path(config.run.dir) / name_of(number)) for number in range(count)
-    ]
-    return [
-        dataclasses.replace(
-            config,
-            device=info.replica(config.device),
-            optimizer=dataclasses.replace(config.optimizer, lr=rates[number]),
-            run=dataclasses.replace(config.run, seed=seeds[number], dir=folders[number]),
-            resume=_resumed(config.resume, number),
-            replicas=ReplicasConfig(),
-            source=source,
-        )
-        for number in range(count)
-    ]
+    shared: dict[str, Any] = {"device": info.replica(config.device), "replicas": ReplicasConfig(), "source": source}
+    for number, name in enumerate(map(name_of, range(count))):
+        folder = None if config.run.dir is None else str(Path(config.run.dir) / name)
+        own = Path(config.resume) / name  # where resume= names a folder of several; else all start from one checkpoint
+        changes = {"run.seed": seeds[number], "run.dir": folder, "optimizer.lr": rates[number]}
+        resume = str(own) if own.is_dir() else config.resume
+        configs.append(dataclasses.replace(changed(config, changes), resume=resume, **shared))
+    return configs
 
 
 def name_of(number: int) -> str:
@@ -81,38 +75,30 @@ def name_of(number: int) -> str:
     return f"replica-{number}"
 
 
-def _resumed(given: str, number: int) -> str:
-    """The replica's own run where `resume=` names a folder of several; else all start from the same checkpoint."""
-    own = Path(given) / name_of(number)
-    return str(own) if own.is_dir() else given
-
-
 class Baton:
     """Lets one of several threads run at a time. The one that has the baton hands it to the next one that is left."""
 
     def __init__(self, count: int) -> None:
-        self._left, self._holder, self._changed = list(range(count)), 0, threading.Condition()
+        self._turns = {number: threading.Semaphore(int(number == 0)) for number in range(count)}
 
     def take(self, number: int) -> None:
         """Wait until this thread has the baton."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._holder == number)
+        self._turns[number].acquire()
 
     def pass_on(self, number: int) -> None:
         """Give the others a turn each, and take the baton back."""
-        self._hand_over(number)
+        self._next(number).release()
         self.take(number)
 
     def leave(self, number: int) -> None:
         """Hand the baton on for good."""
-        with self._changed:  # both at once, so that nobody hands the baton to one who has left
-            self._hand_over(number)
-            self._left.remove(number)
+        following = self._next(number)
+        del self._turns[number]
+        following.release()
 
-    def _hand_over(self, number: int) -> None:
-        with self._changed:
-            self._holder = self._left[(self._left.index(number) + 1) % len(self._left)]
-            self._changed.notify_all()
+    def _next(self, number: int) -> threading.Semaphore:
+        left = list(self._turns)
+        return self._turns[left[(left.index(number) + 1) % len(left)]]
 
 
 def side_by_side(

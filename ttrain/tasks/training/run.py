@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from ttrain.models.base import Model
 from ttrain.optim.groups import frozen_count
 from ttrain.parallel.world import World
 from ttrain.tasks.training.notices import notices
-from ttrain.tasks.training.prompt import shown_prompt
 from ttrain.tasks.training.rates import Rate
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
@@ -31,13 +31,16 @@ from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.runs.summary import extent_line
-from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, whole_text_scores
+from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, encode_prompt, whole_text_scores
 from ttrain.train.sampling.lengths import length_class
-from ttrain.train.sampling.stream import Stop, print_text, stream_text
+from ttrain.train.sampling.stream import Stop, end_id, print_text, special_tokens, stream_text
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
+
+_CHARACTERS = 60  # at least of a held-out text that a sample continues, where there are as many
+_TOKENS = 1024  # at most that are looked at for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +195,7 @@ class Run:
         stop = Stop.of(tokenizer, sample.stop, named_end(self.config.data, tokenizer.config))
         window = ContextWindow.of(logits.inputs["tokens"].shape[1], sample.slide)
         text = Continuation(self.prompt, window, Sampler(sample), sample.tokens)
-        drawn = text.one_by_one(whole_text_scores(logits, tokenizer.vocabulary))
+        drawn = text.drawn(whole_text_scores(logits, tokenizer.vocabulary))
         stream_text(tokenizer, self.prompt, drawn, print_text, stop, echo=False)
         print(flush=True)
         return True
@@ -202,3 +205,46 @@ class Run:
         config = self.config
         names = (config.precision.name, config.engine.name)
         return shrinking_keys(config.train, self.model.config, *names, config.optimizer)
+
+
+def sample_prompt(config: Config, dataset: Dataset) -> list[int] | None:
+    """Return token ids, None where no text can be made. Raises UserError or DataError for a prompt that is no text."""
+    tokenizer = dataset.tokenizer
+    if tokenizer is None:
+        return None
+    end = named_end(config.data, tokenizer.config)
+    found = _held_out(dataset, end_id(tokenizer, end)) if config.sample.prompt is None else []
+    return found or encode_prompt(tokenizer, config.sample.prompt, end)
+
+
+def shown_prompt(tokenizer: Any, prompt: list[int]) -> str:
+    """Return the text of a prompt as lines that are marked as quoted, empty where it is blank or a special token."""
+    before = len(tokenizer.start) if prompt[: len(tokenizer.start)] == tokenizer.start else 0
+    text: str = tokenizer.decode(prompt[before:])
+    blank = not text.strip() or (len(prompt) == 1 and text in special_tokens(tokenizer))
+    return "" if blank else "\n".join(f"> {line}".rstrip() for line in text.strip("\n").split("\n"))
+
+
+def _held_out(dataset: Any, end: int | None) -> list[int]:
+    """Return some tokens of the first held-out sequence, as they are learnt: all before its first reply, or a line."""
+    batch = dataset.batch("val", 0, 0, 1)
+    tokens, learnt = batch["tokens"][0].tolist(), batch["targets"][0] >= 0
+    if not learnt[0] and learnt.any():
+        return list(tokens[: int(learnt.argmax()) + 1])
+    parts = [list(part) for ended, part in groupby(tokens[:_TOKENS], lambda token: token == end) if not ended]
+    start = dataset.tokenizer.start
+    lines = [_line(dataset.tokenizer, part[len(start) :] if part[: len(start)] == start else part) for part in parts]
+    line = max(lines, key=len, default=[])
+    return dataset.tokenizer.with_start(line) if line else []
+
+
+def _line(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    """Return tokens from the start of a line or word on, to the end of a word."""
+    pieces = [tokenizer.decode([token]) for token in tokens]
+    half = range(1, len(pieces) // 2)
+    start = next((place for place in half if pieces[place - 1].endswith("\n")), 0)
+    blank = [piece.isspace() for piece in pieces]
+    begins = (place for place in half if blank[place - 1] or (pieces[place][:1].isspace() and not blank[place]))
+    start = start or next(begins, 0)
+    ends = [place for place in range(start + 1, len(pieces)) if pieces[place][:1].isspace()] or [len(pieces)]
+    return list(tokens[start : next((end for end in ends if len("".join(pieces[start:end])) >= _CHARACTERS), ends[-1])])

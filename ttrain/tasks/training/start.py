@@ -6,6 +6,7 @@ They find what to resume, merge the config, open the data, build the model and c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,8 @@ from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
-from ttrain.tasks.training.prompt import sample_prompt
 from ttrain.tasks.training.rates import Rate, rate_jump
-from ttrain.tasks.training.run import Run
+from ttrain.tasks.training.run import Run, sample_prompt
 from ttrain.tasks.training.targets import check_targets
 from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.runs import resume as resuming
@@ -46,6 +46,7 @@ class Resumed(NamedTuple):
     held: RunDirectory | None = None  # the run directory that this attempt goes on in
     point: ResumePoint | None = None  # the checkpoint
     config: dict[str, Any] | None = None  # the config that the command line changes
+    notes: Sequence[str] = ()  # what to tell of it
 
     @property
     def run(self) -> Path | None:
@@ -60,15 +61,15 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
     """
     Heartbeat.of_process().beat()
     world = world or World()
-    resumed, notes = find_resumed(config, stack, world)
+    resumed = find_resumed(config, stack, world)
     config, world.ranks = merge_config(config, resumed, world.ranks)
     dataset = open_data(config, resumed, world)
     model, stored = build_model(config, dataset, world)
-    return check_all(config, stored, dataset, model, resumed, world, notes)
+    return check_all(config, stored, dataset, model, resumed, world)
 
 
-def find_resumed(config: Config, stack: ExitStack, world: World) -> tuple[Resumed, list[str]]:
-    """Return what the run goes on from, and notes about it. Raises UserError where it can't, or where ranks differ."""
+def find_resumed(config: Config, stack: ExitStack, world: World) -> Resumed:
+    """Return what the run goes on from. Raises UserError where it can't, or where ranks differ."""
     if world.ranks.count > 1:
         _agree(config, world)
     held = RunDirectory.led(world, lambda: resuming.hold_run(config.resume, config.run.dir))
@@ -80,7 +81,7 @@ def find_resumed(config: Config, stack: ExitStack, world: World) -> tuple[Resume
     base, notes = _saved_config(point, held)
     if base is None and config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
-    return Resumed(held, point, base), notes
+    return Resumed(held, point, base, notes)
 
 
 def merge_config(config: Config, resumed: Resumed, ranks: Ranks) -> tuple[Config, Ranks]:
@@ -125,16 +126,11 @@ def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, 
 
 
 def check_all(
-    config: Config,
-    stored: dict[str, Any],
-    dataset: Dataset,
-    model: Model,
-    resumed: Resumed,
-    world: World,
-    notes: list[str],
+    config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, resumed: Resumed, world: World
 ) -> Run:
     """Return the run, once its parts fit each other and what it goes on from. Raises CheckpointError or UserError."""
     point, train, lora = resumed.point, config.train, config.lora
+    notes = [*resumed.notes]
     warm = adapter = jump = None
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
@@ -148,7 +144,7 @@ def check_all(
         adapter = build.build_adapters(lora, model)
         if resumed.config is not None:
             changes = resuming.config_difference(resumed.config, stored)
-            notes = [*notes, *(f"Changed since the run started: {change}" for change in changes)]
+            notes += (f"Changed since the run started: {change}" for change in changes)
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     rate = Rate(config.optimizer.lr, config.schedule, train.steps)
     if point is not None:
@@ -182,7 +178,9 @@ def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple
     if run is None:
         return None, []
     try:
-        config = _whole_config(run)
+        config = read_config(run)
+        if missing := [section for section in sections() if section not in config]:
+            raise CheckpointError(f"{run / 'config.yaml'} is not whole: it has no {missing[0]!r}.")
     except CheckpointError as error:
         if point is not None:
             return point.checkpoint.config, [f"WARNING: {error} The config of the checkpoint is taken instead."]
@@ -191,14 +189,6 @@ def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple
             f"command, resume=none and another run.dir."
         ) from None
     return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
-
-
-def _whole_config(run: Path) -> dict[str, Any]:
-    """The config of a run. Raises CheckpointError where it is missing or only a part of it is there."""
-    config = read_config(run)
-    if missing := [section for section in sections() if section not in config]:
-        raise CheckpointError(f"{run / 'config.yaml'} is not whole: it has no {missing[0]!r}.")
-    return config
 
 
 def _branched(schedule: ScheduleConfig, steps: int, resumed: Resumed) -> ScheduleConfig:
@@ -232,9 +222,9 @@ def _agree(config: Config, world: World) -> None:
 def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) -> DataConfig:
     """A run that is continued needs the `folder` of model.from no more: its checkpoint has the tokenizer."""
     if point is None or folder is None or Path(getattr(data, "tokenizer", "")).is_file():
-        return cast(DataConfig, data)
+        return cast("DataConfig", data)
     kept = point.checkpoint.path / "tokenizer.json"
-    return cast(DataConfig, dataclasses.replace(data, tokenizer=str(kept)) if kept.is_file() else data)
+    return cast("DataConfig", dataclasses.replace(data, tokenizer=str(kept)) if kept.is_file() else data)
 
 
 def tokenizer_json(dataset: Dataset) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
@@ -15,17 +15,10 @@ _ROWS, _TOKENS = 4096, 1 << 20  # at most that are looked at,
 _MORE = 16  # and times as many where none of these has a target
 
 
-class EmptyRows(NamedTuple):
-    """Count of the rows that were looked at, from the first on, and of those among them without a target."""
-
-    rows: int
-    empty: int
-
-
-def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows: int) -> EmptyRows:
+def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows: int) -> tuple[int, int]:
     """Look at the first `rows` samples of a split, or at as many of them as take about a second.
 
-    More are looked at where none of those has a target.
+    More are looked at where none of those has a target. Return how many were, and how many of them have none.
     """
     length = max(dataset.fields["targets"].size, 1)
     at_once = max(1, min(64, _TOKENS // length))
@@ -35,7 +28,7 @@ def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows
         batch = dataset.batch(split, seed, done, count)
         empty += sum(not valid_targets({"targets": row}) for row in batch["targets"])
         done += count
-    return EmptyRows(done, empty)
+    return done, empty
 
 
 def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> list[str]:
@@ -55,16 +48,17 @@ def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> 
     return [*found, *_told(look, held_out, "held-out sequences", "val/loss says nothing of them", data, more)]
 
 
-def _told(look: EmptyRows, samples: int, of: str, so: str, data: DataConfig, more: str = "") -> list[str]:
-    if not look.empty:
+def _told(look: tuple[int, int], samples: int, of: str, so: str, data: DataConfig, more: str = "") -> list[str]:
+    rows, empty = look
+    if not empty:
         return []
     why, fix = _reason(data)
-    first = "" if look.rows == samples else "first "
-    if look.empty < look.rows:
-        count = f"{look.empty:,} of the {first}{look.rows:,} {of} that are read"
+    first = "" if rows == samples else "first "
+    if empty < rows:
+        count = f"{empty:,} of the {first}{rows:,} {of} that are read"
         return [f"{count} have no target, so {so}: {why}. To mend it, {fix}."]
     raise DataError(
-        f"none of the {first}{look.rows:,} {of} that are read has a target, so there would be no loss: {why}. "
+        f"none of the {first}{rows:,} {of} that are read has a target, so there would be no loss: {why}. "
         f"To go on, {fix}{more}."
     )
 
