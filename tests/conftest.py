@@ -4,7 +4,8 @@
     python -m pytest -m "not slow"   what takes at most ten seconds each
     python -m pytest                 everything that this machine can run, under ten minutes
 
-A test is fast by where it lies; nothing is marked by hand. Left out is what is slow or runs a kernel another way.
+A test is fast by where it lies; nothing is marked by hand. Left out is what is slow, compiles kernels of a traced step,
+or runs a kernel another way.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if is_fast(item.path) and not any(item.get_closest_marker(name) for name in ("slow", "another_way")):
+        compiles = "traced" in item.name or item.path.name == "test_footguns.py"
+        left_out = compiles or any(item.get_closest_marker(name) for name in ("slow", "another_way"))
+        if is_fast(item.path) and not left_out:
             item.add_marker("fast")
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: rank(item.path, tests[item.path]))
