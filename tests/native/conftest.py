@@ -18,7 +18,7 @@ from ttrain.device.torch.native import NativeKernels, Toolchain, toolchain
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.rows import RULES
-from ttrain.device.torch.native.toolchain import find_compiler, library_folder
+from ttrain.device.torch.native.toolchain import find_compiler
 from ttrain.graph import Case, Composite, Op
 
 # Small cases are cut as large ones would be: across two threads, into several parts and blocks.
@@ -68,7 +68,7 @@ def require_compiler() -> None:
 def folder() -> Path:
     """Libraries are kept from one run of the tests to the next: their keys hold all that the code depends on."""
     require_compiler()
-    return library_folder()
+    return Toolchain().folder
 
 
 @pytest.fixture

@@ -11,28 +11,17 @@ import pytest
 import torch
 
 from tests.native.conftest import SMALL, NativeDevice, open_device
+from tests.ops.harness import bind_node, node_of
 from ttrain.core import processor
 from ttrain.core.attention_mask import AttentionMask
-from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.kernels.common import TORCH_DTYPES
+from ttrain.core.spec import DType
 from ttrain.device.torch.native.native import Sizing
-from ttrain.graph import Graph, Node, op
+from ttrain.graph import op
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig
 
 Runs = Sequence[tuple[str, Sequence[torch.Tensor | None], Mapping[str, Any]]]
-DTYPES = {dtype: ours for ours, dtype in TORCH_DTYPES.items()}
-
-
-def node_of(name: str, inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]) -> Node:
-    graph = Graph()
-    values = [
-        None if x is None else graph.input(f"{index}", TensorSpec(tuple(x.shape), DTYPES[x.dtype]))
-        for index, x in enumerate(inputs)
-    ]
-    op(name).record(*values, graph=graph, **attributes)
-    return graph.nodes[0]
 
 
 def run_all(device: NativeDevice, runs: Runs) -> list[list[torch.Tensor]]:
@@ -41,15 +30,9 @@ def run_all(device: NativeDevice, runs: Runs) -> list[list[torch.Tensor]]:
     device.native.prepare(nodes)
     results = []
     for node, (_, inputs, _) in zip(nodes, runs, strict=True):
-        kernel, given = device.kernels[node.op.name], [None if x is None else x.clone() for x in inputs]
-        aliases = node.op.aliases(node)
-        outs = [
-            given[aliases[index]] if index in aliases else device.allocate(output.spec)
-            for index, output in enumerate(node.outputs)
-        ]
-        work = kernel.workspace_specs(*node.specs, node.attributes)
-        kernel.bind(given, outs, node.attributes, [device.allocate(spec) for spec in work])()
-        results.append([out for out in outs if out is not None])
+        launch, outs = bind_node(device, node, [None if x is None else x.clone() for x in inputs])
+        launch()
+        results.append(outs)
     return results
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.native.conftest import NativeDevice, require_compiler
-from tests.native.test_numbers import node_of
+from tests.ops.harness import node_of
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Chain

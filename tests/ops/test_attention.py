@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ops.harness import Interpreter
+from tests.ops.harness import Interpreter, launch_row
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, Emitter
+from ttrain.device.torch.kernels.common import Call, Context
 from ttrain.device.torch.kernels.explicit import Block, ScoreBias
 from ttrain.graph import Graph
 
@@ -112,17 +112,15 @@ def test_a_mask_is_added_to_blocks_of_scores(
     wanted = -alibi_slopes(heads)[:, None, None] * ahead
     wanted[:, (key > last) | (abs(key - query) >= (window or time))] = -np.inf
     blocks = Block.all(mask, time, min(rows, time), few_shapes)
-    work = [
-        torch.empty(s.shape, dtype=TORCH_DTYPES[s.dtype]) for s in ScoreBias.workspace(mask, rows, time, DType.FP64)
-    ]
-    bias = ScoreBias(mask, heads, min(rows, time), time, torch.empty(0, dtype=torch.float64), work)
-    found = np.full(wanted.shape, -np.inf)
-    for block in blocks:
-        scores = torch.zeros(heads, block.stop - block.start, len(block.keys), dtype=torch.float64)
-        call = Emitter()
-        bias.add(call, scores, block)
-        for launch in call.launches:
-            launch()
-        found[:, block.start : block.stop, block.keys.start : block.keys.stop] = scores.numpy()
+    found = torch.full(wanted.shape, -np.inf, dtype=torch.float64)
+
+    def biased(call: Call) -> None:
+        (scores,), bias = call.ins, ScoreBias(call, heads, min(rows, time), time, call.ins[0])
+        for block in blocks:
+            part = scores[:, block.start : block.stop, block.keys.start : block.keys.stop]
+            call.emit(part.zero_)
+            bias.add(part, block)
+
+    launch_row(biased, Context.of(torch.device("cpu")), [found], {"mask": mask})
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
     assert not few_shapes or len({len(block.keys) for block in blocks}) <= 18

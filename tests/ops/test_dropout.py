@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
 
 import ttrain.ops  # noqa: F401 - fills the registry
+from tests.ops.harness import bind_node, launch_row, node_of
 from ttrain.core.random_bits import keep_threshold, stream_key
-from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import chain
+from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, Emitter
-from ttrain.device.torch.kernels.random import Dropout, Rows, mask_workspace
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Call, Context
+from ttrain.device.torch.kernels.random import Dropout, Rows
 from ttrain.graph import REGISTRY
 
 
@@ -34,14 +32,8 @@ def dropped(
     device: TorchDevice, size: int, seed: int, stream: int, p: float, dtype: DType = DType.FP32, times: int = 1
 ) -> np.ndarray:
     """A vector of ones after dropout, launched `times` times."""
-    spec, kernel = TensorSpec((size,), dtype), device.kernels["dropout"]
-    attributes = {"p": p, "stream": stream}
-    x, y, held = device.allocate(spec), device.allocate(spec), device.allocate(TensorSpec((), DType.INT64))
-    x.fill_(1)
-    device.upload(held, np.asarray(seed, np.int64))
-    specs = [spec, TensorSpec((), DType.INT64)]
-    work = [device.allocate(scratch) for scratch in kernel.workspace_specs(specs, [spec], attributes)]
-    launch = kernel.bind([x, held], [y], attributes, work)
+    given = [torch.ones(size, dtype=TORCH_DTYPES[dtype]).to(device.device), torch.tensor(seed).to(device.device)]
+    launch, (y,) = bind_node(device, node_of("dropout", given, {"p": p, "stream": stream}), given)
     for _ in range(times):
         launch()
     return device.download(y)
@@ -62,29 +54,21 @@ def test_rows_of_a_whole_that_nobody_holds_have_its_mask(block: int) -> None:
     context = Context(torch.device("cpu"), block)
     count, rows, width, at = 5, 4, 7, Rows(60_001, 50_003, 70_000)  # of more elements than 32 bits count
     x = torch.ones(count, rows, width)
-    specs = [*mask_workspace(context, x.numel(), DType.FP32, rows * width), TensorSpec((at.time,), DType.INT32)]
-    work = [torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype]) for spec in specs]
-    call = Emitter()
-    Dropout(torch.tensor(77), 0.4, 3, context.on_cpu, work).mask_rows(call, x, x, at)
-    chain(*call.launches)()
+
+    def dropped(call: Call) -> None:
+        x, seed = call.ins
+        Dropout(call, seed, x.numel(), x.dtype, (rows, at.time)).mask_rows(x, x, at)
+
+    launch_row(dropped, context, [x, torch.tensor(77)], {"p": 0.4, "stream": 3})
     head, row, column = np.indices(x.shape)
     elements = (head * at.time + at.row + row) * at.time + at.column + column
     assert np.array_equal(x.numpy() != 0, expected_mask(elements, 77, 3, 0.4))
 
 
-def test_blocks_of_a_large_tensor_go_on_counting() -> None:
-    device = TorchDevice("cpu", threads=1)
-    device.context = dataclasses.replace(device.context, block=1000)
-    got = dropped(device, 4567, seed=12345678901, stream=2, p=0.3)
-    assert np.array_equal(got != 0, expected_mask(4567, 12345678901, 2, 0.3))
-
-
 @pytest.mark.parametrize("dtype", [DType.FP64, DType.FP32, DType.BF16])
 def test_kept_elements_are_scaled_once(device: TorchDevice, dtype: DType) -> None:
     got = dropped(device, 999, seed=5, stream=1, p=0.1, dtype=dtype)
-    scale = torch.tensor(1 / 0.9, dtype=torch.float64).to(
-        {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16}[dtype]
-    )
+    scale = torch.tensor(1 / 0.9, dtype=torch.float64).to(TORCH_DTYPES[dtype])
     assert set(np.unique(got.astype(np.float64))) == {0.0, float(scale)}
 
 

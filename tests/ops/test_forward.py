@@ -15,6 +15,7 @@ from tests.ops.harness import (
     cases_of,
     every_op,
     only,
+    record,
     recorded_by_models,
     shared_with,
 )
@@ -42,6 +43,16 @@ def test_kernel_equals_reference(device: TorchDevice, op: Op, case: Case, dtype:
     if op.name == "embedding_grad" and dtype is DType.BF16 and device.kind != device.context.kind:
         pytest.skip("no CUDA: only there does the aten function of this row add in fp32")
     assert_equals_reference(device, op, case, dtype)
+
+
+def decomposes(op: Op, case: Case, dtype: DType) -> bool:
+    graph, _, _ = record(op, case, dtype)
+    return op.decompose(graph.nodes[0], graph.nodes[0].inputs) is not None
+
+
+@every_op(only(all_cases(*DTYPES), decomposes))
+def test_decomposition_equals_reference(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
+    assert_equals_reference(device, op, case, dtype, by_parts=True)
 
 
 MIXED = {"layer_norm": ("weight", "bias"), "add_layer_norm": ("weight", "bias"), "layer_norm_grad": ("weight",)}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ops.harness import bind_node, node_of
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, flatten, runs
+from ttrain.device.torch.kernels.common import flatten, runs
 from ttrain.ops.update import Rule
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
@@ -22,7 +23,6 @@ from ttrain.optim.sgd import SGD
 SHAPES = [(4, 8), (257,), (3, 5, 7), (), (64,)]  # gaps after most of them
 SCALAR = TensorSpec((), DType.FP32)
 ADAMW = AdamW(AdamWConfig()).rule(EXAMPLE, True)
-DTYPES = {theirs: ours for ours, theirs in TORCH_DTYPES.items()}
 FP32 = [DType.FP32] * 4
 
 
@@ -59,12 +59,9 @@ class Update:
     def bind(self) -> Any:
         numbers = [self.scalars["lr"], self.scalars["step"], self.scalars["factor"] if self.clipped else None]
         given = [*(tensor for slot in self.slots for tensor in slot), *numbers, self.seed]
-        specs = [None if x is None else TensorSpec(tuple(x.shape), DTYPES[x.dtype]) for x in given]
-        kernel = self.device.kernels["update"]
         stochastic = () if self.seed is None else tuple(range(len(self.slots) - 1))
         attributes = {"count": len(SHAPES), "rule": self.rule, "stochastic": stochastic, "stream": 16}
-        work = [self.device.allocate(spec) for spec in kernel.workspace_specs(specs, [], attributes)]
-        return kernel.bind(given, self.written, attributes, work)
+        return bind_node(self.device, node_of("update", given, attributes), given)[0]
 
     def feed(self, step: int, lr: float, factor: float) -> list[torch.Tensor]:
         """New gradients and scalars; returns what the optimizer should see, in fp32 on the host."""

@@ -84,7 +84,7 @@ class Kernel:
     host_scalars: tuple[str, ...] = ()
     overwrites: tuple[int, ...] = ()
     layouts: Callable[[GivenSpecs, Specs, Attributes], list[Layout | None]] | None = None
-    outside: Callable[[GivenSpecs, Specs, Attributes], int] | None = None
+    outside: Callable[[GivenSpecs, Specs, Attributes], int] = lambda *_: 0
     supports: Callable[[GivenSpecs, Attributes], bool] | None = None
     way: Callable[[GivenSpecs, Specs, Attributes], str] | None = None
 
@@ -131,16 +131,15 @@ class DeviceCounters:
 class StepCompiler(Protocol):
     """Turns the nodes of a plan into machine code, where a device is traced by compiling rather than by recording.
 
-    `kernels` is the device's table with compiled rows in place of its own. `prepare(nodes)` compiles, or loads from the
-    cache on disk, everything that these nodes need; only then may their rows be bound. `fuses` tells whether the table
-    has a row for the op `fused`, so that the elementwise chains of a graph may be joined. `tune(nodes, trial)`
-    chooses how nodes of a plan run where there are several ways, and says whether to plan anew; `trial` plans and
-    binds the step as rows then are, and returns what runs it without a change to its state. `join(launches)` makes the
-    calls of one run as few as it can. `compilations` counts runs of the compiler, `built` and `cached` the kernels that
-    it made and that came from the disk.
+    `kernels` is the device's table with compiled rows in place of its own, and one for the op `fused`, so that the
+    elementwise chains of a graph are joined. `prepare(nodes)` compiles, or loads from the cache on disk, everything
+    that these nodes need; only then may their rows be bound. `tune(nodes, trial)` chooses how nodes of a plan run where
+    there are several ways, and says whether to plan anew; `trial` plans and binds the step as rows then are, and
+    returns what runs it without a change to its state. `join(launches)` makes the calls of one run as few as it can.
+    `compilations` counts runs of the compiler, `built` and `cached` the kernels that it made and that came from the
+    disk.
     """
 
-    fuses: bool
     compilations: int
     built: int
     cached: int

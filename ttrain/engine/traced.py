@@ -103,7 +103,7 @@ class TracedEngine(StaticEngine):
 
     def derive(self, trace: Trace) -> Graph:
         graph = super().derive(trace)
-        if self.compiler is not None and self.compiler.fuses:
+        if self.compiler is not None:
             from ttrain.graph.passes.group import group
 
             graph = verify(remove_dead_code(group(graph)), "grouping")

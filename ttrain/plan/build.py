@@ -54,8 +54,7 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
 
 def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
     launched = (node for node in graph.nodes if node not in placement.elided and not node.on_host)
-    rows = ((kernels[node.op.name].outside, node) for node in launched)
-    return max((tell(*node.specs, node.attributes) for tell, node in rows if tell is not None), default=0)
+    return max((kernels[node.op.name].outside(*node.specs, node.attributes) for node in launched), default=0)
 
 
 def _own_layouts(graph: Graph, kernels: Mapping[str, Kernel]) -> dict[Value, Layout]:

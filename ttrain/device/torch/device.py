@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -71,18 +72,14 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
-        self._contention = Contention(self.threads) if kind == "cpu" and yield_cores else None
+        self._contention = Contention(self.threads if kind == "cpu" and yield_cores else 1)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
 
     @cached_property
-    def _table(self) -> dict[str, Kernel]:
-        return kernel_table(self.context)
-
-    @property
     def kernels(self) -> Mapping[str, Kernel]:
-        return self._table
+        return kernel_table(self.context)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self._closed:
@@ -105,10 +102,8 @@ class TorchDevice(Device):
             view[...] = array
             return
         host = torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
-        if self.kind == "cuda" and array.nbytes >= _PINNED_FROM:
-            buffer.copy_(host.pin_memory(), non_blocking=True)
-        else:
-            buffer.copy_(host)
+        pinned = self.kind == "cuda" and array.nbytes >= _PINNED_FROM
+        buffer.copy_(host.pin_memory() if pinned else host, non_blocking=pinned)
 
     def download(self, buffer: torch.Tensor) -> np.ndarray:
         self.counters.downloads += 1
@@ -125,13 +120,11 @@ class TorchDevice(Device):
         destination.copy_(source)
 
     def launching(self, what: str) -> AbstractContextManager[None]:
-        if self._contention is not None:
-            self._contention.look()
+        self._contention.look()
         return NOTHING_AROUND
 
     def release_threads(self) -> None:
-        if self._contention is not None:
-            self._contention.forget()
+        self._contention.forget()
 
     def synchronize(self) -> None:
         if self.kind == "cuda":
@@ -148,11 +141,10 @@ class TorchDevice(Device):
     def memory(self) -> dict[str, int]:
         """Bytes. On the CPU of the whole process (resident set), on a GPU of torch's allocator."""
         if self.kind == "cuda":
-            total = torch.cuda.mem_get_info(self.device)[1]
             return {
                 "in_use": torch.cuda.memory_allocated(self.device),
                 "peak": torch.cuda.max_memory_allocated(self.device),
-                "total": total,
+                "total": torch.cuda.mem_get_info(self.device)[1],
             }
         return _process_memory()
 
@@ -189,14 +181,13 @@ class TorchDevice(Device):
         """
         if self.kind != "cuda":
             return super().capture(launches, name)
-        flat = list(flat_launches(launches))
         graph = torch.cuda.CUDAGraph()
         self.synchronize()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
             with torch.cuda.graph(graph, stream=stream):  # takes a private memory pool
-                for launch in flat:
+                for launch in flat_launches(launches):
                     launch()
         except RuntimeError as error:
             raise CaptureError(f"{name}: a launch can't be captured as a CUDA graph: {error}") from error
@@ -255,10 +246,5 @@ def _process_memory() -> dict[str, int]:
     import psutil
 
     in_use = psutil.Process().memory_info().rss
-    peak = in_use
-    if sys.platform != "win32":
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
-        peak = max(peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    return {"in_use": in_use, "peak": peak, "total": psutil.virtual_memory().total}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # Linux: KiB
+    return {"in_use": in_use, "peak": max(peak, in_use), "total": psutil.virtual_memory().total}

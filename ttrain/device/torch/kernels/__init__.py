@@ -16,19 +16,11 @@ what is launched. A launch allocates nothing, except where aten has no kernel th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ttrain.device.base import Kernel
 from ttrain.device.torch.kernels import attention, elementwise, layout, loss, matmul, norm, random, reduce, update
 from ttrain.device.torch.kernels.common import ROWS, Context
-from ttrain.device.torch.kernels.matmul import LIBRARIES
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:
     """A row for every op."""
     return {op: made(context) for op, made in ROWS.items()}
-
-
-def product_libraries(context: Context) -> dict[str, dict[str, Kernel]]:
-    """Return the rows that multiply by each library that torch brings for products, by the library's name."""
-    return {name: kernel_table(replace(context, matmul=name)) for name in LIBRARIES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import torch
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.base import Attributes, Delivery, Group, Kernel, Launch, chain
-from ttrain.device.torch.chunks import CHUNK_LOGITS
+from ttrain.device.base import Attributes, Delivery, GivenSpecs, Group, Kernel, Launch, Specs, chain
 
 Tensor = torch.Tensor
 
@@ -25,6 +25,10 @@ TORCH_DTYPES = {
     DType.INT16: torch.int16,
     DType.BOOL: torch.bool,
 }
+DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
+# Logits of a head that are formed at a time, 32 MiB in fp32: on a CPU enough for full-speed products.
+CHUNK_LOGITS = 2**23
+_LEAST_ROWS = 32
 FLAT_GAP = 64  # elements; neighbours of one flat parameter lie less than this apart
 
 
@@ -65,61 +69,125 @@ class Context:
         return self.kind == "cpu"
 
 
-class Emitter:
-    """Takes down the calls of torch that a launch consists of, in order."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-
-    def emit(self, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
-        """Add a call. It allocates nothing where it writes into buffers, such as `out`."""
-        self.launches.append(partial(function, *given, **settings) if given or settings else function)
+class _Planned(Exception):
+    """A call that only takes scratch memory has come to what it would launch."""
 
 
-class Call(Emitter):
-    """One launch of a row: what it is bound to, and the calls that it consists of.
+class Call:
+    """One launch of a row: what it is bound to, its scratch memory, and the calls of torch that it consists of.
 
-    Operands are tensors where a row is bound, and specs where it is asked for its workspace. Absent ones are None.
+    Absent operands are None. A row takes all of its scratch before it emits anything, so a plan learns of it from a
+    call without `work`: operands and scratch are tensors without memory then, and the first call of torch ends it. Up
+    to there a row may also tell its `way` and how many bytes a library allocates `outside`, see Kernel.
     """
 
     def __init__(
-        self, context: Context, ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]
+        self,
+        context: Context,
+        ins: Sequence[Any],
+        outs: Sequence[Any],
+        attributes: Attributes,
+        work: Sequence[Tensor] | None = None,
     ) -> None:
-        super().__init__()
-        self.context, self.ins, self.outs, self.attributes, self.work = context, ins, outs, attributes, work
+        self.launches: list[Launch] = []
+        self.context, self.ins, self.outs, self.attributes = context, ins, outs, attributes
+        self.planning, self.taken, self._work = work is None, list[TensorSpec](), iter(work or ())
+        self.way, self.outside = "aten", 0
+
+    def emit(self, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
+        """Add a call of torch. It allocates nothing where it writes into buffers, such as `out`."""
+        if self.planning:
+            raise _Planned
+        self.launches.append(partial(function, *given, **settings) if given or settings else function)
+
+    def copy(self, source: Tensor | None, target: Tensor | None) -> None:
+        """target <- source, unless they are one, or absent."""
+        if target is not None and target is not source:
+            self.emit(target.copy_, source)
+
+    def emit_returned(self, function: Callable[[], Sequence[Tensor]], targets: Sequence[Tensor]) -> None:
+        """Emit a call that returns new tensors, and copies of them into the targets."""
+
+        def launch() -> None:
+            for target, result in zip(targets, function(), strict=False):
+                target.copy_(result)
+
+        self.emit(launch)
+
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Take scratch memory, whose values are not known."""
+        assert not self.launches, "scratch memory is taken before anything is emitted"
+        if not self.planning:
+            return next(self._work)
+        found = torch.empty(shape, dtype=dtype, device="meta")
+        self.taken.append(spec_of(found))
+        return found
+
+    def wide(self, x: Tensor) -> Tensor:
+        """Take scratch for x in the dtype of sums over it; x itself where that is its own."""
+        return x if accumulation(x.dtype) is x.dtype else self.scratch(x.shape, accumulation(x.dtype))
 
 
-Bind = Callable[[Call], None]  # emits the calls
-Workspace = Callable[[Call], list[TensorSpec]]
+Bind = Callable[[Call], None]  # takes scratch memory, then emits the calls
 ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
-def kernel(
-    context: Context, bind: Bind, workspace: Workspace | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
-) -> Kernel:
-    """Return the kernel of a row that works on calls."""
+def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways: bool = False, **facts: Any) -> Kernel:
+    """Return the kernel of a row that works on calls; `ways` says that it tells its way."""
 
-    def bound(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Any]) -> Launch:
+    def bound(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         call = Call(context, ins, outs, attributes, work)
         bind(call)
         return chain(*call.launches)
 
-    def wanted(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes) -> list[TensorSpec]:
-        return [] if workspace is None else workspace(Call(context, ins, outs, attributes, ()))
+    @lru_cache(maxsize=1024)
+    def known(ins: GivenSpecs, outs: Specs, attributes: tuple[tuple[str, Any], ...]) -> Call:
+        call = Call(context, [*map(_without_memory, ins)], [*map(_without_memory, outs)], dict(attributes))
+        with suppress(_Planned):
+            bind(call)
+        return call
 
-    return Kernel(bound, delivery, wanted, **facts)
+    def planned(ins: GivenSpecs, outs: Specs, attributes: Attributes) -> Call:
+        return known(tuple(ins), tuple(outs), tuple(attributes.items()))
+
+    way = (lambda *node: planned(*node).way) if ways and context.on_cpu else None
+    outside: Callable[..., int] = lambda *node: planned(*node).outside  # noqa: E731
+    return Kernel(bound, delivery, lambda *node: list(planned(*node).taken), outside=outside, way=way, **facts)
 
 
-def row(
-    op: str, workspace: Workspace | None = None, delivery: Delivery = Delivery.OUT, **facts: Any
-) -> Callable[[Bind], Bind]:
+def row(op: str, delivery: Delivery = Delivery.OUT, **facts: Any) -> Callable[[Bind], Bind]:
     """Decorator: a function of a call becomes the row of an op. Output 0 may take the buffer of one in `overwrites`."""
 
     def declare(bind: Bind) -> Bind:
-        ROWS[op] = lambda context: kernel(context, bind, workspace, delivery, **facts)
+        ROWS[op] = partial(kernel, bind, delivery=delivery, **facts)
         return bind
 
     return declare
+
+
+def _without_memory(spec: TensorSpec | None) -> Tensor | None:
+    return None if spec is None else torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+
+
+def spec_of(x: Tensor) -> TensorSpec:
+    """Return the spec of a tensor."""
+    return TensorSpec(tuple(x.shape), DTYPES[x.dtype])
+
+
+def accumulation(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are formed, see DType."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def chunk_rows(rows: int, vocabulary: int, logits: int, summed: int) -> int:
+    """Return how many of all rows a chunk of about `logits` logits has.
+
+    Several chunks of bf16 need fp32 sums of the head's gradient: `summed` bytes for each id of the vocabulary, 0 where
+    there are no such sums. All rows are one chunk where their logits take no more than that, which is faster too.
+    """
+    if 2 * rows <= summed:  # 2 bytes a logit in bf16
+        return rows
+    return min(max(min(_LEAST_ROWS, logits), logits // vocabulary), rows)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -148,11 +216,6 @@ def scalar_like(value: float, x: Tensor) -> Tensor:
     rounded = torch.tensor(value, dtype=x.dtype)
     exact = float(rounded) == value or x.dtype is not torch.bfloat16
     return constant(value, x.dtype if exact else torch.float32, x.device)
-
-
-def blocks(x: Tensor, size: int) -> list[Tensor]:
-    """x as vectors of `size` elements, the last one shorter."""
-    return list(x.view(-1).split(size)) if x.numel() else []
 
 
 def flatten(*slots: Sequence[Tensor]) -> list[Tensor] | None:

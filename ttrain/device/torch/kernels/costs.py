@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,15 @@ _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a ser
 _MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
 
-def fastest(key: str, ways: Mapping[str, Callable[[], Launch]]) -> str:
+def fastest(key: str, names: Sequence[str], ways: Callable[[], Mapping[str, Launch]]) -> str:
     """Return the name of the way to take for `key`. The first is taken unless another wins by more than TIE.
 
-    Each value makes a launch to time; it is only called where the table has no entry yet. A way that fails costs
+    `ways` makes the launches to time; it is only called where the table has no entry yet. A way that fails costs
     infinitely much.
     """
-    costs = recalled(f"{key} threads={torch.get_num_threads()}", list(ways), lambda: _measured(ways))
+    costs = recalled(f"{key} threads={torch.get_num_threads()}", names, lambda: _measured(ways()))
     assert costs is not None  # they are measured
-    return winner(costs, next(iter(ways)))
+    return winner(costs, names[0])
 
 
 def recalled(
@@ -67,26 +67,22 @@ def winner(costs: Mapping[str, float], first: str) -> str:
     return best if costs[first] > TIE * costs[best] else first
 
 
-def _measured(ways: Mapping[str, Callable[[], Launch]]) -> dict[str, float]:
+def _measured(ways: Mapping[str, Launch]) -> dict[str, float]:
     """Seconds of the fastest run of each way, of series that are repeated until the last one told nothing new."""
-    costs, launches, first = dict.fromkeys(ways, float("inf")), warmed(ways.items()), next(iter(ways))
+    costs, launches = dict.fromkeys(ways, float("inf")), warmed(ways)
     for _ in range(_MOST_SERIES):
-        found = {**costs, **seconds(launches)}
-        lower = {name: min(cost, found[name]) for name, cost in costs.items()}
-        alike = winner(found, first) == winner(lower, first)
-        settled = alike and all(costs[name] <= _SETTLED * lower[name] for name in launches)
-        costs = lower
-        if settled:
+        before, found = costs, seconds(launches)
+        costs = {name: min(cost, found.get(name, cost)) for name, cost in before.items()}
+        if all(before[name] <= _SETTLED * costs[name] for name in launches):
             break
     return costs
 
 
-def warmed(ways: Iterable[tuple[str, Callable[[], Launch]]]) -> dict[str, Launch]:
-    """A launch by each way that works here, which has run once."""
+def warmed(ways: Mapping[str, Launch]) -> dict[str, Launch]:
+    """Return the launches that work here, which have run once."""
     launches = {}
-    for name, make in ways:
+    for name, launch in ways.items():
         with contextlib.suppress(RuntimeError):  # such as an oneDNN build without the primitive
-            launch = make()
             launch()
             launches[name] = launch
     return launches

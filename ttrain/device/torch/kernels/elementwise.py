@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ttrain.core.spec import TensorSpec
-from ttrain.device.torch.kernels.common import Call, Emitter, Tensor, blocks, constant_like, row, scalar_like
+from ttrain.device.torch.kernels.common import Call, Tensor, accumulation, constant_like, row, scalar_like
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -25,7 +24,7 @@ FUNCTIONS: dict[str, Function] = {
 }  # fmt: skip
 
 
-def _called(function: Callable[..., Any], call: Call) -> None:
+def _called(function: Function, call: Call) -> None:
     """Emit a torch function that takes the inputs in order and `out`."""
     call.emit(function, *call.ins, out=call.outs[0])
 
@@ -41,38 +40,38 @@ _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715 * _GELU_LINEAR
 
 
-def _gelu_workspace(call: Call, temporaries: int = 1) -> list[TensorSpec]:
-    """Temporaries of a block, and where x is bf16 room for a wide copy. None where aten's own kernel is taken."""
-    x = call.outs[0]
-    if not call.context.on_cpu or call.attributes["approximate"] != "tanh" or not x.size:
+def _cut(call: Call, temporaries: int) -> list[list[Tensor]]:
+    """Blocks of all operands, each with temporaries, and in bf16 with room for a wide copy.
+
+    None where aten's own kernel is taken.
+    """
+    operands, size = [*call.ins, call.outs[0]], min(call.outs[0].numel(), call.context.block)
+    if not call.context.on_cpu or call.attributes["approximate"] != "tanh" or not size:
         return []
-    count = temporaries + (x.dtype.accumulation is not x.dtype)
-    return [TensorSpec((min(x.size, call.context.block),), x.dtype.accumulation)] * count
+    dtype = accumulation(operands[0].dtype)
+    count = temporaries + (dtype is not operands[0].dtype)
+    scratch = [call.scratch((size,), dtype) for _ in range(count)]
+    parts = zip(*(tensor.view(-1).split(size) for tensor in operands), strict=True)
+    return [[*part, *(each[: len(part[0])] for each in scratch)] for part in parts]
 
 
-@row("gelu", _gelu_workspace)
+@row("gelu")
 def _gelu(call: Call) -> None:
-    if not call.work:
+    if not (cut := _cut(call, 1)):
         call.emit(torch._C._nn.gelu, call.ins[0], approximate=call.attributes["approximate"], out=call.outs[0])
-        return
-    size = call.work[0].numel()
-    for x, y in zip(blocks(call.ins[0], size), blocks(call.outs[0], size), strict=True):
-        s, *wide = (scratch[: x.numel()] for scratch in call.work)
+    for x, y, s, *wide in cut:
         x = _widened(call, x, wide)
         _gelu_sigmoid(call, x, s)
         # In bf16 the product is formed in fp32 and rounded once.
         _product(call, x, s, y, s, wide)
 
 
-@row("gelu_grad", partial(_gelu_workspace, temporaries=2))
+@row("gelu_grad")
 def _gelu_grad(call: Call) -> None:
-    if not call.work:
+    if not (cut := _cut(call, 2)):
         form = call.attributes["approximate"]
         call.emit(aten.gelu_backward.grad_input, *call.ins, approximate=form, grad_input=call.outs[0])
-        return
-    size = call.work[0].numel()
-    for dy, x, dx in zip(*(blocks(tensor, size) for tensor in (*call.ins, call.outs[0])), strict=True):
-        s, slope, *wide = (scratch[: x.numel()] for scratch in call.work)
+    for dy, x, dx, s, slope, *wide in cut:
         x = _widened(call, x, wide)
         _gelu_sigmoid(call, x, s)
         call.emit(torch.addcmul, constant_like(_GELU_LINEAR, x), x, x, value=3 * _GELU_CUBIC, out=slope)
@@ -91,17 +90,15 @@ def _gelu_sigmoid(call: Call, x: Tensor, s: Tensor) -> None:
 
 def _widened(call: Call, x: Tensor, wide: Sequence[Tensor]) -> Tensor:
     """x in the dtype of the scratch, where there is one."""
-    if not wide:
-        return x
-    call.emit(wide[0].copy_, x)
-    return wide[0]
+    call.copy(x, target := wide[0] if wide else x)
+    return target
 
 
 def _product(call: Call, a: Tensor, b: Tensor, out: Tensor, scratch: Tensor, wide: Sequence[Tensor]) -> None:
     """out <- a b, through the scratch where the product is wider."""
-    call.emit(torch.mul, a, b, out=scratch if wide else out)
-    if wide:
-        call.emit(out.copy_, scratch)
+    made = scratch if wide else out
+    call.emit(torch.mul, a, b, out=made)
+    call.copy(made, out)
 
 
 @row("scale")
@@ -110,24 +107,14 @@ def _scale(call: Call) -> None:
     call.emit(torch.mul, x, scalar_like(call.attributes["factor"], x), out=call.outs[0])
 
 
-@row("relu_grad")
-def _relu_grad(call: Call) -> None:
-    call.emit(aten.threshold_backward.grad_input, *call.ins, 0, grad_input=call.outs[0])
+def _gradient(function: Function, more: tuple[Any, ...], call: Call) -> None:
+    """Emit a function of aten that takes the inputs in order, further numbers and `grad_input`."""
+    call.emit(function, *call.ins, *more, grad_input=call.outs[0])
 
 
-@row("tanh_grad")
-def _tanh_grad(call: Call) -> None:
-    call.emit(aten.tanh_backward.grad_input, *call.ins, grad_input=call.outs[0])
-
-
-@row("silu_grad")
-def _silu_grad(call: Call) -> None:
-    call.emit(aten.silu_backward.grad_input, *call.ins, grad_input=call.outs[0])
-
-
-@row("cast")
-def _cast(call: Call) -> None:
-    call.emit(call.outs[0].copy_, call.ins[0])
+row("relu_grad")(partial(_gradient, aten.threshold_backward.grad_input, (0,)))
+row("tanh_grad")(partial(_gradient, aten.tanh_backward.grad_input, ()))
+row("silu_grad")(partial(_gradient, aten.silu_backward.grad_input, ()))
 
 
 @row("full")
@@ -139,18 +126,14 @@ def _full(call: Call) -> None:
         call.emit(y.copy_, constant_like(value, y).expand(y.shape))
 
 
-def _rotary_workspace(call: Call) -> list[TensorSpec]:
-    x, cos = call.ins[:2]
-    return [TensorSpec((*x.shape[:2], call.attributes["heads"], cos.shape[-1]), cos.dtype)] * 2
-
-
-@row("rotary", _rotary_workspace)
+@row("rotary")
 def _rotary(call: Call) -> None:
     x, cos, sin = call.ins
     pairs, sign = cos.shape[-1], -1 if call.attributes["inverse"] else 1
     by_head = (*x.shape[:2], call.attributes["heads"], -1)
     (a, b, rest), (y, z, left) = (t.view(by_head).tensor_split((pairs, 2 * pairs), -1) for t in (x, call.outs[0]))
-    along, across, (wide, other) = cos[..., None, :], sin[..., None, :], call.work
+    along, across = cos[..., None, :], sin[..., None, :]
+    wide, other = call.scratch(a.shape, cos.dtype), call.scratch(a.shape, cos.dtype)
     for first, second, out, value in ((a, b, y, -sign), (b, a, z, sign)):
         call.emit(wide.copy_, first)
         call.emit(other.copy_, second)
@@ -198,7 +181,7 @@ class Program:
         return chosen, count
 
     def work_out_scalars(
-        self, call: Emitter, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
+        self, call: Call, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
     ) -> dict[int, Tensor]:
         """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32."""
         items = [item for item, scalar in enumerate(self.is_scalar) if scalar]
@@ -212,7 +195,7 @@ class Program:
         return {item: rounded[at] for at, item in enumerate(items)}
 
     def work_out(
-        self, call: Emitter, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
+        self, call: Call, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
     ) -> list[Tensor]:
         """Emit the steps on vectors of one size, and return the scratch vectors that the results are in."""
         known = {**dict(enumerate(vectors)), **scalars}
@@ -222,7 +205,7 @@ class Program:
                 self._emit(call, step, known, known[number])
         return [known[self.inputs + result] for result in self.results]
 
-    def _emit(self, call: Emitter, step: Any, known: dict[int, Tensor], out: Tensor) -> None:
+    def _emit(self, call: Call, step: Any, known: dict[int, Tensor], out: Tensor) -> None:
         name, operands, attributes = step
         settings, ins = dict(attributes), [known[item] for item in operands]
         if name in ("full", "cast"):

@@ -10,12 +10,11 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 
-from ttrain.core.attention_mask import FULL, AttentionMask, alibi_slopes
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.device.base import Attributes, Launch
-from ttrain.device.torch.kernels.common import Call, Context, Emitter, Tensor, shaped
+from ttrain.device.torch.kernels.common import Call, Context, Tensor, shaped
 from ttrain.device.torch.kernels.layout import heads_view
-from ttrain.device.torch.kernels.random import Rows, dropout_of, mask_workspace
+from ttrain.device.torch.kernels.random import Dropout, Rows
 
 aten = torch.ops.aten
 
@@ -35,17 +34,7 @@ def by_heads(tensors: Sequence[Tensor | None], attributes: Attributes) -> list[T
     return [heads_view(x, 1, heads)[0] for x, heads in zip(given, _heads_of(attributes), strict=True)]
 
 
-def specs_by_heads(specs: Sequence[TensorSpec | None], attributes: Attributes) -> list[TensorSpec]:
-    """Return the specs of queries, keys and values by heads as in `by_heads`, each contiguous."""
-    given = [x for x in specs if x is not None]
-    parts, given = (3, given * 3) if len(given) == 1 else (1, given)
-    pairs = zip(given, _heads_of(attributes), strict=True)
-    return [x.with_shape(x.shape[0], heads, x.shape[1], x.shape[2] // (parts * heads)) for x, heads in pairs]
-
-
 _GPU_SCORES, _GPU_ROWS = 2**28, (128, 1024)  # of a block on a GPU: so many scores, in rows between these bounds
-
-
 _SHAPES = 16  # about so many numbers of keys that blocks of bf16 have: oneDNN keeps code for each shape of a product
 
 
@@ -69,71 +58,55 @@ class Block:
             found.append(cls(start, stop, seen if step <= rows else keys))
         return found
 
-    def columns(self, first: int, last: int) -> slice:
-        """Return the place of keys `first` up to `last` among those of the block; empty where there are none."""
-        inside = range(max(first, self.keys.start), min(last, self.keys.stop))
-        return slice(inside.start - self.keys.start, inside.start - self.keys.start + len(inside))
-
 
 class ScoreBias:
     """Bias that a mask adds to scaled scores: -inf where a key is hidden, and the preference for near keys.
 
-    It is made for a block of `rows` queries at a time: nothing has an element for every query and key. `work` has what
-    `workspace` asks for.
+    It is made for a block of `rows` queries at a time: nothing has an element for every query and key.
     """
 
-    def __init__(
-        self, mask: AttentionMask, heads: int, rows: int, time: int, like: Tensor, work: Sequence[Tensor]
-    ) -> None:
-        self.mask, self.rows, self.time, self.work = mask, rows, time, work
-        self.places = torch.arange(time if mask.biased else 0, dtype=torch.int32, device=like.device)
+    def __init__(self, call: Call, heads: int, rows: int, time: int, like: Tensor) -> None:
+        self.call, self.mask, self.time = call, call.attributes["mask"], time
+        self.places = torch.arange(time if self.mask.biased else 0, dtype=torch.int32, device=like.device)
         self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
-        near = mask.window or 0
-        self.edges = [0] * (mask.name != FULL) + [1 - near, near][: 1 + (mask.name == FULL)] * (near > 0)
+        if self.mask.biased:
+            self.whole, self.distance = (call.scratch((rows, time), each) for each in (torch.int32, like.dtype))
 
-    @staticmethod
-    def workspace(mask: AttentionMask, rows: int, time: int, dtype: DType) -> list[TensorSpec]:
-        """Return specs for the distance of queries and keys, as integers and as the numbers that count."""
-        return [TensorSpec((rows, time), each) for each in ((DType.INT32, dtype) if mask.biased else ())]
-
-    def add(self, call: Emitter, scores: Tensor, block: Block) -> None:
+    def add(self, scores: Tensor, block: Block) -> None:
         """scores [..., H or 1, rows, keys of the block] <- scores + bias."""
         if self.mask.biased:
-            self._prefer(call, scores, block)
-        seen = self.mask.keys(block.start, block.stop, self.time)
-        for outside in (block.columns(0, seen.start), block.columns(seen.stop, self.time)):
-            if outside.stop > outside.start:
-                call.emit(scores[..., outside].fill_, -math.inf)
-        for edge in self.edges:
-            first = block.start + edge  # of as many keys as there are rows, among which some rows have hidden ones
-            columns = block.columns(first, first + self.rows + 1)
-            width, begin = columns.stop - columns.start, block.keys.start + columns.start - first
-            hidden = _hidden(self.mask, edge, self.rows, scores.device)[: block.stop - block.start]
-            hidden = hidden[:, begin : begin + width] if width else hidden[:, :0]
-            if hidden.any():
-                call.emit(scores[..., columns].masked_fill_, hidden, -math.inf)
+            self._prefer(scores, block)
+        first, last = (self.mask.keys(query, query + 1, self.time) for query in (block.start, block.stop - 1))
+        keys, rows = block.keys, block.stop - block.start
+        # In between are the keys that every query of the block sees.
+        for begin, end in ((keys.start, last.start), (max(first.stop, last.start), keys.stop)):
+            if end > begin:
+                hidden = _hidden(self.mask, rows, begin - block.start, end - begin, scores.device)
+                part = scores[..., begin - keys.start : end - keys.start]
+                self.call.emit(part.masked_fill_, hidden, -math.inf)
 
-    def _prefer(self, call: Emitter, scores: Tensor, block: Block) -> None:
+    def _prefer(self, scores: Tensor, block: Block) -> None:
         future = self.mask.position_bias == "future"
-        columns = block.columns(block.start if future else 0, self.time)
-        keys, part = block.keys[columns], scores[..., columns]
-        whole, distance = (shaped(each, (block.stop - block.start, len(keys))) for each in self.work)
-        call.emit(
-            torch.sub, self.places[keys.start : keys.stop], self.places[block.start : block.stop, None], out=whole
-        )
+        keys = range(max(block.keys.start, block.start if future else 0), block.keys.stop)
+        part, shape = scores[..., keys.start - block.keys.start :], (block.stop - block.start, len(keys))
+        whole, distance = shaped(self.whole, shape), shaped(self.distance, shape)
+        columns, rows = self.places[keys.start : keys.stop], self.places[block.start : block.stop, None]
+        self.call.emit(torch.sub, columns, rows, out=whole)
         if future:
-            call.emit(whole.clamp_, min=0)
+            self.call.emit(whole.clamp_, min=0)
         else:
-            call.emit(whole.abs_)
-        call.emit(distance.copy_, whole)
-        call.emit(torch.addcmul, part, self.slopes, distance, value=-1, out=part)
+            self.call.emit(whole.abs_)
+        self.call.emit(distance.copy_, whole)
+        self.call.emit(torch.addcmul, part, self.slopes, distance, value=-1, out=part)
 
 
-@lru_cache(maxsize=16)
-def _hidden(mask: AttentionMask, edge: int, rows: int, device: torch.device) -> Tensor:
-    """bool [rows, rows + 1]: the keys that are hidden of those which begin `edge` behind an even query, and so on."""
-    query = np.arange(rows)[:, None] + 2 * (mask.window or 0)
-    return torch.from_numpy(mask.hidden(query, query[0] + edge + np.arange(rows + 1))).to(device)
+@lru_cache(maxsize=256)
+def _hidden(mask: AttentionMask, rows: int, first: int, count: int, device: torch.device) -> Tensor:
+    """bool [rows, count]: the keys that are hidden of those from `first` on, as counted from the block's first query.
+
+    They follow from the distance of query and key, and from the query's parity: every block begins with an even one.
+    """
+    return torch.from_numpy(mask.hidden(np.arange(rows)[:, None], first + np.arange(count))).to(device)
 
 
 def softmax_into(x: Tensor, y: Tensor) -> Launch:
@@ -149,52 +122,52 @@ class _Operand:
     share keys. Other products take slices of one packed tensor.
     """
 
-    def __init__(self, source: Tensor, scratch: Tensor, pairs: int) -> None:
-        self.source, self.scratch, self.pairs = source, scratch, pairs  # [B, H, T, D], strided and packed; B*K
+    def __init__(self, call: Call, source: Tensor, pairs: int) -> None:
+        self.call, self.source, self.pairs = call, source, pairs  # [B, H, T, D], strided; B*K
+        self.packed = call.scratch(source.shape, source.dtype)
         self.sliced = source.dtype is not torch.bfloat16 and pairs == source.shape[0] * source.shape[1]
 
-    def pack(self, call: Emitter) -> None:
+    def pack(self) -> None:
         """Once, before the first range."""
         if self.sliced:
-            call.emit(self.scratch.copy_, self.source)
+            self.call.emit(self.packed.copy_, self.source)
 
-    def rows(self, call: Emitter, start: int, stop: int) -> Tensor:
+    def rows(self, start: int, stop: int) -> Tensor:
         """Make the rows of a range ready, and return them."""
         if self.sliced:
-            return self.scratch.flatten(0, 1)[:, start:stop]
-        packed = shaped(self.scratch, (*self.scratch.shape[:2], stop - start, self.scratch.shape[3]))
-        call.emit(packed.copy_, self.source[:, :, start:stop])
+            return self.packed.flatten(0, 1)[:, start:stop]
+        packed = shaped(self.packed, (*self.packed.shape[:2], stop - start, self.packed.shape[3]))
+        self.call.emit(packed.copy_, self.source[:, :, start:stop])
         return packed.view(self.pairs, -1, packed.shape[3])
 
 
 class Documents:
     """Hides the keys of other documents, for positions int64 [B, T] that count from 0 anew in every document.
 
-    A block of query rows at a time, so that no mask of all of them exists. `work` has what `workspace` asks for.
+    A block of at most so many query rows at a time, so that no mask of all of them exists.
     """
 
-    def __init__(self, call: Emitter, positions: Tensor, work: Sequence[Tensor]) -> None:
-        self.starts, self.hidden = work
-        numbers = torch.arange(positions.shape[1], device=positions.device)
-        call.emit(torch.sub, numbers, positions, out=self.starts)
+    def __init__(self, call: Call, positions: Tensor, rows: int) -> None:
+        self.call, self.positions, (batch, time) = call, positions, positions.shape
+        self.starts = call.scratch((batch, time), torch.int64)
+        self.hidden = call.scratch((batch, rows, time), torch.bool)
 
-    def hide(self, call: Emitter, scores: Tensor, block: Block, value: float = -math.inf) -> None:
+    def find(self) -> None:
+        """Find where documents start, once, before the first block."""
+        numbers = torch.arange(self.positions.shape[1], device=self.positions.device)
+        self.call.emit(torch.sub, numbers, self.positions, out=self.starts)
+
+    def hide(self, scores: Tensor, block: Block, value: float = -math.inf) -> None:
         """scores [B, 1 or H, rows, keys of a block] <- value where query and key are not of one document."""
         (start, stop), keys = (block.start, block.stop), block.keys
         hidden = shaped(self.hidden, (self.starts.shape[0], 1, stop - start, len(keys)))
         rows, columns = self.starts[:, None, start:stop, None], self.starts[:, None, None, keys.start : keys.stop]
-        call.emit(torch.ne, rows, columns, out=hidden)
-        call.emit(scores.masked_fill_, hidden, value)
-
-    @staticmethod
-    def workspace(positions: TensorSpec, rows: int) -> list[TensorSpec]:
-        """Return specs for blocks of so many rows."""
-        batch, time = positions.shape
-        return [positions, TensorSpec((batch, rows, time), DType.BOOL)]
+        self.call.emit(torch.ne, rows, columns, out=hidden)
+        self.call.emit(scores.masked_fill_, hidden, value)
 
 
 class _Explicit:
-    """Base of forward and backward, with all operands packed. `rest` of the workspace is left to either."""
+    """Base of forward and backward, with all operands packed."""
 
     def __init__(self, call: Call, sources: Sequence[Tensor], seed: Tensor | None, positions: Tensor | None) -> None:
         queries, keys, *_ = sources
@@ -203,43 +176,34 @@ class _Explicit:
         pairs = self.batch * keys.shape[1]  # sequences of keys: heads of queries may share them
         rows = _query_rows(call.context, self.batch * self.heads, self.time, bf16)
         self.blocks = Block.all(mask, self.time, rows, bf16 and call.context.on_cpu)
-        rest = list(call.work)
+        self.shape = self.batch * self.heads, rows, self.time  # of the scores of a block
+        self.dropout: Dropout | None = None
+        if seed is not None and call.attributes.get("p"):
+            self.dropout = Dropout(call, seed, math.prod(self.shape), queries.dtype, (rows, self.time))
+        self.bias = ScoreBias(call, self.heads, rows, self.time, queries)
+        self.documents = None if positions is None else Documents(call, positions, rows)
+        self.operands = [_Operand(call, source, pairs) for source in sources]
 
-        def taken(count: int) -> list[Tensor]:
-            return [rest.pop(0) for _ in range(count)]
-
-        self.dropout = None if seed is None else dropout_of(call, seed, taken(5 * bool(call.attributes.get("p"))))
-        self.bias = ScoreBias(mask, self.heads, rows, self.time, queries, taken(2 * mask.biased))
-        self.documents = None if positions is None else Documents(call, positions, taken(2))
-        self.operands = [_Operand(source, taken(1)[0], pairs) for source in sources]
+    def begin(self) -> None:
+        """Emit what comes before the first block."""
+        if self.documents:
+            self.documents.find()
         for operand in self.operands:
-            operand.pack(call)
-        self.rest = rest
-
-    @staticmethod
-    def workspace(call: Call, queries: TensorSpec, positions: TensorSpec | None) -> tuple[TensorSpec, list[TensorSpec]]:
-        """Spec of a block's scores, and of what workspace begins with, up to the packed operands."""
-        (batch, heads, time, _), dtype, mask = queries.shape, queries.dtype, call.attributes["mask"]
-        rows = _query_rows(call.context, batch * heads, time, dtype is DType.BF16)
-        scores, found = queries.with_shape(batch * heads, rows, time), list[TensorSpec]()
-        if call.attributes.get("p", 0.0):
-            found += [*mask_workspace(call.context, scores.size, dtype, rows * time), TensorSpec((time,), DType.INT32)]
-        found += ScoreBias.workspace(mask, rows, time, dtype)
-        return scores, found + ([] if positions is None else Documents.workspace(positions, rows))
+            operand.pack()
 
     def rows_of(self, block: Block) -> list[Tensor]:
         """Make the rows of every operand that a block needs ready: of queries and what goes with them, or of keys."""
         queries, keys = (block.start, block.stop), (block.keys.start, block.keys.stop)
         ranges = (queries, keys, keys, queries)
-        return [operand.rows(self.call, *each) for operand, each in zip(self.operands, ranges, strict=False)]
+        return [operand.rows(*each) for operand, each in zip(self.operands, ranges, strict=False)]
 
     def score(self, block: Block, q: Tensor, k: Tensor, scores: Tensor) -> None:
         """scores <- bias + scale q k^T."""
         scaled_product(self.call, q, k.mT, self.scale, scores)
         by_heads = self.by_heads(scores)
-        self.bias.add(self.call, by_heads, block)
+        self.bias.add(by_heads, block)
         if self.documents:
-            self.documents.hide(self.call, by_heads, block)
+            self.documents.hide(by_heads, block)
 
     def by_heads(self, x: Tensor) -> Tensor:
         """[B*K, rows, n] as [B, H, rows of a head, n]."""
@@ -247,9 +211,9 @@ class _Explicit:
 
     def drop(self, x: Tensor, y: Tensor, block: Block) -> None:
         """y <- x with dropout; nothing without. What is dropped does not depend on the blocks."""
-        if self.dropout is not None and self.dropout.p:
+        if self.dropout is not None:
             x, y = (self.by_heads(part).flatten(0, 1) for part in (x, y))
-            self.dropout.mask_rows(self.call, x, y, Rows(block.start, block.keys.start, self.time))
+            self.dropout.mask_rows(x, y, Rows(block.start, block.keys.start, self.time))
 
 
 def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
@@ -268,8 +232,10 @@ def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
 def forward(call: Call) -> None:
     """The row of attention: (q, k?, v?, no bias, seed?, positions?) -> y, log_sum_exp."""
     shared = _Explicit(call, by_heads(call.ins[:3], call.attributes), *call.ins[4:6])
-    results, all_scores, diagonal = shared.rest
     y, log_sum_exp = heads_view(call.outs[0], 1, shared.heads)[0], call.outs[1].flatten(0, 1)
+    results, all_scores = call.scratch(y.shape, y.dtype), call.scratch(shared.shape, y.dtype)
+    diagonal = call.scratch((math.prod(shared.shape[:2]),), log_sum_exp.dtype)
+    shared.begin()
     for block in shared.blocks:
         start, stop = block.start, block.stop
         q, k, v = shared.rows_of(block)
@@ -284,15 +250,6 @@ def forward(call: Call) -> None:
         shared.drop(scores, scores, block)
         call.emit(torch.bmm, scores, v, out=result.view(*q.shape[:2], -1))
         call.emit(y[:, :, start:stop].copy_, result)
-
-
-def forward_workspace(call: Call) -> list[TensorSpec]:
-    """Return specs of the scratch memory of attention, by blocks of rows."""
-    queries, keys, values = specs_by_heads(call.ins[:3], call.attributes)
-    results = queries.with_shape(*queries.shape[:3], values.shape[3])
-    scores, first = _Explicit.workspace(call, queries, call.ins[5])
-    diagonal = scores.with_shape(scores.shape[0] * scores.shape[1]).with_dtype(scores.dtype.accumulation)
-    return [*first, queries, keys, values, results, scores, diagonal]
 
 
 def _log_sum_exp(call: Call, own: Tensor, picked: Tensor, statistic: Tensor) -> None:
@@ -311,7 +268,9 @@ def backward(call: Call) -> None:
     """The row of attention_grad: (dy, q, k?, v?, y, log_sum_exp, no bias, seed?, positions?) -> dq, dk?, dv?."""
     parts, heads = by_heads(call.ins[1:4], call.attributes), call.attributes["heads"]
     shared = _Explicit(call, [*parts, heads_view(call.ins[0], 1, heads)[0]], *call.ins[7:9])
-    dq, dk, dv, all_p, all_dp, *dropped_ones = shared.rest
+    dq, dk, dv = (call.scratch(part.shape, part.dtype) for part in parts)
+    all_p, all_dp, *dropped_ones = (call.scratch(shared.shape, dq.dtype) for _ in range(3 if shared.dropout else 2))
+    shared.begin()
     targets = by_heads(call.outs, call.attributes)
     whole = len(shared.blocks[-1].keys) == shared.time  # the last block writes all of dk and dv, the others add
     if not whole:
@@ -339,15 +298,6 @@ def backward(call: Call) -> None:
     call.emit(targets[2].copy_, dv)
 
 
-def backward_workspace(call: Call) -> list[TensorSpec]:
-    """Return specs of the scratch memory of attention's gradients, by blocks of rows."""
-    queries, keys, values = specs_by_heads(call.ins[1:4], call.attributes)
-    gradients = queries.with_shape(*queries.shape[:3], values.shape[3])
-    scores, first = _Explicit.workspace(call, queries, call.ins[8])
-    blocks = [scores] * (3 if call.attributes.get("p", 0.0) else 2)
-    return [*first, queries, keys, values, gradients, queries, keys, values, *blocks]
-
-
-def scaled_product(call: Emitter, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
+def scaled_product(call: Call, a: Tensor, b: Tensor, scale: float, out: Tensor) -> None:
     """out <- scale a b."""
     call.emit(torch.baddbmm, out, a, b, beta=0, alpha=scale, out=out)

@@ -5,12 +5,12 @@ The gradient of a lookup is a sum over equal ids in fp32 at least.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 
-from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.kernels.common import Call, Tensor, row, rows_of
+from ttrain.device.torch.kernels.common import Call, Tensor, accumulation, row, rows_of
 
 
 def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
@@ -19,20 +19,19 @@ def heads_view(x: Tensor, parts: int, heads: int) -> Tensor:
     return x.view(batch, time, parts, heads, width // (parts * heads)).permute(2, 0, 3, 1, 4)
 
 
-@row("reshape")
-@row("copy_reshape")
-def _reshape(call: Call) -> None:
-    call.emit(call.outs[0].copy_, call.ins[0].view(call.outs[0].shape))
+def _moved(view: Callable[[Tensor, torch.Size], Tensor], call: Call) -> None:
+    """Emit a copy of the input as the output's shape shows it."""
+    call.emit(call.outs[0].copy_, view(call.ins[0], call.outs[0].shape))
 
 
-@row("expand")
-def _expand(call: Call) -> None:
-    call.emit(call.outs[0].copy_, call.ins[0].expand(call.outs[0].shape))
-
-
-@row("transpose")
-def _transpose(call: Call) -> None:
-    call.emit(call.outs[0].copy_, call.ins[0].mT)
+for _op, _view in {
+    "cast": lambda x, shape: x,
+    "reshape": lambda x, shape: x.view(shape),
+    "copy_reshape": lambda x, shape: x.view(shape),
+    "expand": lambda x, shape: x.expand(shape),
+    "transpose": lambda x, shape: x.mT,
+}.items():
+    row(_op)(partial(_moved, _view))
 
 
 @row("split_heads")
@@ -75,20 +74,19 @@ def _embedding(call: Call) -> None:
 
 def _added_rows(call: Call, ids: Tensor, dy: Tensor, dweight: Tensor) -> None:
     """dweight <- 0, then the rows of dy added one by one, for bf16 in a fp32 table of the vocabulary."""
-    table = dweight
-    if call.work:
-        table, wide_dy = call.work
-        call.emit(wide_dy.copy_, dy)
-        dy = wide_dy
+    table, wide_dy = call.wide(dweight), call.wide(dy)
+    call.copy(dy, wide_dy)
     call.emit(table.zero_)
-    call.emit(torch.index_add, table, 0, ids, dy, out=table)
-    if table is not dweight:
-        call.emit(dweight.copy_, table)
+    call.emit(torch.index_add, table, 0, ids, wide_dy, out=table)
+    call.copy(table, dweight)
 
 
 def _few_rows(call: Call, ids: Tensor, dy: Tensor, dweight: Tensor) -> None:
     """Sum N rows, then copy the sums to their ids: for a vocabulary whose fp32 table would be large."""
-    positions_by_id, positions, place, wide_dy, sums, rounded = call.work
+    positions_by_id = call.scratch(dweight.shape[:1], torch.int64)
+    positions, place = (call.scratch(ids.shape, torch.int64) for _ in range(2))
+    wide_dy, sums = (call.scratch(dy.shape, accumulation(dweight.dtype)) for _ in range(2))
+    rounded = call.scratch(dy.shape, dweight.dtype)
     call.emit(positions.copy_, torch.arange(ids.numel(), dtype=torch.int64, device=ids.device))
     # Equal ids agree on one of their positions, which stands for all of them.
     call.emit(torch.scatter, positions_by_id, 0, ids, positions, out=positions_by_id)
@@ -102,38 +100,29 @@ def _few_rows(call: Call, ids: Tensor, dy: Tensor, dweight: Tensor) -> None:
     call.emit(torch.index_copy, dweight, 0, ids, rounded, out=dweight)
 
 
-def _embedding_grad_workspace(call: Call) -> list[TensorSpec]:
-    dweight, count = call.outs[0], call.ins[1].size
-    vocabulary, width = dweight.shape
-    if not call.context.on_cpu or dweight.dtype.accumulation is dweight.dtype:
-        return []
-    rows, ids = TensorSpec((count, width), dweight.dtype.accumulation), TensorSpec((count,), DType.INT64)
-    if vocabulary <= 2 * count:
-        return [TensorSpec((vocabulary, width), dweight.dtype.accumulation), rows]
-    return [TensorSpec((vocabulary,), DType.INT64), ids, ids, rows, rows, rows.with_dtype(dweight.dtype)]
-
-
-@row("embedding_grad", _embedding_grad_workspace)
+@row("embedding_grad")
 def _embedding_grad(call: Call) -> None:
     dy, ids, dweight = rows_of(call.ins[0]), call.ins[1].view(-1), call.outs[0]
     if call.context.on_cpu:
-        (_added_rows if len(call.work) < 6 else _few_rows)(call, ids, dy, dweight)
+        narrow = accumulation(dweight.dtype) is not dweight.dtype
+        (_few_rows if narrow and len(dweight) > 2 * len(ids) else _added_rows)(call, ids, dy, dweight)
         return
     function = torch.ops.aten.embedding_dense_backward.default
     call.emit(lambda: dweight.copy_(function(dy, ids, dweight.shape[0], -1, False)))
 
 
-@row("one_hot", lambda call: [call.outs[0].with_dtype(DType.BOOL)])
+@row("one_hot")
 def _one_hot(call: Call) -> None:
-    ids, (equal,) = call.ins[0], call.work
+    ids, equal = call.ins[0], call.scratch(call.outs[0].shape, torch.bool)
     call.emit(torch.eq, ids.unsqueeze(-1), torch.arange(call.attributes["count"], device=ids.device), out=equal)
     call.emit(call.outs[0].copy_, equal)
 
 
-@row("token_windows", lambda call: [call.ins[1].with_shape(call.ins[0].size, call.attributes["length"] + 1)])
+@row("token_windows")
 def _token_windows(call: Call) -> None:
     """All windows are a view of the stream whose rows overlap, so that no index is computed."""
-    (starts, stream), (found,) = call.ins, call.work
-    call.emit(torch.index_select, stream.unfold(0, call.attributes["length"] + 1, 1), 0, starts, out=found)
+    (starts, stream), length = call.ins, call.attributes["length"] + 1
+    found = call.scratch((len(starts), length), stream.dtype)
+    call.emit(torch.index_select, stream.unfold(0, length, 1), 0, starts, out=found)
     call.emit(call.outs[0].copy_, found[:, :-1])
     call.emit(call.outs[1].copy_, found[:, 1:])

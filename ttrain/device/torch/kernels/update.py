@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ttrain.core.spec import DType, TensorSpec, flat_offsets
+from ttrain.core.spec import flat_offsets
 from ttrain.device.base import Delivery
 from ttrain.device.torch.kernels.common import FLAT_GAP, Call, Tensor, constant_like, flatten, row
 from ttrain.device.torch.kernels.elementwise import Program
@@ -28,22 +26,16 @@ def _assign(call: Call) -> None:
     call.emit(call.ins[0].copy_, call.ins[1])
 
 
-def _accumulate_workspace(call: Call) -> list[TensorSpec]:
-    state, value = call.ins
-    return [] if state.dtype is value.dtype else [state.with_shape(max(min(state.size, call.context.block), 1))]
-
-
-@row("accumulate", _accumulate_workspace, delivery=Delivery.INPLACE)
+@row("accumulate", delivery=Delivery.INPLACE)
 def _accumulate(call: Call) -> None:
     state, value = call.ins
-    if not call.work:
+    if state.dtype is value.dtype:
         call.emit(torch.add, state, value, out=state)
         return
-    size = call.work[0].numel()
-    for part, given in zip(state.view(-1).split(size), value.view(-1).split(size), strict=True):
-        widened = call.work[0][: part.numel()]
-        call.emit(widened.copy_, given)
-        call.emit(torch.add, part, widened, out=part)
+    wide = call.scratch((max(min(state.numel(), call.context.block), 1),), state.dtype)
+    for part, given in zip(state.view(-1).split(len(wide)), value.view(-1).split(len(wide)), strict=True):
+        call.emit(wide[: len(part)].copy_, given)
+        call.emit(torch.add, part, wide[: len(part)], out=part)
 
 
 @row("clip_factor")
@@ -60,38 +52,21 @@ def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     return [[view] for view in flat] if flat is not None else [[tensor.view(-1) for tensor in slot] for slot in slots]
 
 
-@dataclass(frozen=True)
 class _Update:
-    """The inputs of one update, sorted: tensors, or their specs."""
+    """The inputs of one update, sorted: parameters, gradients and slots, and the copies of parameters if there are."""
 
-    lists: list[list[Any]]  # parameters, gradients and slots
-    copies: list[Any]  # of the parameters; none where there are no copies
-    lr: Any
-    step: Any
-    factor: Any
-    seed: Any
-
-    @staticmethod
-    def of(call: Call) -> _Update:
+    def __init__(self, call: Call) -> None:
         ins, count = call.ins, call.attributes["count"]
-        lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
-        copies = lists.pop() if call.attributes.get("copies") else []
-        return _Update(lists, copies, *ins[-4:])
-
-    @property
-    def low_bits(self) -> bool:
-        """Return whether the parameters are the low bits of fp32 weights beyond their copies."""
-        return self.lists[0][0].dtype in (torch.int16, DType.INT16)
+        self.lists: list[list[Tensor]] = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+        self.copies = self.lists.pop() if call.attributes.get("copies") else []
+        self.lr, self.step, self.factor, self.seed = ins[-4:]
+        self.low_bits = self.lists[0][0].dtype is torch.int16  # parameters are what fp32 weights have beyond the copies
 
     @property
     def narrow(self) -> list[bool]:
         """Return whether each list but that of gradients is kept in fewer bits than fp32 has."""
         few = [any(each.dtype.itemsize < 4 for each in given) for given in self.lists]
         return [short and number != 1 for number, short in enumerate(few)]
-
-    def in_one_pass(self, call: Call) -> bool:
-        """Return whether aten has a kernel for the rule, and the state has the dtypes that it computes in."""
-        return call.attributes["rule"].name in _FUSED and not any(self.narrow)
 
 
 def _adamw(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
@@ -110,32 +85,10 @@ def _sgd(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Map
 _FUSED = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 
-def _update_workspace(call: Call) -> list[TensorSpec]:
-    """Return specs of an update's scratch memory.
-
-    In one pass it is a chunk of prepared gradients, unless they are used as they are. Else it is scalars in fp64 and
-    fp32, keys, then a block each: gradient, temporary, slots that are not fp32, and scratch.
-    """
-    update, context = _Update.of(call), call.context
-    parameters, gradients, *_ = update.lists
-    if update.in_one_pass(call):
-        alike = all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True))
-        total = sum(-(-spec.size // FLAT_GAP) * FLAT_GAP for spec in parameters)
-        needed = update.factor is not None or not alike
-        return [TensorSpec((min(total, context.block),), parameters[0].dtype)] * needed
-    program = _program(call)
-    _, total = flat_offsets([spec.size for spec in parameters])
-    most = _CPU_BLOCK if context.on_cpu else _GPU_BLOCK
-    block = TensorSpec((max(1, min(total, context.block, most)),), DType.FP32)
-    keys = TensorSpec((_KEYS * (len(update.lists) - 1),), DType.INT32)
-    scalars = [TensorSpec((program.scalar_count,), dtype) for dtype in (DType.FP64, DType.FP32)]
-    return [*scalars, keys, *[block] * (2 + sum(update.narrow) + program.registers)]
-
-
-@row("update", _update_workspace, delivery=Delivery.INPLACE)
+@row("update", delivery=Delivery.INPLACE)
 def _update(call: Call) -> None:
-    update = _Update.of(call)
-    if update.in_one_pass(call):
+    update = _Update(call)
+    if call.attributes["rule"].name in _FUSED and not any(update.narrow):
         _in_one_pass(call, update)
     else:
         _Blocks(call, update)
@@ -146,12 +99,16 @@ def _update(call: Call) -> None:
 
 def _in_one_pass(call: Call, update: _Update) -> None:
     """The update of all slots by aten: in one call, or chunk by chunk through scratch that holds prepared gradients."""
-    rule, vectors = call.attributes["rule"], _aligned_slots(update.lists)
-    fused, settings = _FUSED[rule.name], dict(rule.settings)
-    if not call.work:
+    (parameters, gradients, *_), rule = update.lists, call.attributes["rule"]
+    fused, settings, scratch = _FUSED[rule.name], dict(rule.settings), None
+    alike = all(p.dtype is g.dtype for p, g in zip(parameters, gradients, strict=True))
+    if update.factor is not None or not alike:
+        total = sum(-(-x.numel() // FLAT_GAP) * FLAT_GAP for x in parameters)
+        scratch = call.scratch((min(total, call.context.block),), parameters[0].dtype)
+    vectors = _aligned_slots(update.lists)
+    if scratch is None:
         fused(call, update, vectors, settings)
         return
-    scratch = call.work[0]
     for tensors in zip(*vectors, strict=True):
         for parts in zip(*(tensor.split(scratch.numel()) for tensor in tensors), strict=True):
             gradient = scratch[: parts[1].numel()]
@@ -164,45 +121,42 @@ def _in_one_pass(call: Call, update: _Update) -> None:
             fused(call, update, [[part] for part in (parts[0], gradient, *parts[2:])], settings)
 
 
-def _program(call: Call) -> Program:
-    rule = call.attributes["rule"]
-    steps, results = rule.program
-    return Program(steps, results, vectors=2 + len(rule.slots), scalars=2)
-
-
 class _Blocks:
     """A rule by chains of elementwise calls over blocks, in fp32, with rounding of what is kept in bf16.
 
     Each call rounds once, in the order in which the generated kernels compute, so that both give the same bits, but
-    for torch.sqrt, whose last bit is a library's. The workspace is laid out as `_update_workspace` says.
+    for torch.sqrt, whose last bit is a library's.
     """
 
     def __init__(self, call: Call, update: _Update) -> None:
         self.emit, self.call, self.update = call.emit, call, update
         self.stochastic, self.numbers = call.attributes.get("stochastic", ()), call.attributes.get("numbers", ())
-        exact, rounded, self.keys, self.g, self.t, *rest = call.work
-        self.program = _program(call)
-        self.scratch = rest[len(rest) - self.program.registers :]
-        self.wides = rest[: len(rest) - self.program.registers]
+        rule = call.attributes["rule"]
+        steps, results = rule.program
+        self.program = Program(steps, results, vectors=2 + len(rule.slots), scalars=2)
+        _, total = flat_offsets([tensor.numel() for tensor in update.lists[0]])
+        most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
+        block = (max(1, min(total, call.context.block, most)),)
+        exact, rounded = (call.scratch((self.program.scalar_count,), each) for each in (torch.float64, torch.float32))
+        self.keys = call.scratch((_KEYS * (len(update.lists) - 1),), torch.int32)
+        self.g, self.t, *rest = (
+            call.scratch(block, torch.float32) for _ in range(2 + sum(update.narrow) + self.program.registers)
+        )
+        self.wides, self.scratch = rest[: sum(update.narrow)], rest[sum(update.narrow) :]
         self.scalars = self.program.work_out_scalars(call, [update.lr, update.step], exact, rounded)
         for number, keys in enumerate(self.keys.split(_KEYS)):
             if number in self.stochastic:
-                stream = call.attributes.get("stream", 0) + number
-                emit_key(call, call.context.on_cpu, update.seed, stream, keys)
+                emit_key(call, update.seed, call.attributes.get("stream", 0) + number, keys)
         for vectors, first in self._vectors():
             for start in range(0, vectors[0].numel(), self.g.numel()):
                 self._block([vector[start : start + self.g.numel()] for vector in vectors], first + start)
 
-    def _vectors(self) -> Iterator[tuple[list[Tensor], int]]:
+    def _vectors(self) -> Iterator[tuple[Sequence[Tensor], int]]:
         """One vector per list with the number of its first element; whole lists where they lie side by side."""
         lists = [*self.update.lists, *([self.update.copies] if self.update.low_bits else [])]
-        flat = None if self.numbers else flatten(*lists)
-        if flat is not None:
-            yield flat, 0
-            return
         offsets = self.numbers or flat_offsets([tensor.numel() for tensor in lists[0]])[0]
-        for tensors, offset in zip(zip(*lists, strict=True), offsets, strict=True):
-            yield [tensor.view(-1) for tensor in tensors], offset
+        vectors = [[tensor.view(-1) for tensor in given] for given in lists] if self.numbers else _aligned_slots(lists)
+        return zip(zip(*vectors, strict=True), offsets, strict=False)
 
     def _block(self, parts: list[Tensor], first: int) -> None:
         parameter, gradient, *slots = parts

@@ -59,10 +59,12 @@ def call(function: str, *arguments: str) -> str:
 def addresses(specs: Sequence[TensorSpec | None], inputs: int) -> list[str]:
     """Return C++ of the pointers to tensors that a call passes on, the first `inputs` of them read only.
 
-    An absent tensor is passed as a null pointer of any type.
+    An absent tensor is a null pointer.
     """
-    kinds = ["float" if spec is None else c_type(spec) for spec in specs]
-    return [f"{'in' if index < inputs else 'out'}<{kind}>(a, {index})" for index, kind in enumerate(kinds)]
+    return [
+        "nullptr" if spec is None else f"{'in' if index < inputs else 'out'}<{c_type(spec)}>(a, {index})"
+        for index, spec in enumerate(specs)
+    ]
 
 
 Node = Any  # of a graph, which lies above devices

@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.random_bits import keep_threshold
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.native.codegen import STORED, c_float, c_type
+from ttrain.device.torch.native.codegen import c_float, c_type
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
 
@@ -60,16 +60,13 @@ _RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed
 _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
 
-def covers(name: str, specs: Sequence[TensorSpec | None], outputs: Sequence[TensorSpec]) -> bool:
+def covers(name: str, specs: Sequence[TensorSpec | None]) -> bool:
     """Return whether a step of these specs can be part of a loop nest."""
-    if name not in EXPRESSIONS or any(spec is None for spec in specs):
-        return False
     integers = {"dropout": (1,), "dropout_mask": (0,), "embedding": (0,)}.get(name, ())
-    for position, spec in enumerate(specs):
-        assert spec is not None
-        if spec.dtype is not DType.INT64 if position in integers else spec.dtype not in STORED:
-            return False
-    return all(spec.dtype in STORED and spec.size > 0 for spec in outputs)
+    return name in EXPRESSIONS and all(
+        spec is not None and (spec.dtype is DType.INT64) == (position in integers)
+        for position, spec in enumerate(specs)
+    )
 
 
 @dataclass(frozen=True)
@@ -111,25 +108,16 @@ def _loops(whole: Sequence[int], operands: dict[int, list[int]], per_row: set[in
 
     Operands `per_row` hold one element for each row, so they must not advance along the innermost loop.
     """
-    axes = [axis for axis, size in enumerate(whole) if size != 1]
-    sizes: list[int] = []
-    strides: dict[int, list[int]] = {operand: [] for operand in operands}
-    for axis in axes:
-        size = whole[axis]
-        steps = {operand: all_strides[axis] for operand, all_strides in operands.items()}
-        if sizes and all(strides[operand][-1] == step * size for operand, step in steps.items()):
-            sizes[-1] *= size
-            for operand, step in steps.items():
-                strides[operand][-1] = step
-        else:
-            sizes.append(size)
-            for operand, step in steps.items():
-                strides[operand].append(step)
-    if not sizes or any(strides[operand][-1] for operand in per_row):
-        sizes.append(1)  # scalars, and lookups of rows of one element
-        for steps_so_far in strides.values():
-            steps_so_far.append(0)
-    return _Loops(tuple(sizes), {operand: tuple(steps) for operand, steps in strides.items()})
+    loops: list[tuple[int, list[int]]] = []
+    for size, *steps in zip(whole, *operands.values(), strict=True):
+        if size != 1:
+            if loops and all(outer == step * size for outer, step in zip(loops[-1][1], steps, strict=True)):
+                size *= loops.pop()[0]
+            loops.append((size, steps))
+    if not loops or any(step for operand, step in zip(operands, loops[-1][1], strict=True) if operand in per_row):
+        loops.append((1, [0] * len(operands)))  # scalars, and lookups of rows of one element
+    strides = zip(*(steps for _, steps in loops), strict=True)
+    return _Loops(tuple(size for size, _ in loops), dict(zip(operands, strides, strict=True)))
 
 
 class LoopNest:
@@ -142,7 +130,8 @@ class LoopNest:
         results: Sequence[int],
         outputs: Sequence[TensorSpec],
     ) -> None:
-        self.inputs, self.program, self.results, self.outputs = list(inputs), program, results, outputs
+        self.inputs = [spec or TensorSpec(()) for spec in inputs]  # no step reads an absent one
+        self.program, self.results, self.outputs = program, results, outputs
         self.shape = outputs[0].shape
         self.lookups = {step: operands for step, (name, operands, _) in enumerate(program) if name == "embedding"}
         self.seeds = {step: operands[-1] for step, (name, operands, _) in enumerate(program) if name in _RANDOM}
@@ -162,13 +151,9 @@ class LoopNest:
             read = [item for place, item in enumerate(operands) if place not in _UNREAD.get(name, ())]
             for item in read:
                 if item < count and item not in special:
-                    spec = self.inputs[item]
-                    assert spec is not None
-                    found[item] = _strides(spec.shape, self.shape)
+                    found[item] = _strides(self.inputs[item].shape, self.shape)
         for item in self.ids:  # one id per row: no stride along the last axis
-            spec = self.inputs[item]
-            assert spec is not None
-            found[item] = _strides((*spec.shape, 1), self.shape)
+            found[item] = _strides((*self.inputs[item].shape, 1), self.shape)
         return found
 
     def source(self, threads: int) -> str:
@@ -194,9 +179,8 @@ class LoopNest:
         read = {operand for operand in self.loops.strides if operand >= 0}
         read |= {operands[1] for operands in self.lookups.values()}
         for item in sorted(read):
-            spec = self.inputs[item]
-            assert spec is not None
-            lines.append(f"const {c_type(spec)}* x{item} = in<{c_type(spec)}>(a, {item});")
+            kind = c_type(self.inputs[item])
+            lines.append(f"const {kind}* x{item} = in<{kind}>(a, {item});")
         for position, spec in enumerate(self.outputs):
             at = len(self.inputs) + position
             lines.append(f"{c_type(spec)}* y{position} = out<{c_type(spec)}>(a, {at});")
@@ -219,7 +203,6 @@ class LoopNest:
                 lines.append(f"const i64 at{item} = {offset};")
         for step, (ids, weight, *_) in self.lookups.items():
             spec = self.inputs[weight]
-            assert spec is not None
             offset = self.loops.offset(ids) if self.loops.rows > 1 else "0"
             count, width = spec.shape
             lines.append(f"const i64 id{step} = x{ids}[{offset}];")

@@ -9,12 +9,13 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch, flat_launches
-from ttrain.device.torch.chunks import CHUNK_LOGITS
-from ttrain.device.torch.native.codegen import STORED, Request
+from ttrain.device.torch.kernels.common import CHUNK_LOGITS
+from ttrain.device.torch.native.codegen import STORED, Request, addresses, call, template
 
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -59,8 +60,7 @@ def _together(group: Sequence[NativeLaunch], run: int) -> list[Launch]:
     return [made]
 
 
-# Functions by address, in the order of `bodies`; then inputs, outputs and workspace.
-Bind = Callable[[Sequence[int], Sequence[Any], Sequence[Any], Sequence[Any]], Launch]
+Bind = Callable[[int, Sequence[Any], Sequence[Any], Sequence[Any]], Launch]  # address; inputs, outputs, workspace
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Native:
-    """Native form of one request: the C++ functions it needs, its scratch memory, and the binding of a launch."""
+    """Native form of one request: the body of its C++ function, its scratch memory, and the binding of a launch."""
 
-    bodies: tuple[str, ...]
-    workspace: tuple[TensorSpec, ...] = ()
-    bind: Bind | None = None  # None: one function on all addresses in order
+    body: str
+    workspace: Sequence[TensorSpec] = ()
+    bind: Bind | None = None  # None: on all addresses in order
 
-    def launch(self, functions: Sequence[int], ins: Sequence[Any], outs: Sequence[Any], work: Sequence[Any]) -> Launch:
+    def launch(self, function: int, ins: Sequence[Any], outs: Sequence[Any], work: Sequence[Any]) -> Launch:
         if self.bind is not None:
-            return self.bind(functions, ins, outs, work)
+            return self.bind(function, ins, outs, work)
         tensors = (*ins, *outs, *work)
-        return launch(functions[0], [address(tensor) for tensor in tensors], tensors)
+        return launch(function, [address(tensor) for tensor in tensors], tensors)
 
 
 Rule = Callable[[Request, Sizing], Native | None]  # None: the op runs another way
@@ -113,14 +113,23 @@ def fp32(*shape: int) -> TensorSpec:
     return TensorSpec(shape, DType.FP32)
 
 
-def int32(*shape: int) -> TensorSpec:
-    """Return the spec of an int32 tensor."""
-    return TensorSpec(shape, DType.INT32)
+def readable(request: Request) -> bool:
+    """Return whether kernels can read and write all of a request: FP64 and tensors without elements are left out."""
+    read, written = (*STORED, DType.INT64), (spec.dtype in STORED and spec.size > 0 for spec in request.outputs)
+    return all(spec is None or (spec.dtype in read and spec.size > 0) for spec in request.inputs) and all(written)
 
 
-def stored(specs: Iterable[TensorSpec | None]) -> bool:
-    """Return whether kernels can read and write all of these."""
-    return all(spec is None or spec.dtype in STORED for spec in specs)
+def one_call(
+    request: Request,
+    name: str,
+    arguments: Sequence[Any],
+    *more: str,
+    pointers: Sequence[str] | None = None,
+    work: Sequence[TensorSpec] = (),
+) -> Native:
+    """Return a call of a template on inputs, outputs and workspace in order, or other `pointers`, and on `more`."""
+    given = addresses((*request.inputs, *request.outputs, *work), len(request.inputs))
+    return Native(call(template(name, *arguments), *(given if pointers is None else pointers), *more), work)
 
 
 def up_to(number: int, step: int) -> int:
@@ -130,7 +139,4 @@ def up_to(number: int, step: int) -> int:
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
     """[..., C] as (rows, C)."""
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows, shape[-1]
+    return prod(shape[:-1]), shape[-1]

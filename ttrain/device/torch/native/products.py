@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.chunks import chunk_rows
+from ttrain.device.torch.kernels.common import chunk_rows
 from ttrain.device.torch.native.codegen import Request, c_float, c_type, call, template
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, rows_and_width, up_to
 
@@ -23,47 +23,28 @@ def _threads(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
     return sizing.threads_for(m * n * k / (16 if dtype is DType.BF16 else 8), -(-max(m, n) // 16))
 
 
-def _covered(dtype: DType, sizing: Sizing) -> bool:
-    return dtype in sizing.products
-
-
-def _sizes(m: int, n: int, k: int, turn_a: bool, turn_b: bool) -> str:
-    return f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
-
-
-def _matmul(request: Request, sizing: Sizing) -> Native | None:
-    """Matrices of a batch one after another, each by all threads."""
-    a, c = request.input(0), request.outputs[0]
-    turn_a, turn_b = request.settings["transpose_a"], request.settings["transpose_b"]
-    (m, n), k = c.shape[-2:], a.shape[-2 if turn_a else -1]
+def _product(request: Request, sizing: Sizing) -> Native | None:
+    """One product of all rows, with bias and activation; or matrices of a batch one after another, by all threads."""
+    a, c, settings, place = request.input(0), request.outputs[0], request.settings, len(request.inputs)
+    linear, kind = request.op == "linear", c_type(a)
+    turn_a, turn_b = (False, True) if linear else (settings["transpose_a"], settings["transpose_b"])
+    m, n = rows_and_width(c.shape) if linear else c.shape[-2:]
+    k = a.shape[-2 if turn_a else -1]
     # A row along an odd inner axis does not end with a whole pair of bf16.
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
-    if not _covered(a.dtype, sizing) or not pairs or not a.size * n:
+    if a.dtype not in sizing.products or not pairs:
         return None
     threads, own = _threads(m, n, k, a.dtype, sizing), _scratch(k, a.dtype)
-    name = template("product", turn_a, turn_b, False, False, "After::nothing")
-    kind = c_type(a)
+    name = template("product", turn_a, turn_b, request.has(2), False, f"After::{_AFTER[settings.get('activation')]}")
+    sizes = f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
+    steps = [f" + i * {size}" * (not linear) for size in (m * k, k * n, m * n)]
     body = call(
-        name, _sizes(m, n, k, turn_a, turn_b), f"in<{kind}>(a, 0) + i * {m * k}", f"in<{kind}>(a, 1) + i * {k * n}",
-        f"(const {kind}*)nullptr", f"out<{kind}>(a, 2) + i * {m * n}", "out<float>(a, 3)", str(own), str(threads),
+        name, sizes, f"in<{kind}>(a, 0){steps[0]}", f"in<{kind}>(a, 1){steps[1]}",
+        f"in<{kind}>(a, 2)" if linear else f"(const {kind}*)nullptr", f"out<{kind}>(a, {place}){steps[2]}",
+        f"out<float>(a, {place + 1})", str(own), str(threads),
     )  # fmt: skip
-    return Native((f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) {body}",), (fp32(threads, own),))
-
-
-def _linear(request: Request, sizing: Sizing) -> Native | None:
-    x, weight = request.input(0), request.input(1)
-    m, k = rows_and_width(x.shape)
-    n = weight.shape[0]
-    if not _covered(x.dtype, sizing) or not m * n * k or (k % 2 and x.dtype is DType.BF16):
-        return None
-    threads, own, kind = _threads(m, n, k, x.dtype, sizing), _scratch(k, x.dtype), c_type(x)
-    bias = request.has(2)
-    name = template("product", False, True, bias, False, f"After::{_AFTER[request.settings.get('activation')]}")
-    body = call(
-        name, _sizes(m, n, k, False, True), f"in<{kind}>(a, 0)", f"in<{kind}>(a, 1)", f"in<{kind}>(a, 2)",
-        f"out<{kind}>(a, 3)", "out<float>(a, 4)", str(own), str(threads),
-    )  # fmt: skip
-    return Native((body,), (fp32(threads, own),))
+    turns = "" if linear else f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) "
+    return Native(turns + body, [fp32(threads, own)])
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
@@ -73,7 +54,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]
     whole = gradients and not settings.get("frozen")
     narrow, each, bias = dtype is DType.BF16, bool(request.input(3).shape), request.has(4)
-    if not _covered(dtype, sizing) or not rows * width or (narrow and width % 2):
+    if dtype not in sizing.products or (narrow and width % 2):
         return None
     chunk = chunk_rows(rows, live, sizing.logits, 4 * width if whole and narrow else 0)
     stride = live + live % 2 if narrow else live
@@ -103,7 +84,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
         f"out<{kind}>(a, {at['logits']})", f"out<float>(a, {at['losses']})", total or dhead,
         columns or "(float*)nullptr", f"out<float>(a, {at['scratch']})", str(own), str(threads),
     )  # fmt: skip
-    return Native((body,), tuple(work.values()))
+    return Native(body, [*work.values()])
 
 
-RULES: dict[str, Rule] = {"matmul": _matmul, "linear": _linear, "head_cross_entropy": _head_cross_entropy}
+RULES: dict[str, Rule] = {"matmul": _product, "linear": _product, "head_cross_entropy": _head_cross_entropy}

@@ -18,8 +18,8 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,11 +69,6 @@ def find_compiler() -> tuple[list[str], str]:
     )
 
 
-def library_folder() -> Path:
-    """Return the folder of compiled libraries."""
-    return cache_folder() / "native"
-
-
 @lru_cache(maxsize=1)
 def _headers() -> bytes:
     return b"".join(path.name.encode() + path.read_bytes() for path in sorted(HEADERS.glob("*.h")))
@@ -90,7 +85,7 @@ class Toolchain:
     """Builds libraries, or takes them from the cache. `compilations` counts the libraries that had to be built."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = library_folder() if folder is None else folder
+        self.folder = cache_folder() / "native" if folder is None else folder
         self.compilations = 0
         self.processes = usable_cores()  # how many compilers may run at once
 
@@ -126,11 +121,8 @@ class Toolchain:
     def _build(self, command: Sequence[str], key: str, sources: Sequence[str]) -> Path:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            work = Path(tempfile.mkdtemp(prefix="build-", dir=self.folder))
-            try:
-                return self._build_in(work, command, key, sources)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix="build-", dir=self.folder, ignore_cleanup_errors=True) as work:
+                return self._build_in(Path(work), command, key, sources)
         except OSError as error:  # such as a disk that is full by now
             raise UserError(
                 f"compiled kernels can't be kept in {self.folder}: {error.strerror}. Set TTRAIN_CACHE to a folder that "
@@ -139,34 +131,32 @@ class Toolchain:
 
     def _build_in(self, work: Path, command: Sequence[str], key: str, sources: Sequence[str]) -> Path:
         self.compilations += 1
-        running: list[tuple[subprocess.Popen[str], list[str]]] = []
-        try:
-            for number, source in enumerate(sources):
-                text = work / f"{number}.cpp"
-                text.write_text(source, "utf-8")
-                arguments = [*command, f"-I{HEADERS}", "-c", str(text), "-o", str(work / f"{number}.o")]
-                with _interrupts_blocked():
-                    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-                running.append((process, arguments))
-            for (process, arguments), source in zip(running, sources, strict=True):
-                messages = process.communicate()[1]
-                if process.returncode:
-                    raise self._failure(key, arguments, source, messages)
-        finally:
-            for process, _ in running:
-                process.kill()
-                process.wait()
-        return self._link(work, [*command, "-shared", *(str(work / f"{n}.o") for n in range(len(sources)))], key)
+        texts, built = [work / f"{number}.cpp" for number in range(len(sources))], work / "kernels.so"
 
-    def _link(self, work: Path, arguments: Sequence[str], key: str) -> Path:
-        built = work / "kernels.so"
-        with _interrupts_blocked():
-            result = subprocess.run([*arguments, "-o", str(built)], capture_output=True, text=True, check=False)
-        if result.returncode or not built.exists():
-            raise self._failure(key, arguments, "", result.stderr)
+        def compiled(text: Path, source: str) -> str:
+            text.write_text(source, "utf-8")
+            self._run([*command, f"-I{HEADERS}", "-c", str(text), "-o", f"{text}.o"], key, source)
+            return f"{text}.o"
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            objects = list(pool.map(compiled, texts, sources))
+        self._run([*command, "-shared", *objects, "-o", str(built)], key)
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
         os.replace(built, path)
         return path
+
+    def _run(self, arguments: Sequence[str], key: str, source: str = "") -> None:
+        """Run a compiler, which never sees Ctrl-C: a run finishes its step then, and may have to compile for that.
+
+        A session of its own would come too late: a signal that comes while one is made is met without a handler.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if done.returncode:
+            raise self._failure(key, arguments, source, done.stderr)
 
     def _failure(self, key: str, arguments: Sequence[str], source: str, messages: str) -> Exception:
         """Return the error to raise. A full disk counts as one that this process could not write to itself."""
@@ -180,19 +170,6 @@ class Toolchain:
             f"Command, messages and source are in {log}. "
             "Another compiler can be named by CXX; engine=static needs none."
         )
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Programs that are started inside never see Ctrl-C, which lets a run finish its step and ends no compiler.
-
-    A session of their own would do so too late: a signal that comes while one is made is met without a handler.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _machine_flag() -> str:

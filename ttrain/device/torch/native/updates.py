@@ -27,22 +27,19 @@ def _table(
 
     With the `numbers` of the tensors' first elements, one more slot holds that of the block's in place of an address.
     """
-    rows: list[tuple[int, ...]] = []
-    numbered = numbers is not None
-    numbers = numbers if numbers is not None else [0] * len(slots[0])
-    for number, tensors in zip(numbers, zip(*slots, strict=True), strict=True):
-        bases, sizes = [address(tensor) for tensor in tensors], [tensor.element_size() for tensor in tensors]
-        count = tensors[0].numel()
-        if numbered:
-            bases, sizes = [*bases, number], [*sizes, 1]
-        for start in range(0, count, block):
-            places = (base + start * size for base, size in zip(bases, sizes, strict=True))
-            rows.append((*places, min(block, count - start)))
-    table = np.array(rows, dtype=np.int64).reshape(-1, len(slots) + numbered + 1)
+    columns: list[tuple[Sequence[int], int]] = []
+    for tensors in slots:
+        columns.append(([address(tensor) for tensor in tensors], tensors[0].element_size()))
+    columns += [] if numbers is None else [(numbers, 1)]
+    rows = [
+        [*(first[place] + start * size for first, size in columns), min(block, tensor.numel() - start)]
+        for place, tensor in enumerate(slots[0])
+        for start in range(0, tensor.numel(), block)
+    ]
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), -1)
     ends = np.cumsum(table[:, -1])
     chunks = 1 if threads == 1 else EACH * threads
-    marks = np.arange(chunks + 1) * (ends[-1] if len(ends) else 0) / chunks
-    begins = np.searchsorted(ends, marks[:-1], side="right")
+    begins = np.searchsorted(ends, np.arange(chunks) * ends[-1] / chunks, side="right")
     return table, np.array([*begins, len(table)], dtype=np.int64)
 
 
@@ -145,21 +142,21 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         "});",
     ]
 
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
+    def bind(function: int, ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         given, others = _slots(ins, count, lists)
         numbers = settings.get("numbers") or flat_offsets([tensor.numel() for tensor in given[0]])[0]
         table, begins = _table(given, sizing.block, team, numbers if numbered else None)
         arguments = [table.ctypes.data, begins.ctypes.data, *map(address, others)]
-        return launch(functions[0], arguments, (table, begins, given, others))
+        return launch(function, arguments, (table, begins, given, others))
 
-    return Native(("\n".join(body),), (), bind)
+    return Native("\n".join(body), bind=bind)
 
 
 def _global_norm(request: Request, sizing: Sizing) -> Native | None:
     """Blocks of one dtype after those of the other; every block's sum has its place in the workspace."""
     specs = [spec for spec in request.inputs if spec is not None]
     kinds = [dtype for dtype in (DType.FP32, DType.BF16) if any(spec.dtype is dtype for spec in specs)]
-    if not specs or any(spec.dtype not in kinds for spec in specs):
+    if not specs:
         return None
     blocks = [sum(-(-spec.size // sizing.block) for spec in specs if spec.dtype is kind) for kind in kinds]
     team = sizing.threads_for(2 * sum(spec.size for spec in specs))
@@ -173,13 +170,13 @@ def _global_norm(request: Request, sizing: Sizing) -> Native | None:
     lines.append(call("root_of_sum", str(first), partial, norm))
     chosen = [[index for index, spec in enumerate(specs) if spec.dtype is kind] for kind in kinds]
 
-    def bind(functions: Sequence[int], ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
+    def bind(function: int, ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
         tables = [_table([[ins[index] for index in group]], sizing.block, team) for group in chosen]
         arguments = [array.ctypes.data for pair in tables for array in pair]
         tensors = (outs[0], work[0])
-        return launch(functions[0], [*arguments, *map(address, tensors)], (tables, list(ins), tensors))
+        return launch(function, [*arguments, *map(address, tensors)], (tables, list(ins), tensors))
 
-    return Native(("\n".join(lines),), (fp32(max(first, 1)),), bind)
+    return Native("\n".join(lines), [fp32(max(first, 1))], bind)
 
 
 RULES: dict[str, Rule] = {"update": _update, "global_norm": _global_norm}
