@@ -9,7 +9,7 @@ from typing import Any
 
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import option, rule
-from ttrain.nn.precision import PRECISIONS
+from ttrain.nn.settings import PRECISIONS
 
 ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all")

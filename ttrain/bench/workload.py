@@ -18,8 +18,7 @@ from ttrain.models.llama_weights import NAMING
 from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import ADAPTER
-from ttrain.nn.precision import PrecisionConfig
-from ttrain.nn.settings import LoraConfig
+from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step_graph import StepGraph

@@ -30,8 +30,7 @@ from ttrain.engine.state import State, StateTensor
 from ttrain.models.base import Model
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.lora import attach
-from ttrain.nn.precision import PrecisionConfig
-from ttrain.nn.settings import LoraConfig
+from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.base import Optimizer
 from ttrain.optim.groups import learning_rates, trained
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig

@@ -13,7 +13,7 @@ from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, 
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
-from ttrain.nn.precision import PRECISIONS, PrecisionConfig
+from ttrain.nn.settings import PRECISIONS, PrecisionConfig
 from ttrain.optim import settings as optim
 from ttrain.parallel.place import rank_here
 from ttrain.parallel.settings import ParallelConfig

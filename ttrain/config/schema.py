@@ -17,8 +17,7 @@ from ttrain.device.info import DeviceInfo, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
-from ttrain.nn.precision import PrecisionConfig
-from ttrain.nn.settings import LoraConfig
+from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.forecast.settings import PlanConfig, ProfileConfig

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-
-
-class Initializer(Protocol):
-    """A distribution that the first values of a parameter are drawn from."""
-
-    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """Values fp32 of that shape."""
+# A distribution that the first values of a parameter, fp32 of this shape, are drawn from.
+Initializer = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,51 @@
-"""Small config of what is added to the layers of any model."""
+"""Small configs of what holds for the layers of any model: their dtypes, and what is added to them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
+from ttrain.core.spec import DType
+
+if TYPE_CHECKING:
+    from ttrain.nn.module import Parameter
+
+_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_true": DType.BF16, "bf8": DType.BF16}
+PRECISIONS = tuple(_COMPUTE)
+
+
+@dataclass
+class PrecisionConfig:
+    """Dtypes of a run; see also optimizer.state_dtype."""
+
+    name: str = option(
+        "fp32",
+        "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
+        "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them",
+        choices=PRECISIONS,
+    )
+
+    @property
+    def compute(self) -> DType:
+        """dtype of activations and of the weights as matmuls read them."""
+        return _COMPUTE[self.name]
+
+    @property
+    def master(self) -> DType:
+        """dtype of the weights that updates change, and of the optimizer state unless optimizer.state_dtype is set."""
+        return DType.BF16 if self.name == "bf16_true" else DType.FP32
+
+    def set_masters(self, parameters: Iterable[Parameter]) -> None:
+        """Keep trained weights in the master dtype, and frozen ones only as layers read them."""
+        for parameter in parameters:
+            narrow = not parameter.trainable and parameter.follows_compute
+            parameter.master = self.compute if narrow else self.master
+
+    @rule
+    def _device_has_it(self, others: Any) -> Iterator[str]:
+        yield from others.lacks_precision("precision", self.name, "precision=bf16")
 
 
 @dataclass

@@ -24,8 +24,7 @@ from ttrain.engine.state import StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
-from ttrain.nn.precision import PrecisionConfig
-from ttrain.nn.settings import LoraConfig
+from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.tasks.evaluating.scorer import Scorer, opened, windows_of
 from ttrain.train.sampling import lengths
 from ttrain.train.sampling.lengths import SHORTEST, length_class
