@@ -19,44 +19,41 @@ def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(f"{text}\n", "ascii")
 
 
-def quota(root: Path, membership: str) -> float | None:
-    write(root.parent, "membership", membership)
-    return cores.quota_cores(root, root.parent / "membership")
+def bounded(text: str) -> dict[str, str]:
+    """Files of version 2 with that bound at the root and a group below."""
+    return {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": text}
+
+
+def first_version(mount: str) -> dict[str, str]:
+    none = {f"{mount}/cpu.cfs_quota_us": "-1", f"{mount}/cpu.cfs_period_us": "100000"}
+    group = f"{mount}/docker/x"
+    return {**none, f"{group}/cpu.cfs_quota_us": "250000", f"{group}/cpu.cfs_period_us": "100000"}
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("150000 100000", 1.5), ("max 100000", None), ("50000 100000", 0.5), ("400000 200000", 2.0), ("nonsense", None)],
+    ("files", "membership", "expected"),
+    [
+        ({"cpu.max": "150000 100000"}, "0::/", 1.5),
+        ({"cpu.max": "150000 100000"}, "0::/of/the/host", 1.5),  # a path that is not there inside a container
+        ({"cpu.max": "50000 100000"}, "0::/", 0.5),
+        ({"cpu.max": "max 100000"}, "0::/", None),
+        ({"cpu.max": "nonsense"}, "0::/", None),
+        (bounded("300000 100000"), "0::/a/b", 2.0),  # by the group above it
+        (bounded("max 100000"), "0::/a/b", 2.0),
+        (bounded("max 100000"), "0::/c", None),
+        (first_version("cpu"), "5:memory:/docker/x\n3:cpu:/docker/x", 2.5),
+        (first_version("cpu,cpuacct"), "3:cpu,cpuacct:/docker/x", 2.5),
+        (first_version("cpu"), "3:cpu:/", None),
+        ({}, "", None),
+    ],
 )
-def test_version_2(tmp_path: Path, text: str, expected: float | None) -> None:
-    write(tmp_path / "cgroup", "cpu.max", text)
-    assert quota(tmp_path / "cgroup", "0::/") == expected
-    assert quota(tmp_path / "cgroup", "0::/of/the/host") == expected  # a path that is not there inside a container
-
-
-def test_a_group_is_bounded_by_those_above_it(tmp_path: Path) -> None:
-    root = tmp_path / "cgroup"
-    write(root / "a", "cpu.max", "200000 100000")
-    write(root / "a" / "b", "cpu.max", "300000 100000")
-    assert quota(root, "0::/a/b") == 2.0
-    write(root / "a" / "b", "cpu.max", "max 100000")
-    assert quota(root, "0::/a/b") == 2.0
-    assert quota(root, "0::/c") is None
-
-
-@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
-def test_version_1(tmp_path: Path, mount: str) -> None:
-    root = tmp_path / "cgroup"
-    write(root / mount / "docker" / "x", "cpu.cfs_quota_us", "250000")
-    write(root / mount / "docker" / "x", "cpu.cfs_period_us", "100000")
-    write(root / mount, "cpu.cfs_quota_us", "-1")
-    write(root / mount, "cpu.cfs_period_us", "100000")
-    assert quota(root, f"5:memory:/docker/x\n3:{mount}:/docker/x") == 2.5
-    assert quota(root, f"3:{mount}:/") is None
-
-
-def test_no_groups_at_all(tmp_path: Path) -> None:
-    assert cores.quota_cores(tmp_path / "none", tmp_path / "neither") is None
+def test_the_least_quota_of_a_group_and_those_above_counts(
+    tmp_path: Path, files: dict[str, str], membership: str, expected: float | None
+) -> None:
+    for name, text in files.items():
+        write((tmp_path / "cgroup" / name).parent, Path(name).name, text)
+    write(tmp_path, "membership", membership)
+    assert cores.quota_cores(tmp_path / "cgroup", tmp_path / "membership") == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ttrain.device.base import Buffer, Delivery, Device, serves
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Bind, Context, kernel, spec_of
 from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value, op
 from ttrain.plan.lifetime import overwritable
-from ttrain.testing.cases import cases_of, draw, input_specs, output_name, record
+from ttrain.testing.cases import Arrays, cases_of, draw, input_specs, output_name, record
 from ttrain.testing.compare import Tolerance, ulp_errors
 from ttrain.testing.tolerances import tolerance
 

@@ -85,4 +85,4 @@ def shown(value: Any) -> str:
 def _table(rows: list[tuple[str, str]]) -> str:
     """Two columns that fit the window."""
     columns = max(shutil.get_terminal_size((WIDTH, 24)).columns - 2, 20)
-    return "\n".join(f"  {line}" for _, line in fitted(rows, columns, (0, 1)))
+    return "\n".join(f"  {line}" for line in fitted(rows, columns, (0, 1)))

@@ -74,22 +74,12 @@ def _beside(path: Path) -> Path:
 
 def _remove_left(path: Path) -> None:
     """Remove what processes of this machine that are gone have left beside a path."""
+    import psutil
+
     for left in path.parent.glob(f".{glob.escape(f'{path.name}.{platform.node()}')}.*.tmp"):
         number = left.name.split(".")[-2]
-        if not number.isdecimal() or still_runs(int(number)):
-            continue
-        shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
-
-
-def still_runs(process: int) -> bool:
-    """True if a process of this machine may still run."""
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # it is somebody else's
-        pass
-    return True
+        if number.isdecimal() and int(number) < 2**31 and not psutil.pid_exists(int(number)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> None:
@@ -107,11 +97,9 @@ def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> N
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty where there is none."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(OSError, CheckpointError):
+        return parsed_object(path, path.read_bytes())
+    return {}
 
 
 def read_object(path: Path) -> dict[str, Any]:

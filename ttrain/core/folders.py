@@ -79,10 +79,10 @@ def settle_without_home() -> str | None:
 
 def _own_temporary_folder() -> Path:
     """A folder that nobody else can write, the same at every start: code is loaded from it."""
-    folder = Path(tempfile.gettempdir()) / f"ttrain-{os.getuid() if hasattr(os, 'getuid') else 'home'}"
+    folder = Path(tempfile.gettempdir()) / f"ttrain-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    own = not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077)
+    own = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
     return folder if stat.S_ISDIR(found.st_mode) and own else Path(tempfile.mkdtemp(prefix="ttrain-"))
 
 

@@ -27,8 +27,8 @@ def window() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
-def fitted(rows: Sequence[Sequence[str]], width: int, left: Collection[int]) -> list[tuple[int, str]]:
-    """The lines of a table, at most `width` long, each with the number of its row; columns `left` go to the left.
+def fitted(rows: Sequence[Sequence[str]], width: int, left: Collection[int]) -> list[str]:
+    """The lines of a table, at most `width` long; columns `left` go to the left.
 
     A table that is wider goes on below, with its first column again; a cell that is wider than a line can be is folded.
     """
@@ -41,24 +41,19 @@ def fitted(rows: Sequence[Sequence[str]], width: int, left: Collection[int]) -> 
             if len(blocks[-1]) > 1 and sum(widths[each] + _GAP for each in blocks[-1]) + widths[column] > width:
                 blocks.append([0])
             blocks[-1].append(column)
-    lines: list[tuple[int, str]] = []
+    lines: list[str] = []
     for block in blocks:
-        lines += [(-1, "")] if lines else []
-        for number, row in enumerate(rows):
-            folded = [
-                textwrap.wrap(row[each], widths[each], break_on_hyphens=False)
-                if len(row[each]) > widths[each]
-                else [row[each]]
-                for each in block
-            ]
-            for parts in zip_longest(*folded, fillvalue=""):
+        lines += [""] if lines else []
+        for row in rows:
+            folded = [textwrap.wrap(row[each], max(widths[each], 1), break_on_hyphens=False) for each in block]
+            for parts in zip_longest(*(cell or [""] for cell in folded), fillvalue=""):
                 pairs = zip(block, parts, strict=True)
                 cells = [cell.ljust(widths[at]) if at in left else cell.rjust(widths[at]) for at, cell in pairs]
-                lines.append((number, (" " * _GAP).join(cells).rstrip()))
+                lines.append((" " * _GAP).join(cells).rstrip())
     return lines
 
 
 def plain_table(table: Table) -> str:
     """A table as text that fits the window: names to the left, numbers to the right."""
     lines = fitted([table.columns, *table.rows], window() - 2, {0})
-    return "\n".join([table.title, *(f"  {line}".rstrip() for _, line in lines), *table.notes, ""])
+    return "\n".join([table.title, *(f"  {line}".rstrip() for line in lines), *table.notes, ""])

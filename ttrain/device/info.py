@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrain.core.errors import UserError
@@ -183,5 +183,4 @@ def info_of(config: DeviceConfig | type[DeviceConfig]) -> DeviceInfo:
 
 @cache
 def _loaded(name: str) -> DeviceInfo:
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)()
+    return resolve_name(name)()

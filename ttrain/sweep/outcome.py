@@ -85,8 +85,7 @@ def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objectiv
             format_duration(record["seconds"]) if record["seconds"] else "", reason[0][:_SHOWN] if reason else "",
         ]  # fmt: skip
         lines.append(cells)
-    for _, line in fitted(lines, window(), range(len(lines[0]))):
-        print(line)
+    print(*fitted(lines, window(), range(len(lines[0]))), sep="\n")
 
 
 def _cell(key: str, value: Any) -> str:

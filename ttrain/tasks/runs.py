@@ -40,5 +40,4 @@ def _print(runs: list[RunInfo]) -> None:
             "" if info.updated is None else info.updated.strftime("%Y-%m-%d %H:%M:%S"),
             ". ".join(filter(None, [info.caution, (info.reason.splitlines() or [""])[0]]))[:160],
         ])  # fmt: skip
-    for _, line in fitted(rows, window(), range(len(rows[0]))):
-        print(line)
+    print(*fitted(rows, window(), range(len(rows[0]))), sep="\n")
