@@ -160,6 +160,7 @@ class _CacheBias:
         kinds = (torch.bool, like.dtype, torch.int64)[: 3 if self.mask.biased else 1]
         # The hidden keys and, where there are slopes, distances as numbers and as integers.
         self.work = [call.scratch((len(positions), context), each) for each in kinds]
+        call.begin()
         self.keys = torch.arange(context, device=like.device)
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
         slopes = torch.from_numpy(alibi_slopes(heads)).to(device=like.device, dtype=like.dtype)

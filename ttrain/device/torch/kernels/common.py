@@ -96,9 +96,13 @@ class Call:
 
     def emit(self, function: Callable[..., Any], *given: Any, **settings: Any) -> None:
         """Add a call of torch. It allocates nothing where it writes into buffers, such as `out`."""
+        self.begin()
+        self.launches.append(partial(function, *given, **settings) if given or settings else function)
+
+    def begin(self) -> None:
+        """End a call that only takes scratch memory. Constants are made afterwards, as torch is slow without memory."""
         if self.planning:
             raise _Planned
-        self.launches.append(partial(function, *given, **settings) if given or settings else function)
 
     def copy(self, source: Tensor | None, target: Tensor | None) -> None:
         """target <- source, unless they are one, or absent."""

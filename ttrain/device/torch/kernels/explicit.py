@@ -14,7 +14,7 @@ from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.device.base import Attributes, Launch
 from ttrain.device.torch.kernels.common import Call, Context, Tensor, shaped
 from ttrain.device.torch.kernels.layout import heads_view
-from ttrain.device.torch.kernels.random import Dropout, Rows
+from ttrain.device.torch.kernels.random import Dropout, Rows, counting
 
 aten = torch.ops.aten
 
@@ -67,7 +67,6 @@ class ScoreBias:
 
     def __init__(self, call: Call, heads: int, rows: int, time: int, like: Tensor) -> None:
         self.call, self.mask, self.time = call, call.attributes["mask"], time
-        self.places = torch.arange(time if self.mask.biased else 0, dtype=torch.int32, device=like.device)
         self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
         if self.mask.biased:
             self.whole, self.distance = (call.scratch((rows, time), each) for each in (torch.int32, like.dtype))
@@ -90,8 +89,8 @@ class ScoreBias:
         keys = range(max(block.keys.start, block.start if future else 0), block.keys.stop)
         part, shape = scores[..., keys.start - block.keys.start :], (block.stop - block.start, len(keys))
         whole, distance = shaped(self.whole, shape), shaped(self.distance, shape)
-        columns, rows = self.places[keys.start : keys.stop], self.places[block.start : block.stop, None]
-        self.call.emit(torch.sub, columns, rows, out=whole)
+        places = counting(self.time, scores.device)
+        self.call.emit(torch.sub, places[keys.start : keys.stop], places[block.start : block.stop, None], out=whole)
         if future:
             self.call.emit(whole.clamp_, min=0)
         else:
@@ -154,6 +153,7 @@ class Documents:
 
     def find(self) -> None:
         """Find where documents start, once, before the first block."""
+        self.call.begin()
         numbers = torch.arange(self.positions.shape[1], device=self.positions.device)
         self.call.emit(torch.sub, numbers, self.positions, out=self.starts)
 

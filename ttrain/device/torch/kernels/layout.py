@@ -87,6 +87,7 @@ def _few_rows(call: Call, ids: Tensor, dy: Tensor, dweight: Tensor) -> None:
     positions, place = (call.scratch(ids.shape, torch.int64) for _ in range(2))
     wide_dy, sums = (call.scratch(dy.shape, accumulation(dweight.dtype)) for _ in range(2))
     rounded = call.scratch(dy.shape, dweight.dtype)
+    call.begin()
     call.emit(positions.copy_, torch.arange(ids.numel(), dtype=torch.int64, device=ids.device))
     # Equal ids agree on one of their positions, which stands for all of them.
     call.emit(torch.scatter, positions_by_id, 0, ids, positions, out=positions_by_id)
@@ -114,6 +115,7 @@ def _embedding_grad(call: Call) -> None:
 @row("one_hot")
 def _one_hot(call: Call) -> None:
     ids, equal = call.ins[0], call.scratch(call.outs[0].shape, torch.bool)
+    call.begin()
     call.emit(torch.eq, ids.unsqueeze(-1), torch.arange(call.attributes["count"], device=ids.device), out=equal)
     call.emit(call.outs[0].copy_, equal)
 

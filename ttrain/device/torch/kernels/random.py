@@ -54,8 +54,8 @@ class Dropout:
         assert self.columns is not None
         count, rows, width = x.shape
         together = min(max(self.hashes.numel() // (rows * at.time), 1), count)
-        first = _first_of_rows(together, rows, at.time, x.device)
         emit_key(self.call, self.seed, self.stream, self.keys)
+        first = _first_of_rows(together, rows, at.time, x.device)
         row, counter = self.columns[:width], counting(at.time, x.device)[:width]
         for start in range(0, count, together):
             part_x, part_y = x[start : start + together], y[start : start + together]
