@@ -22,7 +22,6 @@ MODULE_LINES = 420
 FOLDER_FILES = 15
 LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shrinks
     "tests/ttnn": 20,
-    "ttrain/models": 16,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
 PYTHON_LINES = 33171

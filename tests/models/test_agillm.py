@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from tests.models.plain_agillm import PlainAGILLM, slopes
+from tests.models.plain_agillm import slopes
 from tests.models.session import Session, initial_values, tensor_by_tensor_equal, token_batch
 from ttrain.config import build
 from ttrain.config.compose import load
@@ -20,7 +19,6 @@ from ttrain.graph import Graph, Kind
 from ttrain.models.agillm import AGILLM
 from ttrain.models.agillm_windows import Windows, window_starts
 from ttrain.models.decoder import BlockInputs
-from ttrain.models.presets import AGILLM_PRESETS
 from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
@@ -62,12 +60,10 @@ def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
 
 
 def test_every_preset_folds_where_its_rank_exceeds_the_head_width() -> None:
-    folded = {name for name in AGILLM_PRESETS if AGILLM(AGILLMConfig(preset=name, vocabulary=9)).folded}
-    assert set(AGILLM_PRESETS) - folded == {"femto_1x", "pico_1x", "nano_1x"}
+    presets = AGILLMConfig.presets
+    folded = {name for name in presets if AGILLM(AGILLMConfig(preset=name, vocabulary=9)).folded}
+    assert set(presets) - folded == {"femto_1x", "pico_1x", "nano_1x"}
     assert not AGILLM(AGILLMConfig(preset="large", vocabulary=9, fold="off")).folded
-
-
-def test_slopes_of_any_number_of_heads() -> None:
     for heads in (1, 2, 3, 4, 8, 16, 24):
         assert np.allclose(alibi_slopes(heads), slopes(heads))
 
@@ -84,15 +80,6 @@ def test_first_values_are_those_of_torch() -> None:
     narrow = initial_values(small(width=64, heads=2, rank=5), seed=3)["blocks.0.attention.rank_matrix"]
     assert np.allclose(narrow.T @ narrow, np.eye(5), atol=1e-6)
     assert (values["norm.weight"] == 1).all() and (values["norm.bias"] == 0).all()
-
-
-def test_an_untrained_model_knows_nothing() -> None:
-    model = AGILLM(AGILLMConfig(preset="nano_3x", context=64, vocabulary=997))
-    outputs = session(model, rows=4).evaluate(token_batch(997, 4, 64, 0))
-    expected = math.log(997) + 1 / 6
-    assert outputs["ar/ce"] == pytest.approx(expected, abs=0.25)
-    assert outputs["sat/ce"] == pytest.approx(expected, abs=0.25)
-    assert outputs["gate/ce"] == pytest.approx(math.log(2), abs=0.4)
 
 
 @pytest.mark.parametrize(("changed", "first"), [(5, 4), (6, 6), (0, 0), (11, 10)])
@@ -113,17 +100,14 @@ def test_a_token_is_seen_from_the_start_of_its_pair_on(changed: int, first: int)
         assert differs.tolist() == [place >= start for place in range(12)]
 
 
-@pytest.mark.parametrize(("length", "stride", "starts"), [(10, 2, [0, 2, 4, 6]), (10, 1, list(range(7))), (3, 1, [])])
-def test_windows_start_where_two_tokens_follow(length: int, stride: int, starts: list[int]) -> None:
-    assert window_starts(length, stride, 0) == starts
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 100])
-def test_at_most_so_many_windows_evenly_spaced(most: int) -> None:
-    starts = window_starts(64, 1, most)
-    assert len(starts) == len(set(starts)) == min(most, 61)
-    gaps = np.diff(starts)
-    assert not len(gaps) or gaps.max() - gaps.min() <= 1
+def test_windows_start_where_two_tokens_follow() -> None:
+    """At most so many, evenly spaced."""
+    assert [window_starts(*sizes, 0) for sizes in ((10, 2), (10, 1), (3, 1))] == [[0, 2, 4, 6], list(range(7)), []]
+    for most in (1, 2, 3, 7, 100):
+        starts = window_starts(64, 1, most)
+        assert len(starts) == len(set(starts)) == min(most, 61)
+        gaps = np.diff(starts)
+        assert not len(gaps) or gaps.max() - gaps.min() <= 1
 
 
 @pytest.mark.parametrize("options", [{}, {"sat_stride": 2}, {"sat_stride": 5}, {"sat_max_windows": 2}])
@@ -133,13 +117,8 @@ def test_rows_count_as_often_as_windows_ask_them(context: int, options: dict[str
     windows = Windows.of(config, context)
     starts = window_starts(context, config.sat_stride, config.sat_max_windows)
     asked = sorted((row, row + 2) for start in starts for row in (start, start + 1))
-    counted = [
-        (row, token)
-        for row, token, times in zip(windows.rows, windows.ids, windows.times, strict=True)
-        for _ in range(times)
-    ]
-    assert sorted(counted) == asked
-    assert list(windows.starts) == starts
+    pairs = np.repeat(list(zip(windows.rows, windows.ids, strict=True)), windows.times, axis=0)
+    assert sorted(map(tuple, pairs.tolist())) == asked and list(windows.starts) == starts
 
 
 def test_a_sequence_too_short_for_a_window_has_no_sat_loss() -> None:
@@ -202,20 +181,6 @@ def test_the_logits_never_exist_whole() -> None:
     logits = 1122 * 40000 * 4
     assert max(block.nbytes for block in plan.blocks) < logits / 4
     assert plan.arena_bytes < logits / 2
-
-
-def test_standard_alibi_sees_distance() -> None:
-    model = small(alibi="standard")
-    ours = session(model, rows=1)
-    batch = token_batch(23, 1, 12, 5)
-    plain = PlainAGILLM(
-        {path: torch.from_numpy(ours.state.read(path)) for path in model.parameters()}, 2, 4, standard=True
-    )
-    tokens, targets = (torch.from_numpy(batch[name]) for name in ("tokens", "targets"))
-    assert ours.evaluate(batch)["ar/ce"] == pytest.approx(plain.ar_losses(tokens, targets, 0.0)[1].item(), rel=1e-5)
-    assert ours.evaluate(batch)["sat/ce"] == pytest.approx(
-        plain.sat_losses(tokens, targets, 0.0, window_starts(12, 1, 0))[1].item(), rel=1e-5
-    )
 
 
 def test_documents_apart_are_refused() -> None:

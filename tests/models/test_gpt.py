@@ -14,8 +14,8 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import Graph, Kind
 from ttrain.models.gpt import GPT
-from ttrain.models.presets import GPT_PRESETS
 from ttrain.models.settings import GPTConfig
+from ttrain.models.weight_checks import bf16_bits
 from ttrain.nn.layers import Linear
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
@@ -38,7 +38,7 @@ def adamw(**changes: Any) -> AdamW:
     return AdamW(AdamWConfig(**changes))
 
 
-@pytest.mark.parametrize("preset", GPT_PRESETS)
+@pytest.mark.parametrize("preset", GPTConfig.presets)
 def test_presets_are_named_by_their_parameters(preset: str) -> None:
     vocabulary = 50257 if preset in COUNTS else 65
     count = GPT(GPTConfig(preset=preset, vocabulary=vocabulary, bias=preset in COUNTS)).parameter_count
@@ -68,14 +68,6 @@ def test_dropout_masks_differ_by_seed_and_are_off_in_evaluation() -> None:
     assert session.evaluate(batch(2))["loss"] == plain.evaluate(batch(2))["loss"]
 
 
-def test_every_dropout_has_a_stream_of_its_own() -> None:
-    graph = Graph()
-    small(dropout=0.1).loss(graph, 2, training=True)
-    streams = [node.attributes["stream"] for node in graph.nodes if node.attributes.get("p")]
-    assert len(streams) == 1 + 3 * SIZE["layers"]
-    assert len(set(streams)) == len(streams)
-
-
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 @pytest.mark.parametrize("compute", [FP32, BF16], ids=str)
 def test_recomputed_blocks_change_no_bit(engine: str, compute: DType) -> None:
@@ -98,24 +90,16 @@ def test_recomputation_keeps_one_tensor_per_block() -> None:
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 def test_accumulation_equals_one_big_batch_whatever_the_split_of_valid_targets(engine: str) -> None:
+    """Twice: the first micro-batch overwrites what the last step left."""
     whole = batch(6, masked=13)  # so the first micro-batch has fewer valid targets
-    results = []
-    for parts in (1, 3):
-        session = Session(small(), adamw(), 6 // parts, engine=engine, gradient_accumulation=parts)
-        results.append((session.train(whole, 1, {"lr": 1e-2}), session.gradients()))
-    (one, one_gradients), (split, split_gradients) = results
-    assert split["loss"] == pytest.approx(one["loss"], rel=1e-6)
-    assert split["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
-    for path, gradient in one_gradients.items():
-        np.testing.assert_allclose(split_gradients[path], gradient, rtol=1e-4, atol=1e-7, err_msg=path)
-
-
-def test_the_first_micro_batch_overwrites_what_the_last_step_left() -> None:
-    session = Session(small(), adamw(), 2, gradient_accumulation=2)
-    session.train(batch(4), 1, {"lr": 0.0})
-    first = session.gradients()
-    session.train(batch(4), 2, {"lr": 0.0})
-    assert tensor_by_tensor_equal(first, session.gradients())
+    one, parts = (Session(small(), adamw(), rows, engine=engine, gradient_accumulation=6 // rows) for rows in (6, 2))
+    for step in (1, 2):
+        expected, found = (each.train(whole, step, {"lr": 0.0}) for each in (one, parts))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        gradients = parts.gradients()
+        for path, gradient in one.gradients().items():
+            np.testing.assert_allclose(gradients[path], gradient, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
@@ -130,31 +114,19 @@ def test_bf16_trains_close_to_fp32_and_its_copies_follow_the_masters(engine: str
     assert copies and not any("norm" in name for name in copies)
     for name in copies:
         master = session.state.read(name.removesuffix("/compute"))
-        assert np.array_equal(session.state.read(name), rounded_to_bf16(master)), name
-
-
-def rounded_to_bf16(values: np.ndarray) -> np.ndarray:
-    """fp32 rounded to the nearest bf16, ties to even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        assert np.array_equal(session.state.read(name).view(np.uint32) >> 16, bf16_bits(master)), name
 
 
 def test_bf16_state_has_fp32_masters_and_gradients_of_the_compute_dtype() -> None:
     for parts, dtype in ((1, BF16), (2, FP32)):
-        tensors = StepGraph(small(BF16), adamw(), 2, parts).state_tensors()
-        specs = {tensor.name: tensor.spec for tensor in tensors}
+        specs = {each.name: each.spec for each in StepGraph(small(BF16), adamw(), 2, parts).state_tensors()}
         path = "blocks.0.attention.qkv.weight"
         assert specs[path] == TensorSpec((96, 32), FP32)
-        assert specs[f"{path}/compute"].dtype is BF16
-        assert specs[f"{path}/gradient"].dtype is dtype
-        assert specs[f"{path}/first_moment"].dtype is FP32
-        assert specs["norm.weight/gradient"].dtype is FP32
-        assert "norm.weight/compute" not in specs
-
-
-def test_state_for_evaluation_has_neither_gradients_nor_optimizer_tensors() -> None:
+        wanted = {"compute": BF16, "gradient": dtype, "first_moment": FP32}
+        assert {name: specs[f"{path}/{name}"].dtype for name in wanted} == wanted
+        assert specs["norm.weight/gradient"].dtype is FP32 and "norm.weight/compute" not in specs
     kinds = {tensor.kind for tensor in StepGraph(small(BF16), adamw(), 2).state_tensors(training=False)}
-    assert kinds == {Kind.PARAMETER, Kind.COPY}
+    assert kinds == {Kind.PARAMETER, Kind.COPY}  # of an evaluation
 
 
 def test_sampling_looks_at_one_position_and_not_beyond_it() -> None:

@@ -15,7 +15,6 @@ from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.graph import Kind
 from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
-from ttrain.models.presets import LLAMA_PRESETS
 from ttrain.models.settings import LlamaConfig
 from ttrain.nn.module import use
 from ttrain.optim.adamw import AdamW
@@ -88,7 +87,7 @@ def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
     vocabulary = next(count for name, count in VOCABULARIES.items() if preset.startswith(name))
     config = LlamaConfig(preset=preset.lower(), vocabulary=vocabulary)
     assert config.preset == preset and Llama(config).parameter_count == COUNTS[preset]
-    assert LLAMA_PRESETS.keys() == {"tiny", *COUNTS}
+    assert LlamaConfig.presets.keys() == {"tiny", *COUNTS}
 
 
 def test_heads_that_are_given_are_not_mixed_with_those_of_a_preset() -> None:

@@ -18,7 +18,6 @@ from ttrain.graph import Graph, Value
 from ttrain.models.agillm_weights import AGILLMWeights
 from ttrain.models.agillm_windows import GATE_WEIGHT, SAT_WEIGHT, Windows
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Prepare, prepare_plain, valid_targets
-from ttrain.models.cache import Caches
 from ttrain.models.decoder import Block, BlockInputs, TokenModel
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.initialize import Orthogonal
@@ -47,18 +46,14 @@ class RankAttention(Module):
     def __call__(self, y: Value, inputs: BlockInputs) -> Value:
         (q, k), v, mask = self._meeting(self.query(y), self.key(y)), self.value(y), inputs.mask
         if inputs.caches is not None:
-            mixed = self._cached(inputs.caches, q, k, v, mask)
+            path, heads = self.rank_matrix.path.rpartition(".")[0], (self._heads, self._heads)
+            bias = "none" if mask == CAUSAL and self._position_bias == "future" else self._position_bias
+            mixed = inputs.caches.attend(path, q, k, v, heads, self._scale, AttentionMask(FULL, bias))
         else:
             mixed = ops.attention(
                 q, k, v, heads=self._heads, scale=self._scale, mask=mask, position_bias=self._position_bias
             )
         return self._dropouts[MASKS.index(mask)](self.projection(mixed), inputs.seed)
-
-    def _cached(self, caches: Caches, q: Value, k: Value, v: Value, mask: str) -> Value:
-        path = self.rank_matrix.path.rpartition(".")[0]
-        bias = "none" if mask == CAUSAL and self._position_bias == "future" else self._position_bias
-        q, k, v = (ops.split_heads(x, 1, self._heads)[0] for x in (q, k, v))
-        return ops.merge_heads([caches.attend(path, q, k, v, self._scale, AttentionMask(FULL, bias))])
 
     def _meeting(self, q: Value, k: Value) -> tuple[Value, Value]:
         """Queries and keys [B, T, heads * head width] where they meet: as wide, or rank wide."""

@@ -17,33 +17,11 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
-from ttrain.models.settings import AGILLMConfig
+from ttrain.models.settings import PUBLISHED, AGILLMConfig
 from ttrain.models.weight_checks import NamedWeights, Naming, unusable
 
 PARTS = ("core", "ar", "sat")
-_COMPILED = "_orig_mod."  # what torch.compile puts before names
-_BLOCK = {
-    "attention_norm": "ln1",
-    "attention.query": "mha.q",
-    "attention.key": "mha.k",
-    "attention.value": "mha.v",
-    "attention.projection": "mha.proj",
-    "attention.rank_matrix": "mha.U",
-    "feed_forward_norm": "ln2",
-    "feed_forward.up": "ff.0",
-    "feed_forward.down": "ff.2",
-}
-_OUTSIDE = {
-    "embedding": "core.emb",
-    "norm": "core.ln",
-    "ar_head": "ar.proj",
-    "sat_head": "sat.proj",
-    "sat_head.gate": "sat.gate",
-}
-NAMING = Naming(
-    _OUTSIDE, _BLOCK, "core.blocks", ("ar.proj.weight", "core.emb.weight"),
-    "layers, width, heads, rank, vocabulary, tied and objective",
-)  # fmt: skip
+NAMING = Naming(**PUBLISHED["names"]["agillm"])
 
 
 class AGILLMWeights(NamedWeights):
@@ -78,11 +56,11 @@ class AGILLMWeights(NamedWeights):
 
 def nested(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Flat names -> the three dictionaries; `sat` is left out for a model without that head."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name, weight in weights.items():
-        part, _, rest = name.partition(".")
-        parts.setdefault(part, {})[rest] = weight
-    return parts
+    parts = {
+        part: {name[len(part) + 1 :]: weight for name, weight in weights.items() if name.startswith(f"{part}.")}
+        for part in PARTS
+    }
+    return {part: named for part, named in parts.items() if named}
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,12 +69,12 @@ def flat(content: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError for content that is none of these, and for weights that are no floating tensors.
     """
     content = content.get("weights", content) if isinstance(content.get("weights"), Mapping) else content
+    found: Mapping[Any, Any] = content
     if isinstance(content.get("core"), Mapping):
         parts = {part: content[part] for part in PARTS if isinstance(content.get(part), Mapping)}
-        found = {f"{part}.{_plain(name)}": weight for part, named in parts.items() for name, weight in named.items()}
-    else:
-        found = {_plain(name): weight for name, weight in content.items()}
-    weights = {name: weight for name, weight in found.items() if name.partition(".")[0] in PARTS}
+        found = {f"{part}.{name}": weight for part, named in parts.items() for name, weight in named.items()}
+    weights = {str(name).replace("_orig_mod.", ""): weight for name, weight in found.items()}  # of torch.compile
+    weights = {name: weight for name, weight in weights.items() if name.partition(".")[0] in PARTS}
     if "core.emb.weight" not in weights:
         shown = ", ".join(map(str, list(content)[:5])) or "nothing"
         raise CheckpointError(
@@ -106,10 +84,6 @@ def flat(content: Mapping[str, Any]) -> dict[str, Any]:
     if problems := unusable(weights):
         raise CheckpointError("the file holds values that are no weights:\n  " + listed(problems, 20, "\n  "))
     return weights
-
-
-def _plain(name: Any) -> str:
-    return str(name).replace(_COMPILED, "")
 
 
 def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:

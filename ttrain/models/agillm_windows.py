@@ -7,7 +7,6 @@ p + 2 whichever of its two windows asks, and counts as often as it is asked: one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -44,17 +43,12 @@ class Windows:
 
     @staticmethod
     def of(config: AGILLMConfig, context: int) -> Windows:
-        """The windows of sequences of that many tokens."""
-        return Windows._of(config.sat_target, config.sat_stride, config.sat_max_windows, context)
-
-    @staticmethod
-    @lru_cache(maxsize=32)
-    def _of(target: str, stride: int, most: int, context: int) -> Windows:
+        """Return the windows of sequences of that many tokens."""
         if context < 4:
             return Windows((0,), (0,), (0,), (0,))
-        if target == "legacy":
+        if config.sat_target == "legacy":
             return Windows((context - 2,), (context - 2, context - 1), (1, 2), (1, 1))
-        starts = window_starts(context, stride, most)
+        starts = window_starts(context, config.sat_stride, config.sat_max_windows)
         times = np.zeros(context, np.int64)
         for offset in (0, 1):
             np.add.at(times, np.asarray(starts) + offset, 1)

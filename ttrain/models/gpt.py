@@ -32,14 +32,14 @@ class Attention(Heads):
         self._dropout = Dropout(config.dropout, stream + 1)
 
     def __call__(self, y: Value, inputs: BlockInputs) -> Value:
-        qkv, seed, caches, values = self.qkv(y), inputs.seed, inputs.caches, inputs.values
+        qkv, seed, caches = self.qkv(y), inputs.seed, inputs.caches
+        given = [qkv]
+        if caches is not None or self.query_norm is not None or self.value_mix is not None:
+            given = [ops.merge_heads([part]) for part in self._apart(qkv, inputs.values)]
         if caches is not None:
-            q, k, v = self._apart(qkv, values)
-            mixed = ops.merge_heads([caches.attend(self._path, q, k, v, self._scale)])
+            path, (q, k, v) = self.qkv.weight.path.removesuffix(".qkv.weight"), given
+            mixed = caches.attend(path, q, k, v, (self._heads, self._heads), self._scale)
         else:
-            given: list[Value] = [qkv]
-            if self.query_norm is not None or self.value_mix is not None:
-                given = [ops.merge_heads([part]) for part in self._apart(qkv, values)]
             random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
             mixed = ops.attention(*given, heads=self._heads, scale=self._scale, positions=inputs.positions, **random)
         return self._dropout(self.projection(mixed), seed)
@@ -52,10 +52,6 @@ class Attention(Heads):
         if values is not None:
             (v,) = ops.split_heads(self.with_embedding(ops.merge_heads([v]), values), 1, self._heads)
         return q, k, v
-
-    @property
-    def _path(self) -> str:
-        return self.qkv.weight.path.removesuffix(".qkv.weight")
 
 
 class FeedForward(Module):

@@ -8,48 +8,14 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.models.settings import ACTIVATIONS, GPTConfig, activation_of, name_of_activation
+from ttrain.models.settings import ACTIVATIONS, PUBLISHED, GPTConfig, activation_of, name_of_activation
 from ttrain.models.weight_checks import NamedWeights, Naming, Weight, Weights, as_fp32, same, unusable
 
-_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.query_norm": "attn.q_norm",
-    "attention.key_norm": "attn.k_norm",
-    "attention.value_mix": "attn.value_mix",
-    "attention.projection": "attn.c_proj",
-    "feed_forward_norm": "ln_2",
-    "feed_forward.up": "mlp.c_fc",
-    "feed_forward.down": "mlp.c_proj",
-}
-_OUTSIDE = {
-    "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
-    "norm": "transformer.ln_f",
-    "head": "lm_head",
-    "value_embedding": "transformer.value_embedding",
-    "future": "transformer.future",
-}
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
-_MASKS = (".attn.bias", ".attn.masked_bias")  # causal masks that some files carry as if they were weights
-_CLAIMS = {  # the original's entry -> our key
-    "n_head": "heads", "activation_function": "activation", "layer_norm_epsilon": "norm_eps",
-    "scale_attn_weights": "scale_attn_weights", "scale_attn_by_inverse_layer_idx": "scale_attn_by_inverse_layer_idx",
-}  # fmt: skip
-_ALWAYS = {  # what Transformers lets a config choose, and this model has so
-    "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}  # fmt: skip
-_SIZES: dict[str, tuple[str, Any]] = {  # key of ours -> Transformers', and its default
-    "layers": ("n_layer", 12), "heads": ("n_head", 12), "width": ("n_embd", 768), "context": ("n_positions", 1024),
-    "vocabulary": ("vocab_size", 50257), "tied": ("tie_word_embeddings", True),
-}  # fmt: skip
+_KEYS, _CLAIMS, _ALWAYS = (PUBLISHED["keys"][name] for name in ("gpt", "claims", "always"))
 _DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # for which this model has one probability
 _QKV = "c_attn.weight"
-NAMING = Naming(
-    _OUTSIDE, _BLOCK, "transformer.h", ("lm_head.weight", "transformer.wte.weight"),
-    "layers, width, vocabulary, context, bias and tied", "transformer.", _MASKS,
-)  # fmt: skip
+NAMING = Naming(**PUBLISHED["names"]["gpt"])
 
 
 class GPTWeights(NamedWeights):
@@ -133,14 +99,15 @@ def dropouts(config: Mapping[str, Any]) -> dict[str, float]:
 
 def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of GPTConfig for a config.json of GPT-2. Raises CheckpointError for what this model does not compute."""
-    said, inner = {ours: config.get(theirs, usual) for ours, (theirs, usual) in _SIZES.items()}, config.get("n_inner")
-    activation = config.get("activation_function", "gelu_new")
+    said = {ours: config.get(theirs, usual) for ours, (theirs, usual) in _KEYS.items()}
+    inner, given = config.get("n_inner"), said["activation"]
+    said |= {"bias": True, "dropout": max(dropouts(config).values()), "activation": activation_of(given)}
     wrong = [f"{key}={config[key]}" for key, value in _ALWAYS.items() if config.get(key, value) != value]
     wrong += [f"n_inner={inner}"] if inner not in (None, 4 * said["width"]) else []
-    wrong += [] if activation_of(activation) in ACTIVATIONS else [f"activation_function={activation}"]
+    wrong += [] if said["activation"] in ACTIVATIONS else [f"activation_function={given}"]
     if wrong:
         raise CheckpointError(f"its config.json has {', '.join(wrong)}, which model=gpt2 does not compute.")
-    return {**said, "bias": True, "dropout": max(dropouts(config).values()), "activation": activation_of(activation)}
+    return said
 
 
 def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[str, Any]:
@@ -149,7 +116,7 @@ def config_to_transformers(config: GPTConfig, form: str | None = None) -> dict[s
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _SIZES.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _KEYS.items()},
         "activation_function": name_of_activation(config.activation),
         **_ALWAYS,
         **dict.fromkeys(_DROPOUTS, config.dropout),

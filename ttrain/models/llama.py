@@ -19,7 +19,6 @@ from ttrain.core.attention_mask import FULL, AttentionMask
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Value
-from ttrain.models.cache import Caches
 from ttrain.models.decoder import STD, Angles, Block, BlockInputs, Decoder, Heads, linear
 from ttrain.models.llama_weights import LlamaWeights
 from ttrain.models.settings import LlamaConfig
@@ -78,18 +77,13 @@ class Attention(Heads):
         k = self._rotated(self.key(y), self.key_norm, self._kv_heads, inputs.angles)
         v = self.with_embedding(self.value(y), inputs.values)
         if inputs.caches is not None:
-            return self.projection(self._cached(inputs.caches, q, k, v))
+            path, counts = self.query.weight.path.removesuffix(".query.weight"), (self._heads, self._kv_heads)
+            near = AttentionMask(FULL, window=self._window)
+            return self.projection(inputs.caches.attend(path, q, k, v, counts, self._scale, near))
         p = 0.0 if inputs.seed is None else self._p
         heads: dict[str, Any] = {"heads": self._heads, "kv_heads": self._kv_heads, "window": self._window}
         random: dict[str, Any] = {"seed": inputs.seed, "p": p, "stream": self._stream, "positions": inputs.positions}
         return self.projection(ops.attention(q, k, v, scale=self._scale, **heads, **random))
-
-    def _cached(self, caches: Caches, q: Value, k: Value, v: Value) -> Value:
-        path = self.query.weight.path.removesuffix(".query.weight")
-        k, v = (ops.split_heads(x, 1, self._kv_heads)[0] for x in (k, v))
-        near = AttentionMask(FULL, window=self._window)
-        mixed = caches.attend(path, ops.split_heads(q, 1, self._heads)[0], k, v, self._scale, near)
-        return ops.merge_heads([mixed])
 
     def _rotated(self, x: Value, norm: RMSNorm | None, heads: int, angles: Angles) -> Value:
         """Queries or keys [B, T, heads * width], each head normed and turned by the place of its token."""

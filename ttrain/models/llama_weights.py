@@ -6,47 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrain.core.errors import ConfigError
-from ttrain.models.settings import LlamaConfig, activation_of, name_of_activation
+from ttrain.models.settings import PUBLISHED, LlamaConfig, activation_of, name_of_activation
 from ttrain.models.weight_checks import NamedWeights, Naming
 
-_BLOCK = {  # module of ours in blocks.<i> -> Transformers' in model.layers.<i>
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.query_norm": "self_attn.q_norm",
-    "attention.key_norm": "self_attn.k_norm",
-    "attention.value_mix": "self_attn.value_mix",
-    "attention.projection": "self_attn.o_proj",
-    "feed_forward_norm": "post_attention_layernorm",
-    "feed_forward.gate": "mlp.gate_proj",
-    "feed_forward.up": "mlp.up_proj",
-    "feed_forward.down": "mlp.down_proj",
-}
-_OUTSIDE = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "value_embedding": "model.value_embedding",
-    "future": "model.future",
-}
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-_SIZES = {  # key of ours -> Transformers'
-    "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-    "head_width": "head_dim", "width": "hidden_size", "hidden": "intermediate_size",
-    "context": "max_position_embeddings", "vocabulary": "vocab_size",
-}  # fmt: skip
-_LLAMA3 = {  # key of ours -> Transformers' among the rotary parameters
-    "rotary_factor": "factor", "rotary_low": "low_freq_factor", "rotary_high": "high_freq_factor",
-    "rotary_context": "original_max_position_embeddings",
-}  # fmt: skip
-NAMING = Naming(
-    _OUTSIDE, _BLOCK, "model.layers", ("lm_head.weight", "model.embed_tokens.weight"),
-    "layers, heads, widths, vocabulary, biases, qk_norm and tied", "model.", (".inv_freq",),
-)  # fmt: skip
+_KEYS = PUBLISHED["keys"]
+NAMING = Naming(**PUBLISHED["names"]["llama"])
 
 
 class LlamaWeights(NamedWeights):
@@ -75,24 +43,22 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"model_type={kind}: model=llama reads {', '.join(ARCHITECTURES)}.")
-    optional = ("kv_heads", "head_width")
-    missing = [theirs for ours, theirs in _SIZES.items() if ours not in optional and theirs not in config]
+    missing = [theirs for theirs, *usual in _KEYS["llama"].values() if not usual and theirs not in config]
     if missing:
         raise ConfigError(f"a config of {kind} without {', '.join(missing)}: give a whole config.json.")
-    said: dict[str, Any] = {ours: config.get(theirs) for ours, theirs in _SIZES.items()}
+    said: dict[str, Any] = {ours: config.get(theirs, *usual) for ours, (theirs, *usual) in _KEYS["llama"].items()}
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
     said["max_context"] = said["context"]
     bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
     said |= {
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "tied": bool(config.get("tie_word_embeddings", False)),
-        "activation": activation_of(config.get("hidden_act", "silu")),
+        **{key: float(said[key]) for key in ("norm_eps", "dropout")},
+        "tied": bool(said["tied"]),
+        "activation": activation_of(said["activation"]),
         "qk_norm": kind == "qwen3",
         "qkv_bias": bias or kind == "qwen2",
         "projection_bias": bias,
         "feed_forward_bias": bool(config.get("mlp_bias", False)) and kind == "llama",
-        "dropout": float(config.get("attention_dropout", 0.0)),
         "logit_cap": None,
         "window": _window(kind, config),
     }
@@ -126,7 +92,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     said = {"rotary_base": float(base), "rotary_share": share}
     if kind == "default":
         return said | {"rotary_scaling": "none"}
-    taken = _LLAMA3 if kind == "llama3" else {"rotary_factor": "factor"}
+    taken = _KEYS[kind]
     if wrong := [f"{theirs}={given.get(theirs)!r}" for theirs in taken.values() if not _is_number(given.get(theirs))]:
         raise ConfigError(f"rope_type={kind} has {', '.join(wrong)}: must be a number each.")
     return said | {"rotary_scaling": kind} | {ours: given[theirs] for ours, theirs in taken.items()}
@@ -148,21 +114,16 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
     scaling = None
     if config.rotary_scaling != "none":
-        taken = _LLAMA3 if config.rotary_scaling == "llama3" else {"rotary_factor": "factor"}
-        scaling = {"rope_type": config.rotary_scaling} | {
-            theirs: getattr(config, ours) for ours, theirs in taken.items()
-        }
+        scaling = {theirs: getattr(config, ours) for ours, theirs in _KEYS[config.rotary_scaling].items()}
+        scaling["rope_type"] = config.rotary_scaling
     made = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, *_) in _KEYS["llama"].items()},
         "max_position_embeddings": config.longest,
         "hidden_act": name_of_activation(config.activation, "gelu_pytorch_tanh"),
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
         "attention_bias": bool(config.qkv_bias),
         "mlp_bias": config.feed_forward_bias,
-        "attention_dropout": config.dropout,
         "rope_theta": config.rotary_base,  # in the words of version 4, then of 5
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rotary_base, **(scaling or {"rope_type": "default"})},

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
+
+import yaml
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, nearest_divisor
 from ttrain.core.options import option, rule
 from ttrain.data.settings import RegressionConfig
-from ttrain.models.presets import AGILLM_PRESETS, GPT_PRESETS, LLAMA_PRESETS, Preset
 
+Preset = dict[str, Any]  # values of a config's fields
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+PUBLISHED = yaml.load(Path(__file__).with_name("published.yaml").read_text("utf-8"), _LOADER)  # presets, and names
 _SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "relu_squared", "tanh", "silu")
-_NAMES_OF_TRANSFORMERS = {  # where they are other ones
-    "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu",
-    "relu2": "relu_squared",
-}  # fmt: skip
 
 
 def name_of_activation(activation: str, gelu_tanh: str = "gelu_new") -> str:
@@ -28,7 +29,7 @@ def name_of_activation(activation: str, gelu_tanh: str = "gelu_new") -> str:
 
 def activation_of(name: str) -> str:
     """Our name of an activation of Transformers; one that is not known stays as it is."""
-    return _NAMES_OF_TRANSFORMERS.get(name, name)
+    return str(PUBLISHED["activations"].get(name, name))
 
 
 @dataclass
@@ -78,13 +79,9 @@ class TransformerConfig:
     layers: int | None = option(None, "number of transformer blocks", minimum=1, maximum=1_000, changes="shape")
     heads: int | None = option(None, "attention heads per block; must divide width", minimum=1)
     width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
-    context: int | None = option(
-        None, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="shape"
-    )
+    context: int | None = option(None, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
-    recompute: str = option(
-        "none", "what backward recomputes instead of keeping", choices=("none", "block"), changes="nothing"
-    )
+    recompute: str = option("none", "what backward computes again", choices=("none", "block"), changes="nothing")
 
     @property
     def longest(self) -> int:
@@ -93,8 +90,7 @@ class TransformerConfig:
 
     def size_names(self) -> list[str]:
         """Names of the sizes that a model needs apart from the vocabulary."""
-        declared = {field.name for field in fields(self)}
-        return [name for name in _SIZES if name in declared]
+        return [name for name in _SIZES if hasattr(self, name)]
 
     def __post_init__(self) -> None:
         self.filled: set[str] = set()
@@ -113,9 +109,6 @@ class TransformerConfig:
 
     @rule
     def _has_sizes(self, others: Any) -> Iterator[str]:
-        yield from self._size_problems()
-
-    def _size_problems(self) -> Iterator[str]:
         if self.preset is not None and self.preset not in self.presets:
             yield f"model.preset={self.preset}: no such preset. {did_you_mean(self.preset, self.presets)}"
             return
@@ -138,7 +131,7 @@ class TransformerConfig:
 
     def required_sizes(self) -> tuple[int, ...]:
         """Numbers of `size_names`, then the vocabulary. Raises ConfigError for an unknown preset or impossible size."""
-        problems = [*self._size_problems(), *(["model.vocabulary: no value."] if self.vocabulary is None else [])]
+        problems = [*self._has_sizes(None), *(["model.vocabulary: no value."] if self.vocabulary is None else [])]
         if problems:
             raise ConfigError(problems)
         return tuple(int(getattr(self, name)) for name in (*self.size_names(), "vocabulary"))
@@ -174,9 +167,7 @@ class DecoderConfig(TransformerConfig):
         choices=("standard", "mup"),
     )
     base_width: int | None = option(None, "mup: width at which mup changes nothing", minimum=1)
-    base_head_width: int | None = option(
-        None, "mup: head width at base_width; null takes base_width / heads", minimum=1
-    )
+    base_head_width: int | None = option(None, "mup: head width at base_width; null is base_width / heads", minimum=1)
 
     @property
     def width_ratio(self) -> float:
@@ -214,7 +205,7 @@ class DecoderConfig(TransformerConfig):
 class GPTConfig(DecoderConfig):
     """A decoder-only transformer: learned positions, pre-norm blocks, causal attention."""
 
-    presets = GPT_PRESETS
+    presets = PUBLISHED["presets"]["gpt"]
 
     name: str = option("gpt", "registered name of the model")
     bias: bool = option(True, "give linear layers and layer norms a bias", changes="shape")
@@ -232,25 +223,21 @@ class LlamaConfig(DecoderConfig):
     Heads of keys and values may be fewer than those of queries, and any width.
     """
 
-    presets = LLAMA_PRESETS
+    presets = PUBLISHED["presets"]["llama"]
     defaults = {
         "tied": True, "norm_eps": 1e-5, "qkv_bias": False, "qk_norm": False, "rotary_base": 1e4,
         "rotary_scaling": "none",
     }  # fmt: skip
 
     name: str = option("llama", "registered name of the model")
-    context: int | None = option(
-        None, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="loss"
-    )
+    context: int | None = option(None, "longest sequence, and length of training sequences", minimum=1, changes="loss")
     max_context: int | None = option(
         None,
         "longest sequence that an export states, if more than model.context; null takes that of the folder model.from",
         minimum=1,
         changes="nothing",
     )
-    heads: int | None = option(
-        None, "attention heads per block; must divide width unless head_width is given", minimum=1
-    )
+    heads: int | None = option(None, "attention heads per block; must divide width without head_width", minimum=1)
     hidden: int | None = option(None, "features inside the feed-forward branch", minimum=1, changes="shape")
     kv_heads: int | None = option(
         None,
@@ -264,29 +251,17 @@ class LlamaConfig(DecoderConfig):
         minimum=1,
         changes="shape",
     )
-    activation: str = option(
-        "silu", "gate function of the feed-forward branch; silu is SwiGLU, gelu is GeGLU", choices=ACTIVATIONS
-    )
-    tied: bool | None = option(
-        None, "share the token embedding's weight with the output head; null takes the preset's, else true"
-    )
+    activation: str = option("silu", "gate of the feed-forward; silu is SwiGLU, gelu is GeGLU", choices=ACTIVATIONS)
+    tied: bool | None = option(None, "share the embedding's weight with the head; null takes the preset's, else true")
     qkv_bias: bool | None = option(
         None, "give queries, keys and values a bias; null takes the preset's, else false", changes="shape"
     )
     projection_bias: bool = option(False, "give the attention's output projection a bias", changes="shape")
     feed_forward_bias: bool = option(False, "give the layers of the feed-forward branch a bias", changes="shape")
-    norm_eps: float | None = option(
-        None, "added to the mean square in every norm; null takes the preset's, else 1e-5", minimum=0
-    )
-    window: int | None = option(
-        None, "tokens that a token sees, itself included; null is all earlier tokens", minimum=1
-    )
-    rotary_base: float | None = option(
-        None, "base of the rotary wavelengths; null takes the preset's, else 10000", above=0
-    )
-    rotary_share: float = option(
-        1.0, "share of each head's features that is rotated, from the first on", above=0, maximum=1
-    )
+    norm_eps: float | None = option(None, "added to mean squares in norms; null is the preset's, else 1e-5", minimum=0)
+    window: int | None = option(None, "tokens that a token sees, with itself; null is all earlier tokens", minimum=1)
+    rotary_base: float | None = option(None, "base of rotary wavelengths; null takes the preset's, else 10000", above=0)
+    rotary_share: float = option(1.0, "share of each head's first features that is rotated", above=0, maximum=1)
     rotary_scaling: str | None = option(
         None,
         "stretching of rotary wavelengths; linear stretches all by rotary_factor; llama3 stretches only long ones, see "
@@ -294,9 +269,7 @@ class LlamaConfig(DecoderConfig):
         choices=("none", "linear", "llama3"),
     )
     rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
-    rotary_low: float = option(
-        1.0, "llama3: wavelengths above rotary_context / rotary_low are stretched in full", above=0
-    )
+    rotary_low: float = option(1.0, "llama3: wavelengths above rotary_context / this are stretched fully", above=0)
     rotary_high: float = option(
         4.0,
         "llama3: wavelengths below rotary_context / rotary_high are not stretched, those in between smoothly less",
@@ -328,15 +301,13 @@ class LlamaConfig(DecoderConfig):
 class AGILLMConfig(TransformerConfig):
     """AGILLM-3: one core under two objectives, next token (AR) and next pair of tokens (SAT)."""
 
-    presets = AGILLM_PRESETS
+    presets = PUBLISHED["presets"]["agillm"]
 
     name: str = option("agillm", "registered name of the model")
     rank: int | None = option(
         None, "columns of the matrix between a layer's queries and keys; any number", minimum=1, changes="shape"
     )
-    context: int | None = option(
-        1122, "longest sequence, and length of a training sequence, in tokens", minimum=1, changes="shape"
-    )
+    context: int | None = option(1122, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     objective: str = option(
         "joint",
         "joint trains AR and SAT; ar_only has no SAT pass and no SAT head, half the work",
@@ -344,9 +315,7 @@ class AGILLMConfig(TransformerConfig):
         changes="shape",
     )
     tied: bool = option(False, "share the token embedding's weight with the AR head, which then has no bias")
-    dropout: float = option(
-        0.1, "dropout after the attention branch's output projection", minimum=0, below=1, changes="nothing"
-    )
+    dropout: float = option(0.1, "dropout after the attention's projection", minimum=0, below=1, changes="nothing")
     fold: str = option(
         "auto",
         "on multiplies queries by U U^T at head width, off multiplies queries and keys by U; same results; auto is on "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -49,10 +49,10 @@ class Naming:
     outside: Mapping[str, str]
     block: Mapping[str, str]
     prefix: str
-    tied: tuple[str, str]
+    tied: Sequence[str]
     agree: str
     root: str = ""  # what names begin with, but for that of the head
-    ignored: tuple[str, ...] = ()  # ends of names of what is no weight
+    ignored: Sequence[str] = ()  # ends of names of what is no weight, such as causal masks
 
     def name(self, path: str) -> str:
         """Our path -> the original's name. Raises KeyError or ValueError for what the tables don't have."""
@@ -68,7 +68,7 @@ class Naming:
         Raises CheckpointError for two with one name.
         """
         weights = content["model"] if isinstance(content.get("model"), Mapping) else content
-        found = [(self._full(name), w) for name, w in weights.items() if not str(name).endswith(self.ignored)]
+        found = [(self._full(name), w) for name, w in weights.items() if not str(name).endswith(tuple(self.ignored))]
         twice = [f"{name}: there twice" for name, count in Counter(name for name, _ in found).items() if count > 1]
         if twice:
             raise self.unfitting(twice)
@@ -133,25 +133,18 @@ class NamedWeights(Module):
         return self.naming.taken(self.naming.given(content), self.specs(), strict)
 
 
-class Weights(Mapping[str, Array]):
+class Weights(UserDict[str, Array]):
     """Arrays by name, each made by `read` when it is asked for, so that no two have to be in memory at once."""
 
-    def __init__(self, names: Collection[str], read: Callable[[str], Array]) -> None:
-        self._names, self._read = names, read
+    def __init__(self, names: Iterable[str], read: Callable[[str], Array]) -> None:
+        super().__init__()
+        self.data: dict[str, Any] = dict.fromkeys(names)
+        self._read = read
 
     def __getitem__(self, name: str) -> Array:
-        if name not in self._names:
+        if name not in self.data:
             raise KeyError(name)
         return self._read(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     @classmethod
     def widened(cls, given: Mapping[str, Any]) -> Weights:
