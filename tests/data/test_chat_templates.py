@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -56,17 +57,30 @@ def opened(folder: Path, *rows: Any, context: int = 64, **options: Any) -> Docum
     return open_documents(config_of(write_rows("rows.jsonl", *rows), **given), Sizes(context=context))
 
 
+def replying(template: str, **more: Any) -> TokenizerTemplate:
+    """Return a template that tells replies."""
+    return TokenizerTemplate({"chat_template": template, **more}, True)
+
+
+def parts(template: Any, *messages: Any) -> list[str]:
+    """Return what is learnt of a conversation."""
+    text, spans = template.render(Chat.of([*messages]))
+    return [text[start:end] for start, end in spans]
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_texts_and_prompts_equal_those_of_transformers(folder: Path, name: str, tools: Any) -> None:
     configured(folder, TEMPLATES[name])
     other = theirs(folder, TEMPLATES[name])
-    for replies in (False, True):
-        ours = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), replies and name in TOLD)
+    for replies in (False, name in TOLD):
+        ours = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), replies)
         for chat in (CHAT, CHAT[1:3], CHAT[:2]):
             how: dict[str, Any] = {"tools": tools, "tokenize": False}
-            assert ours.render(chat, tools).text == other.apply_chat_template(chat, **how)
-            assert ours.prompt(chat, tools) == other.apply_chat_template(chat, add_generation_prompt=True, **how)
+            assert ours.render(Chat.of(chat, tools)).text == other.apply_chat_template(chat, **how)
+            assert ours.prompt(Chat.of(chat, tools)) == other.apply_chat_template(
+                chat, add_generation_prompt=True, **how
+            )
 
 
 def test_the_tokens_of_marked_replies_equal_those_of_transformers(folder: Path) -> None:
@@ -74,7 +88,7 @@ def test_the_tokens_of_marked_replies_equal_those_of_transformers(folder: Path) 
     wanted = theirs(folder, TEMPLATES["marked"]).apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True
     )
-    text, replies = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), True).render(CHAT)
+    text, replies = TokenizerTemplate(chat_settings(folder / "tokenizer.json"), True).render(Chat.of(CHAT))
     tokenizer = LibraryTokenizer((folder / "tokenizer.json").read_text())
     ((ids, marks),) = tokenizer.encode_marked([(text, replies)])
     assert ids.tolist() == wanted["input_ids"] and marks.tolist() == [bool(mask) for mask in wanted["assistant_masks"]]
@@ -83,15 +97,15 @@ def test_the_tokens_of_marked_replies_equal_those_of_transformers(folder: Path) 
 
 def test_marks_outlive_filters_and_those_that_do_not_are_refused() -> None:
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
-    loop = "{% for m in messages %}{% filter FILTER %}BODY{% endfilter %}{% endfor %}"
-    assert TokenizerTemplate({"chat_template": loop.replace("FILTER", "upper").replace("BODY", marked)}, True).render(
-        [{"role": "assistant", "content": "aé"}]
-    ) == ("AÉ", ((0, 2),))
     nested = marked.replace("{{", "{% generation %}b{% endgeneration %}{{")
+    loop, reply = (
+        "{% for m in messages %}{% filter FILTER %}BODY{% endfilter %}{% endfor %}",
+        {**REPLY, "content": "aé"},
+    )
+    assert parts(replying(loop.replace("FILTER", "upper").replace("BODY", marked)), reply) == ["AÉ"]
     for filtering, body in (("replace('(', '')", marked), ("trim", nested)):
-        source = loop.replace("FILTER", filtering).replace("BODY", body)
         with pytest.raises(ValueError, match="nests or changes"):
-            TokenizerTemplate({"chat_template": source}, True).render([{"role": "assistant", "content": "a"}])
+            parts(replying(loop.replace("FILTER", filtering).replace("BODY", body)), reply)
 
 
 @pytest.mark.parametrize(
@@ -122,60 +136,53 @@ def test_targets_are_the_replies_alone(folder: Path, template: str, amid: str, l
 
 def test_tokens_of_a_conversation_are_the_templates_and_texts_count_whole(folder: Path) -> None:
     configured(folder, TEMPLATES["marked"])
-    data = opened(folder, CHAT, CHAT[1:3], {"text": "Say hi."}, loss_on="replies", held_out=0.3, context=16)
+    data: Any = opened(folder, CHAT, CHAT[1:3], {"text": "Say hi."}, loss_on="replies", held_out=0.3, context=16)
     documents = {
-        data.tokenizer.decode(part): marks  # type: ignore[union-attr]
-        for split in ("train", "val")
-        for part, marks in zip(
-            np.split(data._splits[split], data._ends[split][:-1]),
-            np.split(data._marks[split], data._ends[split][:-1]),  # type: ignore[index]
-            strict=True,
-        )
+        data.tokenizer.decode(ids): marks
+        for split, ends in data._ends.items()
+        for ids, marks in zip(*(np.split(each[split], ends[:-1]) for each in (data._splits, data._marks)), strict=True)
     }
     template = TokenizerTemplate(chat_settings(folder / "tokenizer.json"))
-    assert documents.keys() == {template.render(CHAT).text, template.render(CHAT[1:3]).text, "Say hi.<|im_end|>"}
-    assert documents["Say hi.<|im_end|>"].all() and not documents[template.render(CHAT).text].all()
+    long, short = (template.render(Chat.of(chat)).text for chat in (CHAT, CHAT[1:3]))
+    assert documents.keys() == {long, short, "Say hi.<|im_end|>"}
+    assert documents["Say hi.<|im_end|>"].all() and not documents[long].all()
 
 
-def test_whole_documents(folder: Path) -> None:
+@pytest.mark.parametrize(("rule", "what"), [("cut", "lose their end"), ("skip", "are left out")])
+def test_whole_documents(folder: Path, rule: str, what: str) -> None:
     """Against a walk: neighbours as long as they fit, nothing after them, and what is too long cut or left out."""
-    rows = [
-        {"text": letter * count}
-        for letter, count in zip("abcdefghijkl", (2, 5, 30, 1, 9, 3, 3, 3, 40, 6, 2, 8), strict=True)
-    ]
-    for rule in ("cut", "skip"):
-        options = {"tokenizer": "byte", "template": "plain", "attention": "document", "held_out": 0.2, "context": 12}
-        data = opened(folder, *rows, long_documents=rule, **options)
-        documents = [part.tolist() for part in np.split(data._splits["train"], data._ends["train"][:-1])]
-        kept = [part[:12] for part in documents if rule == "cut" or len(part) <= 12]
-        batch, number = data.batch("train", 0, 0, len(data._whole("train"))), 0
-        for tokens, targets, positions in zip(
-            *(batch[name].tolist() for name in ("tokens", "targets", "positions")), strict=True
-        ):
-            place = 0
-            while number < len(kept) and place + len(kept[number]) <= 12:
-                part, size = kept[number], len(kept[number])
-                assert tokens[place : place + size] == part and targets[place : place + size] == [*part[1:], -1]
-                assert positions[place : place + size] == list(range(size))
-                place, number = place + size, number + 1
-            assert place and targets[place:] == [-1] * (12 - place) == [-1] * len(targets[place:])
-        assert number == len(kept)
-        long = sum(size > 12 for split in ("train", "val") for size in np.diff(data._ends[split], prepend=0))
-        what = "lose their end" if rule == "cut" else "are left out"
-        assert f"{long} of 12 documents are longer than model.context=12 and {what}." in data.description["notices"]
+    sizes = (2, 5, 30, 1, 9, 3, 3, 3, 40, 6, 2, 8)
+    rows = [{"text": letter * count} for letter, count in zip("abcdefghijkl", sizes, strict=True)]
+    options = {"tokenizer": "byte", "template": "plain", "attention": "document", "held_out": 0.2, "context": 12}
+    data = opened(folder, *rows, long_documents=rule, **options)
+    documents = [part.tolist() for part in np.split(data._splits["train"], data._ends["train"][:-1])]
+    left = [part[:12] for part in documents if rule == "cut" or len(part) <= 12]
+    batch = data.batch("train", 0, 0, len(data._whole("train")))
+    fields = (batch[name].tolist() for name in ("tokens", "targets", "positions"))
+    for tokens, targets, positions in zip(*fields, strict=True):
+        place = 0
+        while left and place + len(left[0]) <= 12:
+            part, end = left.pop(0), place
+            place += len(part)
+            assert tokens[end:place] == part and targets[end:place] == [*part[1:], -1]
+            assert positions[end:place] == list(range(len(part)))
+        assert place and targets[place:] == [-1] * (12 - place)
+    long = sum(size > 12 for ends in data._ends.values() for size in np.diff(ends, prepend=0))
+    assert not left and f"{long} of 12 documents are longer than model.context=12 and {what}." in notices(data)
+
+
+def notices(data: DocumentDataset) -> list[str]:
+    return list(data.description["notices"])
 
 
 def test_replies_that_are_cut_off_are_told(folder: Path) -> None:
     configured(folder, TEMPLATES["marked"])
     long = [{"role": "user", "content": "Say " * 30}, REPLY]
     options: dict[str, Any] = {"loss_on": "replies", "long_documents": "cut", "held_out": 0.3, "context": 24}
-    with pytest.raises(
-        DataError, match=r"documents is longer than model\.context=24, so .*cut leaves no reply of the"
-    ) as caught:
+    with pytest.raises(DataError, match=r"longer than model\.context=24, so .*cut leaves no reply of the"):
         opened(folder, long, [long[0], *long], **options)
-    assert caught.value.exit_code == 2
     told = opened(folder, *([{**USER, "content": f"Say {n}"}, REPLY] for n in range(6)), long, **options)
-    assert told.description["notices"][-2:] == [
+    assert notices(told)[-2:] == [
         "1 of 7 documents are longer than model.context=24 and lose their end.",
         "1 of these lose all that the assistant says, so nothing is learnt of them.",
     ]
@@ -212,7 +219,7 @@ def test_a_template_that_takes_too_much_is_told(folder: Path, template: str, mon
     monkeypatch.setattr(jinja, "SANDBOX", sandbox.Sandbox())
     configured(folder, template)
     does = "takes more than 256.0 MiB of memory" if template in LARGE else r"computes for more than 0\.01 s, so it may"
-    said = rf"(rows\.jsonl:1: )?the chat template of .*tokenizer_config\.json {does}"
+    said = rf"(rows\.jsonl:1: )?the chat template of {re.escape(str(folder))} {does}"
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(DataError, match=said) as caught:
         opened(folder, CHAT, CHAT[1:3], bad_rows="skip")
@@ -250,34 +257,34 @@ def test_a_template_that_rewrites_earlier_messages_tells_no_replies(folder: Path
     assert opened(folder, CHAT, CHAT[1:3], context=8).description["bad_rows"] == 0
 
 
-def test_where_templates_are_found(folder: Path, tmp_path: Path) -> None:
+def test_where_templates_are_found(folder: Path) -> None:
     file = folder / "tokenizer.json"
     configured(folder, [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}])
     assert chat_settings(file) == {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "chat_template": "d"}
     (folder / "chat_template.jinja").write_text("of its own")
     assert chat_settings(file)["chat_template"] == "of its own"
     (folder / "chat_template.jinja").unlink()
-    configured(folder, None)
-    for tokenizer in (str(file), "bpe"):
-        with pytest.raises(
-            DataError, match=r"data\.template=tokenizer: .* Give the tokenizer\.json of a model for chats"
-        ):
-            opened(folder, CHAT, tokenizer=tokenizer)
     loops = "{% for m in messages %}"
-    for template, message in ((loops, "Unexpected end of template"), (loops * 25 + "{% endfor %}" * 25, "too many")):
+    none = r"data\.template=tokenizer: .* Give the tokenizer\.json of a model for chats"
+    for template, tokenizer, message in (
+        (None, str(file), none),
+        (None, "bpe", none),
+        (loops, str(file), r"chat template, line \d+: Unexpected end of template"),
+        (loops * 25 + "{% endfor %}" * 25, str(file), r"chat template, line \d+: too many"),
+    ):
         configured(folder, template)
-        with pytest.raises(DataError, match=rf"chat template, line \d+: {message}"):
-            opened(folder, CHAT)
+        with pytest.raises(DataError, match=message):
+            opened(folder, CHAT, tokenizer=tokenizer)
 
 
-@pytest.mark.parametrize("template", ["plain", "chatml", "'{role}'\\n “é😀 {{x}} {content} {Role}{{% "])
+@pytest.mark.parametrize("template", ["plain", "chatml", "'{role}'\\n “é😀 {{x}} {content} {Role}{{% {content}"])
 def test_transformers_writes_what_filled_in_templates_do(folder: Path, template: str) -> None:
     ours = Template(template)
     other = theirs(folder, ours.to_jinja())
     for chat in (CHAT, CHAT[:2], CHAT[1:3]):
-        assert other.apply_chat_template(chat, tokenize=False) == ours.render(chat).text
-        assert other.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ours.prompt(chat)
-    assert Template("plain").prompt([USER]) == "User:   Say “hi” & <b> twice\n\nAssistant:"
+        assert other.apply_chat_template(chat, tokenize=False) == ours.render(Chat.of(chat)).text
+        assert other.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == ours.prompt(Chat.of(chat))
+    assert Template("plain").prompt(Chat.of([USER])) == "User:   Say “hi” & <b> twice\n\nAssistant:"
 
 
 ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}
@@ -359,20 +366,17 @@ def test_arguments_of_calls_have_the_form_that_the_template_writes(
 
 @pytest.mark.parametrize("template", ["plain", "chatml", SHOWN, LOOPED, SHOWN.replace("m.content", "'' + m.content")])
 def test_parts_of_text_are_joined_unless_the_template_reads_parts(folder: Path, template: str) -> None:
-    parts = [{"type": "text", "text": "It's "}, {"type": "text", "text": "me."}]
-    chat = [{"role": "user", "content": parts}, ANSWER]
-    if template in ("plain", "chatml"):
-        wanted, options = (
-            Template(template).render([{**ASK, "content": "It's me."}, ANSWER]).text,
-            {"template": template},
-        )
+    given = [{"type": "text", "text": "It's "}, {"type": "text", "text": "me."}]
+    apart, joined = ([{"role": "user", "content": content}, ANSWER] for content in (given, "It's me."))
+    options = {"template": template} if template in ("plain", "chatml") else {}
+    if options:
+        wanted = Template(template).render(Chat.of(joined)).text
     else:
-        wanted, options = expected(folder, template, [{**ASK, "content": "It's me."}, ANSWER]), {}
-        wanted = expected(folder, template, chat) if template == LOOPED else wanted
-    assert texts(folder, SHOWN if options else template, chat, **options) == [wanted]
+        wanted = expected(folder, template, apart if template == LOOPED else joined)
+    assert texts(folder, SHOWN if options else template, apart, **options) == [wanted]
     for other in ({"type": "image", "url": "x"}, {"type": "text"}, "me.", {"text": "me."}):
         with pytest.raises(DataError, match=r"rows\.jsonl:1: message 1 has a part of type"):
-            texts(folder, template, [{"role": "user", "content": [*parts, other]}, ANSWER], **options)
+            texts(folder, template, [{"role": "user", "content": [*given, other]}, ANSWER], **options)
 
 
 def test_a_content_that_would_be_written_as_python_does_is_refused(folder: Path) -> None:
@@ -383,7 +387,9 @@ def test_a_content_that_would_be_written_as_python_does_is_refused(folder: Path)
     assert texts(folder, template, chat) == [expected(folder, template, chat)]
 
 
-SILENT: list[dict[str, Any]] = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}]
+SILENT: list[dict[str, Any]] = [
+    {"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True},
+]  # fmt: skip
 SILENT.append({"masked": True})
 
 
@@ -393,10 +399,9 @@ def test_a_reply_that_says_so_is_not_learnt(template: str, said: dict[str, Any])
     replies = [{"role": "assistant", "content": content} for content in ("one", "two", "three")]
     (key, no) = next(iter(said.items()))
     chat = [ASK, {**replies[0], key: not no}, ASK, {**replies[1], **said}, ASK, replies[2], {**replies[2], key: None}]
-    ours: Any = Template(template) if template == "chatml" else None
-    ours = ours or TokenizerTemplate({"chat_template": TEMPLATES[template]}, True)
-    whole = ours.render([{"role": each["role"], "content": each["content"]} for each in chat])
-    (found,) = ours.render_all([Chat.of(chat, learns="replies")])
+    ours: Any = Template(template) if template == "chatml" else replying(TEMPLATES[template])
+    whole = ours.render(Chat.of([{"role": each["role"], "content": each["content"]} for each in chat]))
+    found = ours.render(Chat.of(chat, learns="replies"))
     assert found.text == whole.text and found.replies == tuple(whole.replies[number] for number in (0, 2, 3))
 
 
@@ -418,13 +423,9 @@ def test_a_reply_that_says_so_is_not_learnt(template: str, said: dict[str, Any])
 def test_what_is_said_of_learning_and_can_not_be_done_is_refused(
     folder: Path, template: str, message: dict[str, Any], options: dict[str, Any], why: str
 ) -> None:
+    given = {"loss_on": "replies", "template": template, **options}
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{why}"):
-        texts(
-            folder,
-            TEMPLATES["marked"],
-            [ASK, {**ANSWER, **message}],
-            **{"loss_on": "replies", "template": template, **options},
-        )
+        texts(folder, TEMPLATES["marked"], [ASK, {**ANSWER, **message}], **given)
 
 
 def test_what_is_not_read_of_rows_is_told(folder: Path) -> None:
@@ -438,11 +439,11 @@ def test_what_is_not_read_of_rows_is_told(folder: Path) -> None:
     ]
     data = opened(folder, *rows, template="plain", context=2)
     assert data.description["documents"] == {"train": 3, "val": 1} and data.description["blank_documents"] == 1
-    names = ("masked", "tools", "functions", "weight")
-    assert set(data.description["notices"]) == {
+    beside = [f"1 row(s) have {key!r} beside 'messages', which" for key in ("masked", "tools", "functions", "weight")]
+    assert set(notices(data)) == {
         "1 blank document(s) are left out.",
         "1 row(s) have 'messages' beside 'text', of which only the text is read.",
-        *(f"1 row(s) have {name!r} beside 'messages', which is not read." for name in names),
+        *(f"{told} is not read." for told in beside),
     }
     pq.write_table(pa.Table.from_pylist([{"messages": chat, "weight": 0.0}] * 2), "rows.parquet")
     reader = DocumentReader(config_of("rows.parquet"))
@@ -458,18 +459,14 @@ BARE = (
 
 @pytest.mark.parametrize("content", ["a", "assistant", " Hello."])
 def test_what_introduces_a_reply_is_never_learnt(content: str) -> None:
-    reply = {"role": "assistant", "content": content}
+    reply, wanted = {"role": "assistant", "content": content}, f"{content.strip()}</s>"
     asks = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
-    ours = TokenizerTemplate({"chat_template": asks, "bos_token": "<s>"}, True)
-    text, spans = ours.render([reply, ASK, reply])
-    assert [text[start:end] for start, end in spans] == [f"{content.strip()}</s>"] * 2
-    with pytest.raises(ValueError, match=r"message 2: .* ignores add_generation_prompt, so '<assistant>' before"):
-        TokenizerTemplate({"chat_template": HEADED}, True).render([ASK, reply])
-    text, ((start, end),) = TokenizerTemplate({"chat_template": BARE}, True).render([ASK, reply])
-    assert text[start:end] == f" {content}</s>"
     after = HEADED + "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
-    text, spans = TokenizerTemplate({"chat_template": after}, True).render([ASK, reply, reply])
-    assert [text[start:end] for start, end in spans] == [f"{content.strip()}</s>"] * 2
+    assert parts(replying(asks, bos_token="<s>"), reply, ASK, reply) == [wanted] * 2
+    assert parts(replying(after), ASK, reply, reply) == [wanted] * 2
+    assert parts(replying(BARE), ASK, reply) == [f" {content}</s>"]
+    with pytest.raises(ValueError, match=r"message 2: .* ignores add_generation_prompt, so '<assistant>' before"):
+        parts(replying(HEADED), ASK, reply)
 
 
 # the child process
@@ -477,7 +474,7 @@ def test_what_introduces_a_reply_is_never_learnt(content: str) -> None:
 
 def child(template: TokenizerTemplate) -> int:
     """Its number, while it is the only one."""
-    template.render([ASK])
+    template.render(Chat.of([ASK]))
     process = jinja.SANDBOX._process
     assert process is not None
     return process.pid
@@ -515,27 +512,18 @@ def test_one_child_renders_all_and_a_new_one_follows_a_dead_one(monkeypatch: pyt
     number = child(one)
     assert child(other) == number
     greedy = TokenizerTemplate({"chat_template": "{{ 'x' * (10 ** messages[0].n) }}"}, place="somewhere")
-    found = greedy.render_all([Chat.of([{**ASK, "n": n}]) for n in (1, 11, 1)])
-    assert found[0] == Rendered("x" * 10) and len(found) == 2
+    assert greedy.render(Chat.of([{**ASK, "n": 1}])) == Rendered("x" * 10)
     with pytest.raises(DataError, match="the chat template of somewhere takes more than 256.0 MiB of memory"):
-        raise found[1]  # type: ignore[misc]
+        greedy.render(Chat.of([{**ASK, "n": 11}]))
     assert child(other) != number
 
 
 def test_rows_behind_the_last_document_are_of_no_matter(folder: Path) -> None:
-    """And those of one source in turn with another: many are rendered at once."""
-    write_rows("b.jsonl", *([{**ASK, "content": str(n)}] for n in range(200)))
-    write_rows("a.jsonl", *([{**ASK, "content": str(-n)}] for n in range(1, 99)))
-    Path("a.jsonl").write_text(Path("a.jsonl").read_text() + "{\n")
+    rows = [[{**ASK, "content": str(number)}] for number in range(5)]
+    file = Path(write_rows("rows.jsonl", *rows))
+    file.write_text(file.read_text() + "{\n")
     configured(folder, "{{ messages[0].content }}")
     given = {"tokenizer": str(folder / "tokenizer.json"), "template": "tokenizer"}
-    for most in (190, None):
-        config = config_of("a.jsonl", "b.jsonl", max_documents=most, **given)
-        documents = DocumentReader(config).in_turn(find_sources(config), [len] * 2)
-        found = [next(documents).text for _ in range(190)]
-        assert found == [str(n // 2 if n % 2 else -1 - n // 2) for n in range(190)]
-        if most is not None:
-            assert not list(documents)
-            continue
-        with pytest.raises(DataError, match="a.jsonl:99: not JSON"):
-            list(documents)
+    assert read("rows.jsonl", max_documents=5, **given) == list("01234")
+    with pytest.raises(DataError, match="rows.jsonl:6: not JSON"):
+        read("rows.jsonl", **given)

@@ -19,6 +19,7 @@ from ttrain.data import sources as sources_module
 from ttrain.data.batches import Sizes, unigram_entropy
 from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
+from ttrain.data.formats import compressed
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, train_bpe
 from ttrain.data.settings import TokensConfig
 from ttrain.data.sources import DocumentReader, find_sources
@@ -69,20 +70,16 @@ def stored(dataset: DocumentDataset, split: str) -> list[list[int]]:
 # reading
 
 
-def test_sources_take_turns_and_the_longest_goes_on() -> None:
+def test_sources_take_turns_and_a_folder_is_one_read_in_order_of_names() -> None:
     a, b, c = texts("a.jsonl", "a0", "a1", "a2", "a3"), texts("b.jsonl", "b0"), texts("c.jsonl", "c0", "c1")
     assert read(a, b, c) == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
     assert read(a, b, c, max_documents=4) == ["a0", "b0", "c0", "a1"]
-
-
-def test_a_folder_is_one_source_read_in_order_of_names() -> None:
     Path("books/inner").mkdir(parents=True)
     for name in ("b.txt", "a.txt", "inner/c.txt", "left.md", ".hidden.txt"):
-        Path("books", name).write_text(f"the text of {name}\n")
+        Path("books", name).write_text(name)
     texts("books/d.jsonl", "row one", "row two")
-    in_order = ["the text of a.txt\n", "the text of b.txt\n", "row one", "row two", "the text of inner/c.txt\n"]
-    assert read("books") == in_order
-    assert "the text of left.md\n" in read("books", suffixes=[".md"])
+    assert read("books") == ["a.txt", "b.txt", "row one", "row two", "inner/c.txt"]
+    assert read("books", suffixes=[".md"]) == ["left.md"]
 
 
 def test_documents_in_lines() -> None:
@@ -118,13 +115,18 @@ def test_chat_rows(template: str, expected: str) -> None:
     assert read("b.jsonl", template=template, chat_key="talk", text_key="body") == [expected, "words"]
 
 
-def test_a_template_that_could_do_more_or_less_than_fill_in() -> None:
-    for template in ("{content.__class__}", "{content!r}", "{content:>9}", "{0}{content}"):
-        with pytest.raises(DataError, match=r"has \{.*not \{role\}"):
-            Template(template)
-    for template, message in (("planar", "neither plain nor"), ("{role}", "no {content}"), ("{content", "a brace")):
-        with pytest.raises(DataError, match=message):
-            Template(template)
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        *((given, r"has \{.*not \{role\}") for given in ("{content.a}", "{content!r}", "{content:>9}", "{0}{content}")),
+        ("planar", "neither plain nor"),
+        ("{role}", "no {content}"),
+        ("{content", "a brace"),
+    ],
+)
+def test_a_template_that_could_do_more_or_less_than_fill_in(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Template(template)
 
 
 # what is wrong with files
@@ -166,30 +168,34 @@ def test_bytes_that_are_no_text_name_the_line() -> None:
     assert "c.txt:2 is not UTF-8 text: byte 4 of the line (0x00)" in refused("c.txt")
 
 
-def test_sources_that_can_not_be_used() -> None:
-    texts("a.jsonl", "one", "two")
-    Path("empty.jsonl").touch()
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        (["nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["a.jsonl", "empty.jsonl"], "empty.jsonl is empty"),
+        (["blank.jsonl"], "only blank documents"),
+        (["nothing"], "without any file that ends in .jsonl or .txt or .parquet or .arrow (data.suffixes)"),
+        (["others"], "others is a folder without any file"),
+        (["table.csv"], "table.csv is a table; convert it to .jsonl"),
+        (["a.jsonl", "a.jsonl"], "given twice"),
+        ([".", "a.jsonl"], "given twice, by . and a.jsonl"),
+        ([], "needs data.sources"),
+        (["alone.jsonl"], "one document and needs at least two"),
+        (["same.jsonl"], "3 documents, all equal, and needs"),
+        (["short.jsonl"], "but model.context=8 needs at least 8. "),
+        (["short.jsonl"], "at most"),
+    ],
+)
+def test_sources_that_can_not_be_used(sources: list[str], message: str) -> None:
+    given = {"a": ["one", "two"], "alone": ["alone"], "same": ["same"] * 3, "short": ["012345678", "ab"], "empty": []}
+    for name, values in given.items():
+        texts(f"{name}.jsonl", *values)
     Path("blank.jsonl").write_text("\n\n")
-    Path("nothing").mkdir()
-    Path("others").mkdir()
-    Path("others/a.md").touch()
-    Path("table.csv").touch()
-    assert "nowhere.jsonl does not exist" in refused("nowhere.jsonl")
-    assert "empty.jsonl is empty" in refused("a.jsonl", "empty.jsonl")
-    assert "only blank documents" in refused("blank.jsonl")
-    assert "without any file that ends in .jsonl or .txt or .parquet or .arrow (data.suffixes)" in refused("nothing")
-    assert "others is a folder without any file" in refused("others")
-    assert "table.csv is a table; convert it to .jsonl" in refused("table.csv")
-    assert "given twice" in refused("a.jsonl", "a.jsonl")
-    assert "given twice, by . and a.jsonl" in refused(".", "a.jsonl", suffixes=["a.jsonl"])
-    assert "needs data.sources" in refused()
-
-
-def test_too_few_documents_or_tokens() -> None:
-    assert "one document and needs at least two" in refused(texts("a.jsonl", "alone"))
-    assert "3 documents, all equal, and needs" in refused(texts("b.jsonl", "same", "same", "same"))
-    message = refused(texts("c.jsonl", "0123456789", "ab"), context=20)
-    assert "fewer than one sequence of model.context=20" in message and "at most" in message
+    for name in ("nothing", "others"):
+        Path(name).mkdir()
+    for name in ("others/a.md", "table.csv"):
+        Path(name).touch()
+    assert message in refused(*sources, suffixes=["a.jsonl"] if "." in sources else config_of().suffixes)
 
 
 def test_a_document_too_long_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,16 +209,23 @@ def test_a_document_too_long_for_memory(monkeypatch: pytest.MonkeyPatch) -> None
 # tokens and splits
 
 
+def given(source: str) -> list[str]:
+    return [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+
+
 def test_every_document_is_in_one_split_and_ends_with_the_token() -> None:
     source = many("a.jsonl", 200)
     data = opened(source, held_out=0.25)
-    given = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
     train, val = stored(data, "train"), stored(data, "val")
     decoded = [bytes(ids[:-1]).decode() for ids in [*train, *val]]
-    assert sorted(decoded) == sorted(given) and len(val) == 50
-    assert [text for text in given if text in decoded[: len(train)]] == decoded[: len(train)]  # in reading order
+    assert sorted(decoded) == sorted(given(source)) and len(val) == 50
+    assert [text for text in given(source) if text in decoded[: len(train)]] == decoded[
+        : len(train)
+    ]  # in reading order
     assert data.description["documents"] == {"train": 150, "val": 50}
     assert data.vocabulary == 257 and data.tokenizer is not None and data.tokenizer.vocabulary == 257
+    ended = opened(texts("b.jsonl", "one<|endoftext|>", "two", "three"), context=2)  # its end token is not doubled
+    assert sorted(map(len, [*stored(ended, "train"), *stored(ended, "val")])) == [4, 4, 6]
 
 
 def test_equal_documents_fall_in_the_same_split() -> None:
@@ -224,36 +237,33 @@ def test_equal_documents_fall_in_the_same_split() -> None:
     assert sorted(stored(data, "val")) == sorted(stored(other, "val"))
 
 
-def test_an_end_token_in_the_text_is_not_doubled() -> None:
-    data = opened(texts("a.jsonl", "one<|endoftext|>", "two", "three"), context=2)
-    documents = [*stored(data, "train"), *stored(data, "val")]
-    assert sorted(map(len, documents)) == [4, 4, 6]
-
-
-def saved(tokenizer: Tokenizer, name: str = "tokenizer.json") -> str:
-    Path(name).write_text(tokenizer.to_json())
-    return name
+def saved(tokenizer: Tokenizer) -> str:
+    Path("tokenizer.json").write_text(tokenizer.to_json())
+    return "tokenizer.json"
 
 
 def test_which_token_ends_a_document() -> None:
     source = many("a.jsonl", 30)
     base = train_bpe(["some words"], 260)
-    plain = opened(source, tokenizer=saved(base))
-    assert plain.description["end_token"] == {"text": "<|endoftext|>", "id": 260, "added": True}
-    own = LibraryTokenizer(base.to_json()).with_token("</s>")
-    assert opened(source, tokenizer=saved(own)).description["end_token"] == {"text": "</s>", "id": 260, "added": False}
-    both = saved(own.with_token("<eos>"))
-    assert "has </s> and <eos>. Say which" in refused(source, tokenizer=both)
-    assert opened(source, tokenizer=both, end_token="<eos>").description["end_token"]["id"] == 261
-    assert "data.end_token=<eot>" in refused(source, tokenizer=both, end_token="<eot>")
-    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
-    assert opened(source, tokenizer=both).description["end_token"]["id"] == 261
-    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<gone>"}))
-    assert "tokenizer_config.json: eos_token=<gone>" in refused(source, tokenizer=both)
-    Path("tokenizer_config.json").write_text("{")
-    assert "tokenizer_config.json can't be read" in refused(source, tokenizer=both)
-    named = opened(source, end_token="<|stop|>")
-    assert named.description["end_token"] == {"text": "<|stop|>", "id": 256, "added": True}
+    both = LibraryTokenizer(base.to_json()).with_token("</s>").with_token("<eos>")
+    for kind, named, config, found in (
+        (base, None, None, ("<|endoftext|>", 260, True)),
+        (LibraryTokenizer(base.to_json()).with_token("</s>"), None, None, ("</s>", 260, False)),
+        (both, None, None, "has </s> and <eos>. Say which"),
+        (both, "<eos>", None, ("<eos>", 261, False)),
+        (both, "<eot>", None, "data.end_token=<eot>"),
+        (both, None, {"eos_token": {"content": "<eos>"}}, ("<eos>", 261, False)),
+        (both, None, {"eos_token": "<gone>"}, "tokenizer_config.json: eos_token=<gone>"),
+        (both, None, "{", "tokenizer_config.json can't be read"),
+        (None, "<|stop|>", None, ("<|stop|>", 256, True)),
+    ):
+        if config is not None:
+            Path("tokenizer_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        options = {"tokenizer": "byte" if kind is None else saved(kind), "end_token": named}
+        if isinstance(found, str):
+            assert found in refused(source, **options)
+        else:
+            assert opened(source, **options).description["end_token"] == dict(zip(("text", "id", "added"), found))
 
 
 @pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
@@ -264,11 +274,9 @@ def test_tokenizers_made_here_read_back_and_encode_alike(kind: str, monkeypatch:
     assert data.tokenizer is not None
     again = parse_tokenizer(data.tokenizer.to_json())
     assert again.hash == data.tokenizer.hash and again.vocabulary == data.vocabulary
-    end = data.description["end_token"]["id"]
-    documents = np.split(data._splits["train"], data._streams["train"]._ends[:-1])
+    documents = np.split(data._splits["train"], data._ends["train"][:-1])
     decoded = [again.decode(ids[:-1].tolist()) for ids in documents]
-    given = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
-    assert set(decoded) <= set(given) and all(ids[-1] == end for ids in documents)
+    assert {*decoded} <= {*given(source)} and {ids[-1] for ids in documents} == {data.description["end_token"]["id"]}
     assert all(again.encode(text) == ids[:-1].tolist() for text, ids in zip(decoded, documents, strict=True))
 
 
@@ -295,16 +303,12 @@ def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) 
     documents, length, stream = stored(data, "train"), len(data._splits["train"]), data._streams["train"]
     orders = []
     for number in range(3):
-        ids = data._splits["train"][stream.read(11, number * length, length)].tolist()
-        parts: list[list[int]] = [[]]
-        for token in ids:
-            parts[-1].append(token)
-            if token == END:
-                parts.append([])
-        order = [documents.index(part) for part in parts[:-1]]
+        ids = data._splits["train"][stream.read(11, number * length, length)]
+        parts = np.split(ids, np.flatnonzero(ids == END)[:-1] + 1)
+        order = [documents.index(part.tolist()) for part in parts]
         size = min(buffer or len(documents), len(documents))
-        for start in range(0, len(order), size):
-            assert sorted(order[start : start + size]) == list(range(start, min(start + size, len(order))))
+        assert [index // size for index in order] == [index // size for index in range(len(documents))]
+        assert sorted(order) == list(range(len(documents)))
         orders.append(order)
     assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
     assert stream.read(12, 0, length).tolist() != stream.read(11, 0, length).tolist()
@@ -338,13 +342,8 @@ def test_documents_apart_have_their_own_positions_and_targets(order: str, split:
 
 def documents_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
     """What sequences hold of each document, by the positions; tokens without a target in a row fill the rest."""
-    found: list[list[int]] = []
-    for tokens, positions in zip(batch["tokens"].tolist(), batch["positions"].tolist(), strict=True):
-        for token, position in zip(tokens, positions, strict=True):
-            if position == 0:
-                found.append([])
-            found[-1].append(token)
-    return [ids for ids in found if any(ids)]
+    starts = np.flatnonzero(batch["positions"].ravel() == 0)[1:]
+    return [ids.tolist() for ids in np.split(batch["tokens"].ravel(), starts) if ids.any()]
 
 
 SCHEDULES: dict[str, list[tuple[int, int, int]]] = {  # sequences, length, seed of the attempt
@@ -379,14 +378,12 @@ def test_whole_documents_are_read_once_a_pass_whatever_the_lengths(rule: str, or
 
 def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
     data = opened(many("a.jsonl", 200), held_out=0.3, context=8)
-    sequences = len(data._splits["val"]) // 8
-    assert data.val_samples == sequences
-    found = [tuple(row) for index in range(sequences) for row in data.batch("val", index, index, 1)["tokens"].tolist()]
-    expected = data._splits["val"][: sequences * 8].reshape(-1, 8).tolist()
-    assert sorted(found) == sorted(map(tuple, expected))
-    name, value = data.baseline()
-    targets = np.array([row[1:] for row in found], np.int64)  # the last position of a sequence has none
-    assert name == "unigram entropy" and value == unigram_entropy([targets], 257) and 0 < value < np.log(257)
+    count = data.val_samples
+    assert count == len(data._splits["val"]) // 8
+    found = np.concatenate([data.batch("val", index, index, 1)["tokens"] for index in range(count)])
+    assert sorted(found.tolist()) == sorted(data._splits["val"][: count * 8].reshape(-1, 8).tolist())
+    name, value = data.baseline()  # of the targets; the last position of a sequence has none
+    assert name == "unigram entropy" and value == unigram_entropy([found[:, 1:]], 257) and 0 < value < np.log(257)
 
 
 # the cache and task=prepare
@@ -394,23 +391,20 @@ def test_held_out_batches_are_fixed_and_cover_the_split() -> None:
 
 def test_the_cache_is_used_again_until_a_file_or_a_key_changes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = many("a.jsonl", 30)
-    first = opened(source)
-    (folder,) = cache.iterdir()
+    first = opened(source).description["sha256"]
     with monkeypatch.context() as patch:
         patch.setattr(DocumentReader, "documents", None)  # the files are not read again
         again = opened(source, order="sequential", shuffle_buffer=9, limit=5, context=4)
-    assert again.description["sha256"] == first.description["sha256"]
+    assert again.description["sha256"] == first and len(list(cache.iterdir())) == 1
     opened(source, held_out=0.5)
     assert len(list(cache.iterdir())) == 2
     os.utime(source, ns=(1, 1))
-    assert opened(source).description["sha256"] == first.description["sha256"]
-    assert len(list(cache.iterdir())) == 3
+    assert opened(source).description["sha256"] == first and len(list(cache.iterdir())) == 3
     Path(source).write_text(Path(source).read_text() + '{"text": "one more document"}\n')
-    changed = opened(source)
-    assert changed.description["sha256"] != first.description["sha256"]
+    assert opened(source).description["sha256"] != first
     opened(source, cache="elsewhere")
     assert len(list(Path("elsewhere").iterdir())) == 1 and len(list(cache.iterdir())) == 4
-    assert not [path for path in cache.iterdir() if path.name.startswith(".")] and folder.is_dir()
+    assert not [path for path in cache.iterdir() if path.name.startswith(".")]
 
 
 def test_a_cache_that_can_not_be_written_is_told_with_the_key(cache: Path) -> None:
@@ -440,39 +434,32 @@ def test_what_is_left_out_is_told() -> None:
 
 def test_rows_in_a_file_of_another_name_are_told() -> None:
     """They are one document of JSON syntax."""
-    many("a.jsonl", 30)
-    Path("rows.txt").write_bytes(Path("a.jsonl").read_bytes())
+    Path("rows.txt").write_bytes(Path(many("a.jsonl", 30)).read_bytes())
     Path("plain.txt").write_text("{braces} [and brackets] are no JSON\n" * 3)
-    data = opened("rows.txt", "plain.txt", max_documents=2)
-    (told,) = data.description["notices"]
+    (told,) = opened("rows.txt", "plain.txt", max_documents=2).description["notices"]
     assert "rows.txt are read as plain text, JSON syntax included" in told and "plain.txt" not in told
     assert "notices" not in opened("a.jsonl").description
-    alone = refused("rows.txt")  # the reason why there is one document comes with it
+    alone, plain = refused("rows.txt"), refused("plain.txt")  # the reason why there is one document comes with it
     assert "one document and needs at least two" in alone and "name such files .jsonl" in alone
-    plain = refused("plain.txt")
     assert "data.delimiter splits a text file" in plain and "JSON" not in plain
     assert "data.delimiter" not in refused(texts("one.jsonl", "alone"))
 
 
 def test_a_file_that_may_not_be_looked_at_or_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = os.stat
     (source,) = find_sources(config_of(many("a.jsonl", 30)))
 
-    def denied(path: Any, *given: Any, **options: Any) -> Any:
-        if str(path).endswith("a.jsonl"):
-            raise PermissionError(13, "Permission denied")
-        return original(path, *given, **options)
+    def denied(*_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(sources_module, "open", denied, raising=False)
-        assert "cannot read a.jsonl: Permission denied" in refused("a.jsonl")
+    monkeypatch.setattr(compressed, "open", denied, raising=False)
+    assert "cannot read a.jsonl: Permission denied" in refused("a.jsonl")
     monkeypatch.setattr(os, "stat", denied)
     with pytest.raises(DataError, match=r"data\.sources: cannot read a\.jsonl: Permission denied"):
         source.stamps()
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.ends", "tokens.json"])
-def test_a_damaged_cache_is_named(cache: Path, name: str) -> None:
+def test_a_damaged_cache_is_named_and_what_a_killed_process_left_removed(cache: Path, name: str) -> None:
     source = many("a.jsonl", 30)
     opened(source)
     (folder,) = cache.iterdir()
@@ -480,13 +467,6 @@ def test_a_damaged_cache_is_named(cache: Path, name: str) -> None:
     raw[len(raw) // 2] ^= 1
     (folder / name).write_bytes(raw)
     assert f"remove {folder}" in refused(source)
-
-
-def test_what_a_killed_process_left_is_removed(cache: Path) -> None:
-    """A process that dies while it writes leaves no folder that counts, and the next one clears up."""
-    source = many("a.jsonl", 30)
-    opened(source)
-    (folder,) = cache.iterdir()
     ended = subprocess.Popen(["true"])
     ended.wait()
     left = folder.rename(cache / f".{folder.name}.{platform.node()}.{ended.pid}.tmp")
@@ -514,14 +494,11 @@ def test_prepared_documents_keep_their_order() -> None:
     direct = opened(source, order="sequential", context=16)
     prepared = open_tokens(TokensConfig(path="tokens", order="sequential"), Sizes(context=16))
     assert header["end_token"]["id"] == END and prepared.vocabulary == direct.vocabulary
-    assert prepared.tokenizer is not None and direct.tokenizer is not None
-    assert prepared.tokenizer.hash == direct.tokenizer.hash
-    for index in range(12):  # more than a pass
-        expected, given = direct.batch("train", 1, index * 4, 4), prepared.batch("train", 9, index * 4, 4)
-        assert (expected["tokens"] == given["tokens"]).all()
-        assert (expected["targets"][:, :-1] == given["targets"][:, :-1]).all() and (given["targets"] >= 0).all()
-    # They go on when the length changes.
-    ids = np.tile(prepared._splits["train"], 3)
+    assert prepared.description["tokenizer"] == direct.description["tokenizer"]
+    expected, given = (data.batch("train", 1, 0, 48) for data in (direct, prepared))  # more than a pass
+    assert (expected["tokens"] == given["tokens"]).all() and (given["targets"] >= 0).all()
+    assert (expected["targets"][:, :-1] == given["targets"][:, :-1]).all()
+    ids = np.tile(prepared._splits["train"], 3)  # they go on when the length changes
     short, long = prepared.at(8, 0, 0), prepared.at(16, 20, 160)
     assert (short.batch("train", 1, 9 * 2, 2)["targets"].ravel() == ids[145:161]).all()
     assert (long.batch("train", 1, 10 * 2, 2)["tokens"].ravel() == ids[160:192]).all()

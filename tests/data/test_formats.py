@@ -77,12 +77,8 @@ def test_documents_are_those_of_the_rows(form: str) -> None:
     source, told = written(form), bytearray()
     config = config_of(source, delimiter="")
     documents = list(DocumentReader(config).in_turn(find_sources(config), [told.extend]))
-    assert [document.text for document in documents] == WORDS
-    assert bytes(told) == Path(source).read_bytes()
-    assert form.startswith("a.txt") or [document.place for document in documents][::59] == [
-        f"{source}:1",
-        f"{source}:60",
-    ]
+    assert [document.text for document in documents] == WORDS and bytes(told) == Path(source).read_bytes()
+    assert form.startswith("a.txt") or [each.place for each in documents][::59] == [f"{source}:1", f"{source}:60"]
 
 
 def test_tokens_and_splits_do_not_depend_on_the_form() -> None:
@@ -185,26 +181,23 @@ def test_a_column_of_another_type(column: list[Any], kind: str) -> None:
     parquet("a.parquet", {"text": column})
     assert f"a.parquet:1: 'text' is {kind}, not text" in refused("a.parquet")
     arrow("a.arrow", {"body": column})
-    found = refused("a.arrow")
-    assert "has neither a column 'text' (data.text_key) nor 'messages' (data.chat_key); its columns are body." in found
+    missing = "has neither a column 'text' (data.text_key) nor 'messages' (data.chat_key); its columns are body."
+    assert missing in refused("a.arrow")
     assert f"a.arrow:1: 'body' is {kind}, not text" in refused("a.arrow", text_key="body")
-    parquet("b.parquet", {"messages": column})
-    assert "b.parquet:1: " in refused("b.parquet")
+    assert "b.parquet:1: " in refused(parquet("b.parquet", {"messages": column}))
 
 
 def test_bad_rows_are_named_or_skipped() -> None:
     bad = pa.array([b"one", b"\xff\xfe", None, b"two", b""]).cast(pa.string(), safe=False)
-    parquet(
-        "a.parquet", {"text": bad, "messages": pa.array([None, None, [{"role": "user", "content": 5}], None, None])}
-    )
+    talks = pa.array([None, None, [{"role": "user", "content": 5}], None, None])
+    parquet("a.parquet", {"text": bad, "messages": talks})
     assert "a.parquet:2: is not UTF-8 text: 0xff at byte 1. Mend" in refused("a.parquet")
     config = config_of("a.parquet", bad_rows="skip")
     reader = DocumentReader(config)
     assert [document.text for document in reader.in_turn(find_sources(config), [len])] == ["one", "two"]
-    assert reader.skipped.bad_rows == 2 and reader.skipped.blank == 1
-    assert reader.skipped.first_bad is not None and reader.skipped.first_bad.startswith("a.parquet:2: is not UTF-8")
-    arrow("b.arrow", {"text": pa.array([None, None], pa.null())})
-    assert "b.arrow:1: 'text' is null, not text" in refused("b.arrow")
+    assert (reader.skipped.bad_rows, reader.skipped.blank) == (2, 1)
+    assert str(reader.skipped.first_bad).startswith("a.parquet:2: is not UTF-8")
+    assert "b.arrow:1: 'text' is null, not text" in refused(arrow("b.arrow", {"text": pa.array([None], pa.null())}))
     parquet("c.parquet", {"messages": [[{"role": "user", "content": np.datetime64("2020-01-01", "s")}]]})
     assert "c.parquet:1: message 1 has as content a datetime, not text" in refused("c.parquet")
 
@@ -226,8 +219,8 @@ def test_files_that_are_damaged(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["groups", "stream", "file", "a.jsonl.gz", "a.jsonl.zst"])
 def test_flipped_bytes_are_told_in_one_line_or_change_text(form: str) -> None:
-    source = Path(written(form))
-    whole, random = source.read_bytes(), np.random.default_rng(5)
+    source, random = Path(written(form)), np.random.default_rng(5)
+    whole = source.read_bytes()
     for place in random.integers(0, len(whole), 25):
         raw = bytearray(whole)
         raw[place] ^= 1 << int(random.integers(8))
@@ -239,18 +232,19 @@ def test_flipped_bytes_are_told_in_one_line_or_change_text(form: str) -> None:
 
 
 def test_text_in_compressed_files_that_is_none() -> None:
-    Path("a.txt.gz").write_bytes(gzip.compress("text".encode("utf-16")))
-    assert "a.txt.gz:1 is not UTF-8 text" in refused("a.txt.gz") and "begins as UTF-16" in refused("a.txt.gz")
-    Path("b.jsonl").write_bytes(gzip.compress(rows_of(WORDS)))
-    assert "begins as gzip does. Unpack it, or name it .gz and use data=documents" in refused("b.jsonl")
+    parquet("d.parquet", {"text": WORDS})
+    for name, content, message in (
+        ("a.txt.gz", "text".encode("utf-16"), "a.txt.gz:1 is not UTF-8 text"),
+        ("a.txt.gz", "text".encode("utf-16"), "begins as UTF-16"),
+        ("b.jsonl", rows_of(WORDS), "begins as gzip does. Unpack it, or name it .gz and use data=documents"),
+        ("d.parquet.gz", Path("d.parquet").read_bytes(), "is a table that is compressed as a whole. Unpack it"),
+        ("e.json.gz", b"[1]", "is one JSON value; name it .jsonl"),
+    ):
+        Path(name).write_bytes(gzip.compress(content))
+        assert message in refused(name)
     Path("c.txt.gz").write_bytes(gzip.compress(rows_of(WORDS)))
     (source,) = find_sources(config_of("c.txt.gz"))
     assert "c.txt.gz are read as plain text, JSON syntax included" in source.notices[0]
-    parquet("d.parquet", {"text": WORDS})
-    Path("d.parquet.gz").write_bytes(gzip.compress(Path("d.parquet").read_bytes()))
-    assert "d.parquet.gz is a table that is compressed as a whole. Unpack it" in refused("d.parquet.gz")
-    Path("e.json.gz").write_bytes(gzip.compress(b"[1]"))
-    assert "is one JSON value; name it .jsonl" in refused("e.json.gz")
 
 
 @pytest.mark.parametrize(("library", "form"), [("pyarrow", "groups"), ("zstandard", "a.jsonl.zst")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,19 +66,16 @@ def test_prepared_tokens_train_as_the_text_does(text: Path, tokenizer: str, monk
     assert prepared.tokenizer.decode(ids) == TEXT.encode()[: direct.description["bytes"]["train"]].decode()
 
 
-def test_preparing_holds_little_of_the_text(tmp_path: Path) -> None:
+def test_preparing_holds_little_of_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And shows its progress."""
     file = tmp_path / "long.txt"
     file.write_text("0123456789 abcdefghijk\n" * 500_000, encoding="ascii")
     tracemalloc.start()
-    header = prepare(TextConfig(path=str(file)), tmp_path / "tokens", progress=False)
+    header = prepare(TextConfig(path=str(file)), tmp_path / "tokens")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert header["splits"]["train"]["tokens"] == 10_350_000
     assert peak < 14_000_000  # the ids alone are 23 MB; a table of all of Unicode takes 4.5
-
-
-def test_preparing_shows_its_progress(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(TextConfig(path=str(text)), text.parent / "tokens")
     shown = capsys.readouterr().err
     assert "learning the tokenizer: 100%" in shown and "writing tokens: 100%" in shown
 
@@ -99,21 +96,20 @@ def test_an_unfinished_folder_never_appears(text: Path, monkeypatch: pytest.Monk
 
 
 def test_a_destination_or_text_that_can_not_be_used(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="exists already"):
-        prepare(TextConfig(path=str(text)), text.parent, progress=False)
-    with pytest.raises(DataError, match=r"cannot write .*Not a directory"):
-        prepare(TextConfig(path=str(text)), text / "inside", progress=False)
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
-        with pytest.raises(DataError, match=r"cannot write .*No space left on device"):
-            prepare(TextConfig(path=str(text)), text.parent / "tokens", progress=False)
-    text.write_text("abc", encoding="ascii")
-    with pytest.raises(DataError, match=r"val split .* has no tokens.*data\.held_out"):
-        prepare(TextConfig(path=str(text)), text.parent / "tokens", progress=False)
+    folder = text.parent / "tokens"
+    for place, content, fsync, message in (
+        (text.parent, TEXT, os.fsync, "exists already"),
+        (text / "inside", TEXT, os.fsync, r"cannot write .*Not a directory"),
+        (folder, TEXT, full, r"cannot write .*No space left on device"),
+        (folder, "abc", os.fsync, r"val split .* has no tokens.*data\.held_out"),
+    ):
+        text.write_text(content, encoding="utf-8")
+        monkeypatch.setattr("os.fsync", fsync)
+        with pytest.raises(DataError, match=message):
+            prepare(TextConfig(path=str(text)), place, progress=False)
     assert [path.name for path in text.parent.iterdir()] == ["corpus.txt"]
 
 
@@ -184,40 +180,31 @@ def prepared(text: Path) -> Path:
     return folder
 
 
-def test_changed_files_are_refused(prepared: Path) -> None:
-    for name in ("train.bin", "val.bin"):
-        copy = prepared.parent / f"changed-{name}"
-        shutil.copytree(prepared, copy)
-        content = bytearray((copy / name).read_bytes())
-        content[10] ^= 1
-        (copy / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} has changed since it was prepared"):
-            open_tokens(config_of(copy), SIZES)
-        (copy / name).write_bytes(content[:-2])
-        with pytest.raises(DataError, match=rf"{name} has \d+ tokens, but tokens\.json says \d+"):
-            open_tokens(config_of(copy), SIZES)
-        (copy / name).write_bytes(content[:-1])
-        with pytest.raises(DataError, match=r"not a multiple of the 2 of uint16"):
-            open_tokens(config_of(copy), SIZES)
-        (copy / name).write_bytes(b"")
-        with pytest.raises(DataError, match=rf"{name} is empty"):
-            open_tokens(config_of(copy), SIZES)
-        (copy / name).unlink()
-        with pytest.raises(DataError, match=rf"cannot read .*{name}"):
-            open_tokens(config_of(copy), SIZES)
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_changed_files_are_refused(prepared: Path, name: str) -> None:
+    content = bytearray((prepared / name).read_bytes())
+    content[10] ^= 1
+    for changed, message in (
+        (content, "has changed since it was prepared"),
+        (content[:-2], r"has \d+ tokens, but tokens\.json says \d+"),
+        (content[:-1], "not a multiple of the 2 of uint16"),
+        (b"", "is empty"),
+    ):
+        (prepared / name).write_bytes(changed)
+        with pytest.raises(DataError, match=f"{name}.*{message}"):
+            open_tokens(config_of(prepared), SIZES)
+    (prepared / name).unlink()
+    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
+        open_tokens(config_of(prepared), SIZES)
 
 
 def test_a_damaged_header_is_refused(prepared: Path) -> None:
-    for content in ("", "[]", "{}", "nonsense", '{"format": "other"}', '{"splits": {"train": 3}}'):
+    header = json.loads((prepared / "tokens.json").read_text())
+    other = [json.dumps({**header, "format": "another version"}), json.dumps({**header, "vocabulary": "9"})]
+    for content in ("", "[]", "{}", "nonsense", '{"format": "other"}', '{"splits": {"train": 3}}', *other):
         (prepared / "tokens.json").write_text(content)
-        with pytest.raises(DataError, match=r"tokens\.json .*[Pp]repare the tokens again"):
+        with pytest.raises(DataError, match=r"tokens\.json .*Prepare the tokens again"):
             open_tokens(config_of(prepared), SIZES)
-    header = {"format": "another version", "dtype": "uint16", "vocabulary": 3}
-    split = {"tokens": 3, "sha256": ""}
-    header |= {"splits": {"train": split, "val": split}, "tokenizer": {"sha256": ""}, "corpus": {}}
-    (prepared / "tokens.json").write_text(json.dumps(header))
-    with pytest.raises(DataError, match="this version"):
-        open_tokens(config_of(prepared), SIZES)
 
 
 def test_a_config_or_tokenizer_that_contradicts_the_folder_is_refused(prepared: Path) -> None:
@@ -236,12 +223,13 @@ def test_a_config_or_tokenizer_that_contradicts_the_folder_is_refused(prepared: 
 
 
 def test_paths_without_tokens_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data=tokens needs data\.path"):
-        open_tokens(TokensConfig(), SIZES)
-    with pytest.raises(DataError, match="does not exist"):
-        open_tokens(config_of(tmp_path / "absent"), SIZES)
-    with pytest.raises(DataError, match=r"no tokens\.json and no train\.bin"):
-        open_tokens(config_of(tmp_path), SIZES)
+    for path, message in (
+        (None, r"data=tokens needs data\.path"),
+        (str(tmp_path / "absent"), "does not exist"),
+        (str(tmp_path), r"no tokens\.json and no train\.bin"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_tokens(TokensConfig(path=path), SIZES)
 
 
 def test_text_that_does_not_fit_in_memory_is_sent_to_prepare(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,41 +102,11 @@ def test_unseen_characters_are_named() -> None:
 
 def test_bpe_learns_merges_and_is_repeatable() -> None:
     first, second = train_bpe([WORDS], 300), train_bpe([WORDS[:100], WORDS[100:]], 300)
-    assert first.hash == second.hash
-    assert 256 < first.vocabulary <= 300
+    assert first.hash == second.hash and 256 < first.vocabulary <= 300
     assert len(first.encode(WORDS)) < len(WORDS) / 2
     assert train_bpe(["ab"], 5000).vocabulary < 300
-
-
-def test_bpe_in_pieces_gives_the_ids_of_the_whole() -> None:
-    tokenizer = train_bpe([WORDS], 300)
-    text = "".join(f"def f{i}(x):\n    return the cat {i}\n\n\nsat\n" for i in range(9000))
-    assert len(text) > 4 * (1 << 16)
-    pieces = list(tokenizer.encode_pieces(text[i : i + 1000] for i in range(0, len(text), 1000)))
-    assert len(pieces) > 2
-    assert np.concatenate(pieces).tolist() == tokenizers.Tokenizer.from_str(tokenizer.to_json()).encode(text).ids
-
-
-def test_a_library_tokenizer_that_would_drop_characters_is_refused() -> None:
-    dropping = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    assert dropping.encode("acb").ids == [2]  # in silence
-    tokenizer = LibraryTokenizer(dropping.to_str())
-    assert tokenizer.encode("aab") == [0, 2]
-    with pytest.raises(DataError, match="U\\+0063"):
-        tokenizer.encode("acb")
-
-
-def test_special_tokens_are_read_but_never_added() -> None:
-    library = tokenizers.Tokenizer.from_str(train_bpe([WORDS], 300).to_json())
-    library.add_special_tokens(["<|end|>"])
-    end = library.token_to_id("<|end|>")
-    library.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<|end|> $A", special_tokens=[("<|end|>", end)]
-    )
-    tokenizer = parse_tokenizer(library.to_str())
-    assert tokenizer.vocabulary == end + 1
-    assert tokenizer.encode("cat<|end|>cat").count(end) == 1
-    assert tokenizer.decode([end]) == "<|end|>"
+    pieces = list(first.encode_pieces(LINES[i : i + 1000] for i in range(0, len(LINES), 1000)))
+    assert len(pieces) > 2 and np.concatenate(pieces).tolist() == Library.from_str(first.to_json()).encode(LINES).ids
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -151,23 +121,19 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_json_that_only_resembles_ours_is_left_to_the_library() -> None:
-    described = json.loads(CharTokenizer("ab").to_json())
-    described["normalizer"] = {"type": "Lowercase"}
+    described = {**json.loads(CharTokenizer("ab").to_json()), "normalizer": {"type": "Lowercase"}}
     tokenizer = parse_tokenizer(json.dumps(described))
-    assert isinstance(tokenizer, LibraryTokenizer)
-    assert tokenizer.encode("AB") == [0, 1]
+    assert isinstance(tokenizer, LibraryTokenizer) and tokenizer.encode("AB") == [0, 1]
     with pytest.raises(DataError, match="U\\+0063"):
         tokenizer.encode("abc")
 
 
 def test_the_config_names_the_tokenizer(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
+    text, file = tmp_path / "a.txt", tmp_path / "tokenizer.json"
     text.write_text("aaabbb ccc", encoding="utf-8")
-    file = tmp_path / "tokenizer.json"
     file.write_text(CharTokenizer("abc ").to_json(), encoding="utf-8")
     kinds = {"char": CharTokenizer, "byte": ByteTokenizer, "bpe": LibraryTokenizer, str(file): CharTokenizer}
-    for name, kind in kinds.items():
-        assert type(opened(text, name)) is kind
+    assert {name: type(opened(text, name)) for name in kinds} == kinds
     with pytest.raises(DataError, match=r"data\.tokenizer=chars is neither char, byte, bpe nor the path"):
         opened(text, "chars")
 
@@ -248,28 +214,23 @@ def whole(dataset: Any) -> str:
     return "".join(dataset.tokenizer.decode(dataset._splits[split].tolist()) for split in ("train", "val"))
 
 
-def truncated(library: Any) -> None:
-    library.enable_truncation(64)
-
-
-def padded(library: Any) -> None:
-    library.enable_padding(pad_id=1, pad_token="<pad>", length=100_000)
-
-
-def random(library: Any) -> None:
-    library.model.dropout = 0.5
-
-
-def stripping(library: Any) -> None:
-    library.normalizer = normalizers.Sequence([normalizers.Strip()])
-
-
 def templated(library: Any) -> None:
     library.post_processor = processors.TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", 0)])
 
 
-def ignoring(library: Any) -> None:
-    library.model.ignore_merges = True
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {  # of a tokenizer, and what is told of each
+    "truncated": (lambda library: library.enable_truncation(64), "truncation is left off"),
+    "padded": (
+        lambda library: library.enable_padding(pad_id=1, pad_token="<pad>", length=100_000), "padding is left off",
+    ),
+    "random": (lambda library: setattr(library.model, "dropout", 0.5), "dropout is left off"),
+    "stripping": (
+        lambda library: setattr(library, "normalizer", normalizers.Sequence([normalizers.Strip()])),
+        "Strip is left off",
+    ),
+    "templated": (templated, ""),
+    "ignoring": (lambda library: setattr(library.model, "ignore_merges", True), ""),
+}  # fmt: skip
 
 
 STARTS = ["prefix space", "metaspace", "sentencepiece"]
@@ -286,24 +247,14 @@ def as_start(kind: str) -> Any:
     return library
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (truncated, "truncation is left off"),
-        (padded, "padding is left off"),
-        (random, "dropout is left off"),
-        (stripping, "Strip is left off"),
-        (templated, ""),
-        (ignoring, ""),
-    ],
-)
-def test_settings_for_single_sentences_do_not_touch_a_text(change: Callable[[Any], None], told: str) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_for_single_sentences_do_not_touch_a_text(change: str) -> None:
     library = byte_level()
-    change(library)
+    make, told = CHANGES[change]
+    make(library)
     dataset = text_of(LINES, library)
-    assert whole(dataset) == LINES
+    assert whole(dataset) == LINES and dataset.tokenizer is not None
     assert notices(dataset).count("\n") == 0 and told in notices(dataset) and bool(told) == bool(notices(dataset))
-    assert dataset.tokenizer is not None
     again = parse_tokenizer(dataset.tokenizer.to_json())
     assert again.notices == () and again.hash == dataset.tokenizer.hash
     prompt = LINES[:900]
@@ -315,20 +266,21 @@ def test_the_same_tokens_as_without_the_settings_in_documents_and_token_files() 
     Path("docs").mkdir()
     for number in range(8):
         Path(f"docs/{number}.txt").write_text(f"{number} {LINES[: 300 * (number + 1)]}", "utf-8")
-    library = byte_level()
+    library, read = byte_level(), {}
     saved(library, "plain.json")
-    for change in (truncated, padded, random):
-        change(library)
+    for change in ("truncated", "padded", "random"):
+        CHANGES[change][0](library)
     saved(library, "changed.json")
-    read = {}
     for name in ("plain", "changed"):
-        documents = config_of("docs", tokenizer=f"{name}.json", held_out=0.3)
-        read[name] = [open_documents(documents, Sizes(context=8))._splits[split].tolist() for split in ("train", "val")]
+        documents = open_documents(config_of("docs", tokenizer=f"{name}.json", held_out=0.3), Sizes(context=8))
         prepare(TextConfig(path="docs", tokenizer=f"{name}.json"), name, progress=False)
-        read[name] += [np.fromfile(f"{name}/{split}.bin", "<u2").tolist() for split in ("train", "val")]
+        files = [np.fromfile(f"{name}/{split}.bin", "<u2").tolist() for split in ("train", "val")]
+        read[name] = files, [ids.tolist() for ids in documents._splits.values()]
     assert read["plain"] == read["changed"]
-    assert "left off" in notices(open_documents(documents, Sizes(context=8)))  # from the cache as well
-    assert "left off" in notices(open_tokens(TokensConfig(path="changed"), Sizes(context=8)))
+    again = open_documents(config_of("docs", tokenizer="changed.json", held_out=0.3), Sizes(context=8))  # the cache
+    assert all(
+        "left off" in notices(each) for each in (again, open_tokens(TokensConfig(path="changed"), Sizes(context=8)))
+    )
 
 
 def test_a_run_whose_checkpoint_keeps_such_settings_goes_on() -> None:
@@ -338,13 +290,12 @@ def test_a_run_whose_checkpoint_keeps_such_settings_goes_on() -> None:
     tokenizer = parse_tokenizer(library.to_str())
     assert isinstance(tokenizer, CharTokenizer) and tokenizer.encode("abcabc") == [0, 1, 2, 0, 1, 2]
     library = byte_level()
-    truncated(library)
-    checkpoint = SimpleNamespace(tokenizer=library.to_str(), path=Path("run/checkpoints/step_1"))
-    point: Any = SimpleNamespace(checkpoint=checkpoint)
-    given: Any = SimpleNamespace(tokenizer=parse_tokenizer(library.to_str()))
-    _check_tokenizer(point, given)
+    library.enable_truncation(64)
+    point: Any = SimpleNamespace(checkpoint=SimpleNamespace(tokenizer=library.to_str(), path=Path("run/step_1")))
+    same, other = (SimpleNamespace(tokenizer=each) for each in (parse_tokenizer(library.to_str()), ByteTokenizer()))
+    _check_tokenizer(point, same)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="trained with another tokenizer"):
-        _check_tokenizer(point, SimpleNamespace(tokenizer=ByteTokenizer()))  # type: ignore[arg-type]
+        _check_tokenizer(point, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", STARTS)
@@ -352,11 +303,10 @@ def test_only_the_start_of_a_text_is_treated_as_one(kind: str) -> None:
     tokenizer = LibraryTokenizer(as_start(kind).to_str())
     blank = " " if kind == "prefix space" else ""
     pieces = list(tokenizer.encode_pieces([LINES]))
-    assert len(pieces) > 1
-    assert tokenizer.decode(np.concatenate(pieces).tolist()) == blank + LINES
+    assert len(pieces) > 1 and tokenizer.decode(np.concatenate(pieces).tolist()) == blank + LINES
     documents = [LINES, "", "The cat", LINES[5:]]
-    encoded = list(tokenizer.encode_documents(documents))
-    assert [tokenizer.decode(ids.tolist()) for ids in encoded] == [text and blank + text for text in documents]
+    decoded = [tokenizer.decode(ids.tolist()) for ids in tokenizer.encode_documents(documents)]
+    assert decoded == [text and blank + text for text in documents]
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "suffix", "prefix", "fallback", "characters", "no unknown token"])
@@ -390,42 +340,32 @@ def test_what_can_not_be_encoded_is_refused_by_character_and_place(kind: str) ->
         open_documents(config_of(file, tokenizer="tokenizer.json"), Sizes(context=2))
 
 
-def lowercase(library: Any) -> None:
-    library.normalizer = normalizers.Lowercase()
-
-
-def compatible(library: Any) -> None:
-    library.normalizer = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()])
-
-
-def swallowing(library: Any) -> None:
-    from tokenizers import AddedToken
-
-    library.add_tokens([AddedToken("sat", lstrip=True, rstrip=True)])
-
-
-def undecoded(library: Any) -> None:
-    library.decoder = None
-
-
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("normalizer", "told", "text"),
     [
-        (lowercase, "(its normalizers: Lowercase): 'The cat 0 sat on\\n\\n  ' comes back as 'the cat 0 sat on"),
-        (compatible, "(its normalizers: NFKD, StripAccents): 'ﬁ é\u0301\\nThe cat 0 sat o' comes back as 'fi e\\nThe"),
-        (swallowing, "the text: 'The cat 0 sat on\\n\\n  the mat, ' comes back as 'The cat 0saton"),
-        (undecoded, "the text: 'The cat 0 sat on\\n\\n  the ' comes back as 'The Ġ"),
+        (
+            normalizers.Lowercase(),
+            "(its normalizers: Lowercase): 'The cat 0 sat on\\n\\n  ' comes",
+            "The cat",
+        ),
+        (
+            normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()]),
+            "(its normalizers: NFKD, StripAccents): 'ﬁ é\u0301\\nThe cat 0 sat o' comes back as 'fi e\\nThe",
+            "fi e\n",
+        ),
+        (None, "the text: 'The cat 0 sat on\\n\\n  the mat, ' comes back as 'The cat 0saton", ""),
     ],
 )
-def test_a_change_that_is_meant_is_told_once_with_an_example(change: Callable[[Any], None], told: str) -> None:
+def test_a_change_that_is_meant_is_told_once_with_an_example(normalizer: Any, told: str, text: str) -> None:
     library = byte_level()
-    change(library)
-    text = "ﬁ é\u0301\n" + LINES if change is compatible else LINES
-    dataset = text_of(text, library)
-    assert notices(dataset).count("changes the text") == 1
-    assert told in notices(dataset)
-    if change in (lowercase, compatible):
-        assert whole(dataset) == (LINES.lower() if change is lowercase else "fi e\n" + LINES)
+    if normalizer is None:
+        library.add_tokens([tokenizers.AddedToken("sat", lstrip=True, rstrip=True)])
+    else:
+        library.normalizer = normalizer
+    dataset = text_of("ﬁ é\u0301\n" + LINES if text == "fi e\n" else LINES, library)
+    assert notices(dataset).count("changes the text") == 1 and told in notices(dataset)
+    if text:
+        assert whole(dataset) == (LINES.lower() if text == "The cat" else text + LINES)
 
 
 def word_piece(words: list[str]) -> Any:

@@ -7,7 +7,7 @@ of one batch of 12, and a run may change its batch size at any step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -62,16 +62,13 @@ class Dataset(Protocol):
         They depend on the arguments alone, in any process. `val` ignores the seed: it runs through the held-out split
         in one fixed mixed order, again and again.
         """
-        ...
 
     @property
     def val_samples(self) -> int:
         """Count of held-out samples, at least 1; larger numbers repeat them."""
-        ...
 
     def baseline(self, samples: int | None = None) -> Baseline:
         """Return the baseline of the first `samples` held-out samples, None for all of them."""
-        ...
 
 
 class Indexed(Dataset, Protocol):
@@ -83,15 +80,12 @@ class Indexed(Dataset, Protocol):
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Return the specs of the arrays for batches of these fields; all have the same number of rows."""
-        ...
 
     def part(self, start: int, stop: int) -> Batch:
         """Return the rows [start, stop) of every array. Raises DataError for a bad id."""
-        ...
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
         """Return the indices, uint64 [rows], of the samples that `batch` returns of the training split."""
-        ...
 
 
 _Sequences = TypeVar("_Sequences", bound="TokenSequences")
@@ -170,9 +164,9 @@ class TokenDataset(TokenSequences):
         self._ids = vocabulary
         self.tokenizer = tokenizer
         self._order, self._limit, self._check = config.order, config.limit, check_batches
-        _require_length("training", len(train), context, "Give a longer corpus (data.path)")
+        require_length("training", len(train), context, context + 1, "Give a longer corpus (data.path)")
         advice = held_out_advice or f"Raise data.held_out={config.held_out:g}, give a longer corpus"
-        _require_length("held-out", len(val), context, advice)
+        require_length("held-out", len(val), context, context + 1, advice)
         # Plain arrays over the same bytes: indexing a memory map as such costs several times as much.
         self._splits = {"train": train.view(np.ndarray), "val": val.view(np.ndarray)}
         self._longest = context
@@ -193,7 +187,7 @@ class TokenDataset(TokenSequences):
         ids = self._splits[split]
         rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
         if self._check:
-            self._check_ids(split, starts, rows_read)
+            require_ids(rows_read, self._ids, starts, f"the {split} split")
         return {"tokens": rows_read[:, :-1].astype(np.int64), "targets": rows_read[:, 1:].astype(np.int64)}
 
     @property
@@ -209,7 +203,7 @@ class TokenDataset(TokenSequences):
         """See Indexed; the ids are int32 [stop - start]."""
         ids = self._splits["train"].take(np.arange(start, stop), mode="wrap")
         if self._check:
-            self._check_ids("train", np.array([start], np.uint64), ids[None])
+            require_ids(ids[None], self._ids, [start], "the train split")
         return {STREAM: ids.astype(np.int32)}
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
@@ -247,13 +241,6 @@ class TokenDataset(TokenSequences):
         starts: Words = (np.uint64(piece + 1) + later // whole) * np.uint64(self._longest) + later % whole * length
         return np.where(done < left, np.uint64(offset) + done * length, starts)
 
-    def _check_ids(self, split: str, starts: Words, rows_read: Ids) -> None:
-        outside = np.argwhere(rows_read >= self._ids)
-        if outside.size:
-            row, column = map(int, outside[0])
-            where = f"token {int(starts[row]) + column} of the {split} split"
-            raise outside_vocabulary(int(rows_read[row, column]), self._ids, where)
-
 
 def sample_numbers(first: int, rows: int) -> Words:
     """Return the numbers of the samples in a batch, uint64 [rows]."""
@@ -288,14 +275,20 @@ def unigram_entropy(parts: Iterable[NDArray[np.int64]], vocabulary: int) -> floa
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # one token alone gives -0.0
 
 
-def outside_vocabulary(token: int, vocabulary: int, where: str) -> DataError:
-    """Return the error for an id outside the vocabulary."""
-    mend = "Give data.vocabulary and data.dtype as the ids were written, or prepare the tokens again"
-    return DataError(f"{where} has id {token}, but the vocabulary has {vocabulary} ids, from 0 on. {mend}.")
+def require_ids(rows: Ids, vocabulary: int, starts: Sequence[int] | Words, place: str) -> None:
+    """Raise DataError for the first id outside the vocabulary; `starts` are the positions of the rows in the place."""
+    outside = np.argwhere(rows >= vocabulary)
+    if outside.size:
+        row, column = map(int, outside[0])
+        wrong = f"token {int(starts[row]) + column} of {place} has id {rows[row, column]}"
+        mend = "Give data.vocabulary and data.dtype as the ids were written, or prepare the tokens again"
+        raise DataError(f"{wrong}, but the vocabulary has {vocabulary} ids, from 0 on. {mend}.")
 
 
-def _require_length(split: str, length: int, context: int, advice: str) -> None:
-    if length <= context:
-        shorter = f", or set model.context to at most {length - 1}" if length > 1 else ""
-        few = f"has {length} token(s), but model.context={context} needs at least {context + 1}"
+def require_length(split: str, length: int, context: int, needed: int, advice: str) -> None:
+    """Raise DataError for a split of fewer tokens than are needed for a sequence."""
+    if length < needed:
+        most = length - needed + context
+        shorter = f", or set model.context to at most {most}" if most > 0 else ""
+        few = f"has {length} token(s), but model.context={context} needs at least {needed}"
         raise DataError(f"the {split} split {few}. {advice}{shorter}.")

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed, with_line_breaks
-from ttrain.data.formats.compressed import OnBytes
+from ttrain.data.formats.compressed import OnBytes, open_unpacked
 from ttrain.data.settings import TextConfig
 
 READ_BYTES = 1 << 18
@@ -45,15 +44,6 @@ _FIRST_BYTES = {
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """A part of the stream: the bytes of one file, or the separator between two."""
-
-    content: Path | bytes
-    start: int
-    length: int
-
-
 class Corpus:
     """The files of a config, in order, as one stream of UTF-8 bytes.
 
@@ -63,11 +53,11 @@ class Corpus:
 
     def __init__(self, config: TextConfig) -> None:
         if config.path is None:
-            self.source, found = f"standard library of Python {platform.python_version()}", _standard_library()
+            self.found = _standard_library()
         else:
-            self.source, found = config.path, find_files(config.path, config.suffixes, "data.path")
-        self.files, self.notices = found.files, found.notices("data.path")
-        if config.path is not None and (rows := [file for file in self.files if holds_json(file)]):
+            self.found = find_files(config.path, config.suffixes, "data.path")
+        self.notices = [*self.found.notices]
+        if config.path is not None and (rows := [file for file in self.found.files if holds_json(file)]):
             command = f"data=documents 'data.sources=[{config.path}]'"
             misnamed = any(file.suffix.lower() not in ROW_SUFFIXES for file in rows)
             mend = f", {NAME_ROWS}, and read them with data=documents." if misnamed else f": {command}."
@@ -77,17 +67,22 @@ class Corpus:
             separator = with_line_breaks(config.separator).encode()
         except UnicodeEncodeError:
             raise DataError(f"data.separator={config.separator!r} is not UTF-8. Give UTF-8 text.") from None
-        self._stamps = stamps(self.files, "data.path")
+        self._stamps = self.found.stamps()
         if not any(size for _, size, _ in self._stamps):
-            raise DataError(f"data.path={self.source} holds no text: {len(self.files)} empty file(s). Give another.")
-        self._segments: list[_Segment] = []
+            empty = f"holds no text: {len(self._stamps)} empty file(s)"
+            raise DataError(f"data.path={self.found.given} {empty}. Give another.")
+        self._segments: list[tuple[Path | bytes, int, int]] = []  # a file or separator, where it begins, its bytes
         self.size = 0
-        for file, (_, size, _) in zip(self.files, self._stamps, strict=True):
-            self._append(separator if self._segments else b"", len(separator))
-            self._append(file, size)
+        for file, (_, size, _) in zip(self.found.files, self._stamps, strict=True):
+            between = separator if self._segments else b""
+            parts: list[tuple[Path | bytes, int]] = [(between, len(between)), (file, size)]
+            for content, length in parts:
+                if content:
+                    self._segments.append((content, self.size, length))
+                    self.size += length
         if config.max_bytes is not None and config.max_bytes < self.size:
-            self.size = self._character_start(config.max_bytes)
-        self.boundary = self._character_start(round(self.size * (1 - config.held_out)))
+            self.size = self.character_start(config.max_bytes)
+        self.boundary = self.character_start(round(self.size * (1 - config.held_out)))
 
     def text(self, start: int, stop: int, on_bytes: OnBytes = len) -> Iterator[str]:
         """Yield the text of the bytes [start, stop), piece by piece; both must be starts of characters.
@@ -102,42 +97,34 @@ class Corpus:
     def samples(self, size: int = SAMPLE_CHARACTERS, count: int = 16) -> Iterator[str]:
         """Yield texts of about `size` bytes from `count` evenly spaced places; all of a short corpus."""
         for first in range(0, self.size, max(size, self.size // count)):
-            start, stop = (self._character_start(min(self.size, place)) for place in (first, first + size))
+            start, stop = (self.character_start(min(self.size, place)) for place in (first, first + size))
             yield "".join(self.text(start, stop))
 
     def place(self, wanted: re.Pattern[str]) -> str:
         """Return file and line of the first match, which must lie within a line; without a match the source."""
-        for segment in self._segments:
+        for content, _, length in self._segments:
             line = 1
-            for _, characters in _decode(segment.content, 0, segment.length):
+            for _, characters in _decode(content, 0, length):
                 if found := wanted.search(characters):
-                    file = "data.separator" if isinstance(segment.content, bytes) else segment.content
+                    file = "data.separator" if isinstance(content, bytes) else content
                     return f"{file}:{line + characters.count(chr(10), 0, found.start())}"
                 line += characters.count("\n")
-        return f"data.path={self.source}"
+        return f"data.path={self.found.given}"
 
     def require_unchanged(self) -> None:
         """Raise DataError where a file was changed since the corpus was opened."""
-        if stamps(self.files, "data.path") != self._stamps:
-            raise DataError(f"data.path={self.source} changed while being read. Start again, or give a copy of it.")
-
-    def learning_end(self, most: int) -> int:
-        """Return the end of the training text, or of the whole characters in its first `most` bytes."""
-        return self.boundary if self.boundary <= most else self._character_start(most)
-
-    def _append(self, content: Path | bytes, length: int) -> None:
-        if content:
-            self._segments.append(_Segment(content, self.size, length))
-            self.size += length
+        if self.found.stamps() != self._stamps:
+            path = self.found.given
+            raise DataError(f"data.path={path} changed while being read. Start again, or give a copy of it.")
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Path | bytes, int, int]]:
         """Yield the contents that hold the bytes [start, stop), and which bytes of each."""
-        for segment in self._segments:
-            first, last = max(start - segment.start, 0), min(stop - segment.start, segment.length)
+        for content, begin, length in self._segments:
+            first, last = max(start - begin, 0), min(stop - begin, length)
             if first < last:
-                yield segment.content, first, last
+                yield content, first, last
 
-    def _character_start(self, offset: int) -> int:
+    def character_start(self, offset: int) -> int:
         """Return the nearest start of a character at or before a byte; what is not UTF-8 is told when it is read."""
         if offset == self.size:
             return offset
@@ -165,26 +152,24 @@ def cut(parts: Iterable[str], size: int = PIECE_CHARACTERS) -> Iterator[str]:
 
 
 def _decode(content: Path | bytes, start: int, stop: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the bytes [start, stop) of a file and their text, piece by piece, without a byte-order mark."""
-    if isinstance(content, bytes):
-        yield content[start:stop], content[start:stop].decode()
-        return
-    held, position = b"", start
-    for chunk in _read(content, start, stop):
-        raw = held + chunk
+    """Yield the bytes [start, stop) of a file, piece by piece, and the text that ends in each.
+
+    A byte-order mark is no text.
+    """
+    marked = isinstance(content, Path) and start == 0
+    decoder, position = codecs.getincrementaldecoder("utf-8-sig" if marked else "utf-8")(), start
+    for raw in _read(content, start, stop):
+        position += len(raw)
         try:
-            text, used = raw.decode("utf-8"), len(raw)
+            text, why = decoder.decode(raw, position == stop), ""
+            if "\0" in text:
+                why = f"byte {position - len(raw) + raw.index(0)} (0x00 does not occur in text)"
         except UnicodeDecodeError as error:
-            cut_short = error.end == len(raw) and error.reason == "unexpected end of data"
-            if position + len(raw) == stop or not cut_short:
-                why = f"byte {position + error.start} (0x{raw[error.start]:02x} is not UTF-8)"
-                raise not_text(f"data.path: {content}", next(_read(content, 0, 8)), why) from None
-            text, used = raw[: error.start].decode("utf-8"), error.start
-        if "\0" in text:
-            why = f"byte {position + raw.index(0)} (0x00 does not occur in text)"
-            raise not_text(f"data.path: {content}", next(_read(content, 0, 8)), why)
-        yield raw[:used], text.removeprefix("\ufeff") if position == 0 else text
-        held, position = raw[used:], position + used
+            bad = position - len(error.object) + error.start
+            text, why = "", f"byte {bad} (0x{error.object[error.start]:02x} is not UTF-8)"
+        if why:
+            raise not_text(f"data.path: {content!s}", next(_read(content, 0, 8)), why)
+        yield raw, text
 
 
 def _read(content: Path | bytes, start: int, stop: int) -> Iterator[bytes]:
@@ -205,71 +190,84 @@ def _read(content: Path | bytes, start: int, stop: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """Files of a folder in reading order, and those that are not read."""
+class FileList:
+    """Files of the path that a key of the config gives, in reading order; `others` have other suffixes.
 
+    `notices` are sentences about what is not read, or is read otherwise than it looks.
+    """
+
+    key: str
+    given: str
     files: list[Path]
-    unfollowed: tuple[Path, ...] = ()  # linked folders and broken links
-    others: tuple[Path, ...] = ()  # files with other suffixes
+    others: tuple[Path, ...] = ()
+    notices: tuple[str, ...] = ()
 
-    def notices(self, key: str) -> list[str]:
-        """Return a sentence about the links that are not read, if there are any."""
-        if not self.unfollowed:
-            return []
-        told = f"{key}: {len(self.unfollowed)} linked folder(s) or broken link(s) are not read"
-        return [f"{told}: {listed(self.unfollowed)}. Put the files themselves there, or link each of them."]
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Return path, size and time of change of the files: they are equal as long as no file has changed.
+
+        Raises DataError for a file that can't be looked at.
+        """
+
+        def facts(file: Path) -> tuple[str, int, int]:
+            try:
+                found = os.stat(file)
+            except OSError as error:
+                raise unreadable(self.key, file, error) from error
+            return str(file.absolute()), found.st_size, found.st_mtime_ns
+
+        return [facts(file) for file in self.files]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files. Raises DataError for an unreadable one."""
+        return sum(size for _, size, _ in self.stamps())
 
 
-def find_files(given: str, suffixes: list[str], key: str, plain: Callable[[str], str] = str) -> Listing:
-    """Return the file of a path, or those of a folder; see files_in. Raises DataError, which names `key`."""
+def find_files(given: str, suffixes: list[str], key: str, plain: Callable[[str], str] = str) -> FileList:
+    """Return the file of a path, or those below a folder in the order of their relative paths.
+
+    Of a folder, hidden files and linked folders are not read. If there are suffixes, a file's name there, or `plain` of
+    it, has to end in one of them. Raises DataError, which names `key`.
+    """
     path = at_home(given)
     try:
-        if path.is_dir():
-            return _files_in(path, suffixes, key, plain)
         if path.is_file():
-            return Listing([path])
+            return FileList(key, given, [path])
+        found = _walk(path, lambda name: name.startswith(".")) if path.is_dir() else None
     except OSError as error:
         raise unreadable(key, path, error) from error
-    what = "is neither a file nor a folder" if path.exists() else "does not exist"
-    raise DataError(f"{key}: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
-
-
-def _files_in(folder: Path, suffixes: list[str], key: str, plain: Callable[[str], str]) -> Listing:
-    """List the files below a folder in the order of their relative paths, without hidden files and linked folders.
-
-    If there are suffixes, a file's name, or `plain` of it, has to end in one of them.
-    """
-    found = _walk(folder, lambda name: name.startswith("."))
-    unfollowed = tuple(path for path in found if path.is_symlink() and not path.is_file())
-    readable = [path for path in found if path.is_file()]
-    ends = tuple(suffixes) or ""
-    files = [path for path in readable if path.name.endswith(ends) or plain(path.name).endswith(ends)]
-    listing = Listing(files, unfollowed, tuple(path for path in readable if path not in set(files)))
+    if found is None:
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise DataError(f"{key}: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
+    told, unfollowed = "", [each for each in found if each.is_symlink() and not each.is_file()]
+    if unfollowed:
+        links = f"{key}: {len(unfollowed)} linked folder(s) or broken link(s) are not read: {listed(unfollowed)}"
+        told = f"{links}. Put the files themselves there, or link each of them."
+    files, others, ends = list[Path](), list[Path](), tuple(suffixes) or ""
+    for each in (each for each in found if each.is_file()):
+        wanted = each.name.endswith(ends) or plain(each.name).endswith(ends)
+        (files if wanted else others).append(each)
     if not files:
-        wanted = f" that ends in {' or '.join(suffixes)} (data.suffixes)" if suffixes else ""
-        holds = f" It has {listed(listing.others)}." if listing.others else ""
-        more = "".join(f" {notice}" for notice in listing.notices(key))
-        raise DataError(f"{key}={folder} is a folder without any file{wanted}.{holds}{more} Give UTF-8 text files.")
-    return listing
+        ending = f" that ends in {' or '.join(suffixes)} (data.suffixes)" if suffixes else ""
+        holds = f" It has {listed(others)}." if others else ""
+        more = f" {told}" if told else ""
+        raise DataError(f"{key}={path} is a folder without any file{ending}.{holds}{more} Give UTF-8 text files.")
+    return FileList(key, given, files, tuple(others), (told,) if told else ())
 
 
-def _open(file: Path) -> BinaryIO:
-    return open(file, "rb")
-
-
-def holds_json(file: Path, opened: Callable[[Path], BinaryIO] = _open) -> bool:
+def holds_json(file: Path) -> bool:
     """True for a file of rows by its name, and where the first line is an object or a list of JSON."""
     if file.suffix.lower() in ROW_SUFFIXES:
         return True
     try:
-        with opened(file) as stream:
+        with open_unpacked(file) as stream:
             first = stream.readline(READ_BYTES).removeprefix(codecs.BOM_UTF8).strip()
         return first[:1] in (b"{", b"[") and isinstance(json.loads(first), dict | list)
-    except (OSError, ValueError, RecursionError):  # the error comes when it is read
+    except (OSError, ValueError, RecursionError, DataError):  # the error comes when it is read
         return False
 
 
-def _standard_library() -> Listing:
+def _standard_library() -> FileList:
     """List the ASCII .py files of the running Python's standard library, without tests and generated files.
 
     The few others hold tables of characters, which would more than double a character vocabulary.
@@ -283,7 +281,7 @@ def _standard_library() -> Listing:
     files = [path for path in readable if path.read_bytes().isascii()]
     if not files:
         raise DataError(f"data.path=null reads Python's standard library, but {root} has no source. Give data.path.")
-    return Listing(files)
+    return FileList("data.path", f"standard library of Python {platform.python_version()}", files)
 
 
 def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
@@ -310,22 +308,6 @@ def byte_bar(total: int, what: str, delay: float | None) -> Iterator[OnBytes]:
 
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=delay) as shown:
         yield lambda raw: shown.update(len(raw))
-
-
-def stamps(files: Iterable[Path], key: str) -> list[tuple[str, int, int]]:
-    """Return path, size and time of change of files: they are equal as long as no file has changed.
-
-    Raises DataError, which names `key`, for a file that can't be looked at.
-    """
-
-    def facts(file: Path) -> tuple[str, int, int]:
-        try:
-            found = os.stat(file)
-        except OSError as error:
-            raise unreadable(key, file, error) from error
-        return str(file.absolute()), found.st_size, found.st_mtime_ns
-
-    return [facts(file) for file in files]
 
 
 def unreadable(key: str, file: Path, error: OSError) -> DataError:

@@ -1,4 +1,4 @@
-"""Token files of documents, written in two passes over the sources, in three where byte-pair encoding is learnt.
+"""Token files of documents, written in two passes over the sources, in three where the tokenizer is learnt.
 
 Beside the files of a prepared folder there are `train.ends` and `val.ends`: the place in the ids of its split at which
 each document ends, little-endian uint64, the end token included. With data.loss_on=replies there are `train.marks` and
@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from pathlib import Path
@@ -24,25 +22,28 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.chat.jinja import chat_settings
-from ttrain.data.corpus import SAMPLE_CHARACTERS, byte_bar
+from ttrain.data.corpus import SAMPLE_CHARACTERS, FileList, byte_bar
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.library_tokenizer import LibraryTokenizer, Marks
 from ttrain.data.settings import TOKENIZERS, DocumentsConfig
-from ttrain.data.sources import Document, DocumentReader, DocumentSource, has_rows
+from ttrain.data.sources import Document, DocumentReader, has_rows
 from ttrain.data.text import BPE_BYTES, chosen_tokenizer, with_notices
-from ttrain.data.tokenizer import CharTokenizer, Ids, Tokenizer, check_round_trip, named_place
+from ttrain.data.tokenizer import Ids, Tokenizer, check_round_trip, named_place
 from ttrain.data.tokens import split_writers, write_header
+
+_LEARNING = "learning the tokenizer"
 
 
 def fill_documents(
-    folder: Path, config: DocumentsConfig, sources: list[DocumentSource], delay: float | None, told: Iterable[str] = ()
+    folder: Path, config: DocumentsConfig, sources: list[FileList], delay: float | None, told: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Write the token files of a config's documents into an empty folder, and return the content of `tokens.json`.
 
     Sentences that are `told` are kept in it, besides those of what was read. For `delay` see byte_bar.
     """
     passes = _Passes(config, sources, delay)
-    made = passes.characters or chosen_tokenizer(config, passes.training_text())
+    every = (document.text for document in passes.documents(_LEARNING))
+    made = chosen_tokenizer(config, every if config.tokenizer == "char" else passes.training_text())
     file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
     tokenizer, end = with_end_token(made, config.end_token, file)
     if config.template == "tokenizer" and file is not None:
@@ -50,10 +51,10 @@ def fill_documents(
     else:  # a template beside the tokenizer is not the one that the texts are made with
         tokenizer.config = {**made.config, "eos_token": end.text}
         tokenizer.config.pop("chat_template", None)
-    encoder = _Encoder(made, tokenizer, end, config.loss_on == "replies")
     with named_place(passes.place):
         tokenizer.notices += tuple(check_round_trip(tokenizer, passes.samples))
-        splits = _write_splits(folder, passes.documents("writing tokens"), passes.held_out, encoder)
+        documents = _encoded(passes.documents("writing tokens"), made, tokenizer, end, config.loss_on == "replies")
+        splits = _write_splits(folder, documents, passes.held_out, config.loss_on == "replies")
     held, skipped = int(passes.held_out.sum()), passes.skipped
     described = {
         "source": [source.given for source in sources],
@@ -88,37 +89,31 @@ def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.b
 class _Passes:
     """Reads the documents of a config again and again.
 
-    The first pass finds the documents that are held out, the characters where these are the tokens, the starts of
-    documents 1, 2, 4, 8 and so on as `samples`, and the checksum of all that was read.
+    The first pass finds the documents that are held out, the starts of documents 1, 2, 4, 8 and so on as `samples`, and
+    the checksum of all that was read.
     """
 
-    def __init__(self, config: DocumentsConfig, sources: list[DocumentSource], delay: float | None) -> None:
+    def __init__(self, config: DocumentsConfig, sources: list[FileList], delay: float | None) -> None:
         self._config, self._sources, self._delay = config, sources, delay
         self._size, self.bytes = sum(source.size for source in sources), 0
         self._hashes, self.samples = array("Q"), list[str]()
         digests = [hashlib.sha256() for _ in sources]
         reader = DocumentReader(config)
-        texts, self.skipped = self._first(reader, digests), reader.skipped
-        self.characters = CharTokenizer.of(texts) if config.tokenizer == "char" else None
-        deque(texts, maxlen=0)  # what is left of them
-        self.sha256 = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
-        self.held_out = self._held_out()
-
-    def _first(self, reader: DocumentReader, digests: list[Any]) -> Iterator[str]:
-        """Yield the texts of the first pass, and note what is to be known of each."""
-        with byte_bar(self._size, "reading documents", self._delay) as on_bytes:
+        with byte_bar(self._size, "reading documents", delay) as on_bytes:
 
             def counted(digest: Any, raw: bytes) -> None:
                 self.bytes += len(raw)
                 digest.update(raw)
                 on_bytes(raw)
 
-            for document in reader.in_turn(self._sources, [partial(counted, digest) for digest in digests]):
+            for document in reader.in_turn(sources, [partial(counted, digest) for digest in digests]):
                 if not len(self._hashes) & (len(self._hashes) + 1):
                     self.samples.append(document.text[:SAMPLE_CHARACTERS])
                 content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
                 self._hashes.append(int.from_bytes(content, "little"))
-                yield document.text
+        self.skipped = reader.skipped
+        self.sha256 = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
+        self.held_out = self._held_out()
 
     def _held_out(self) -> NDArray[np.bool_]:
         """Return a mask of the documents that are held out, in reading order."""
@@ -144,7 +139,7 @@ class _Passes:
     def training_text(self) -> Iterator[str]:
         """Yield the training documents, each with a line break after it, so that no merge spans two."""
         taken = 0
-        for document, left_out in zip(self.documents("learning the tokenizer"), self.held_out, strict=False):
+        for document, left_out in zip(self.documents(_LEARNING), self.held_out, strict=False):
             if not left_out:
                 yield document.text + "\n"
                 taken += len(document.text)
@@ -159,57 +154,49 @@ class _Passes:
         return f"data.sources={','.join(source.given for source in self._sources)}"
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Encodes documents, the end token included.
+def _encoded(
+    documents: Iterable[Document], made: Tokenizer, whole: Tokenizer, end: EndToken, replies: bool
+) -> Iterator[tuple[Document, Ids, Marks | None]]:
+    """Yield each document with its ids and, where `replies` count alone, the marks of its targets.
 
-    `made` is the tokenizer before it got an end token. That of characters or bytes is quick, and agrees with `whole` on
-    every text without the end token.
+    `made` is the tokenizer before it got an end token. A text begins with the tokens that the tokenizer puts before
+    one, a conversation as its template writes it. The end token follows, unless the document is closed.
     """
+    documents, again = tee(documents)
+    start, ending = (np.array(added, whole.dtype) for added in (whole.start, [end.id]))
+    for document, (ids, marks) in zip(documents, _marked(again, made, whole, end, replies), strict=True):
+        if len(ids) and document.replies is None and not np.array_equal(ids[: len(start)], start):
+            ids = np.concatenate([start, ids])
+            marks = None if marks is None else np.append(np.ones(len(start), np.bool_), marks)
+        if len(ids) and ids[-1] != end.id and not document.closed:
+            ids = np.concatenate([ids, ending])
+            marks = None if marks is None else np.append(marks, True)
+        yield document, ids, marks
 
-    made: Tokenizer
-    whole: Tokenizer
-    end: EndToken
-    replies: bool  # only the assistant's replies are learnt of a conversation
 
-    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, Ids, Marks | None]]:
-        """Yield each document with its ids and, where `replies` count alone, the marks of its targets.
-
-        A text begins with the tokens that the tokenizer puts before one, a conversation as its template writes it.
-        """
-        documents, again = tee(documents)
-        start, ending = (np.array(added, self.whole.dtype) for added in (self.whole.start, [self.end.id]))
-        for document, (ids, marks) in zip(documents, self._marked(again), strict=True):
-            if len(ids) and document.replies is None and not np.array_equal(ids[: len(start)], start):
-                ids = np.concatenate([start, ids])
-                marks = None if marks is None else np.append(np.ones(len(start), np.bool_), marks)
-            if len(ids) and ids[-1] != self.end.id and not document.closed:
-                ids = np.concatenate([ids, ending])
-                marks = None if marks is None else np.append(marks, True)
-            yield document, ids, marks
-
-    def _marked(self, documents: Iterator[Document]) -> Iterator[tuple[Ids, Marks | None]]:
-        if self.replies:
-            library = self.whole if isinstance(self.whole, LibraryTokenizer) else LibraryTokenizer(self.whole.to_json())
-            yield from library.encode_marked(
-                (each.text, [(0, len(each.text))] if each.replies is None else each.replies) for each in documents
-            )
-        elif not isinstance(self.made, LibraryTokenizer):
-            for document in documents:
-                tokenizer = self.whole if self.end.text in document.text else self.made
-                (ids,) = tokenizer.encode_documents([document.text])
-                yield ids.astype(self.whole.dtype, copy=False), None
-        else:
-            yield from ((ids, None) for ids in self.whole.encode_documents(document.text for document in documents))
+def _marked(
+    documents: Iterator[Document], made: Tokenizer, whole: Tokenizer, end: EndToken, replies: bool
+) -> Iterator[tuple[Ids, Marks | None]]:
+    if replies:
+        library = whole if isinstance(whole, LibraryTokenizer) else LibraryTokenizer(whole.to_json())
+        yield from library.encode_marked(
+            (each.text, [(0, len(each.text))] if each.replies is None else each.replies) for each in documents
+        )
+    elif isinstance(made, LibraryTokenizer):
+        yield from ((ids, None) for ids in whole.encode_documents(document.text for document in documents))
+    else:  # that of characters or bytes is quick, and agrees with `whole` on every text without the end token
+        for document in documents:
+            (ids,) = (whole if end.text in document.text else made).encode_documents([document.text])
+            yield ids.astype(whole.dtype, copy=False), None
 
 
 def _write_splits(
-    folder: Path, documents: Iterable[Document], held_out: NDArray[np.bool_], encoder: _Encoder
+    folder: Path, documents: Iterable[tuple[Document, Ids, Marks | None]], held_out: NDArray[np.bool_], marked: bool
 ) -> dict[str, Any]:
     """Write the files of both splits. Raises DataError where the sources changed since they were counted."""
     number = -1
-    with split_writers(folder, encoder.replies) as writers:
-        for number, (document, ids, marks) in enumerate(encoder.encode(documents)):
+    with split_writers(folder, marked) as writers:
+        for number, (document, ids, marks) in enumerate(documents):
             if not len(ids):
                 raise DataError(f"{document.place}: the tokenizer makes no token of this document. Leave it out.")
             if number < len(held_out):

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.files import sha256_file
 from ttrain.core.folders import at_home, cache_folder
-from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, sample_numbers
+from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, require_length, sample_numbers
 from ttrain.data.chat.jinja import TEMPLATE_FILE
+from ttrain.data.corpus import FileList
 from ttrain.data.counter import Words
 from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
 from ttrain.data.settings import DocumentsConfig, TokensConfig
-from ttrain.data.sources import DocumentSource, find_sources
+from ttrain.data.sources import find_sources
 from ttrain.data.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
@@ -66,11 +67,9 @@ class DocumentDataset(TokenSequences):
         marks: dict[str, NDArray[np.uint8]] | None = None,
     ) -> None:
         for split, ids in splits.items():
-            if len(ids) < context and config.long_documents == "split":
+            if config.long_documents == "split":
                 advice = "Raise data.held_out" if split == "val" else "Give more documents"
-                few = f"{len(ids)} token(s), fewer than one sequence of model.context={context}"
-                mend = f"{advice}, or set model.context to at most {len(ids)}"
-                raise DataError(f"the {split} documents have {few}. {mend}.")
+                require_length(split, len(ids), context, context, advice)
         self.vocabulary: int | None = tokenizer.vocabulary
         self.tokenizer: Tokenizer | None = tokenizer
         self._splits, self._config = splits, config
@@ -118,34 +117,32 @@ class DocumentDataset(TokenSequences):
 
     def _long(self) -> Iterator[str]:
         """Tell of documents that do not fit into a sequence."""
-        if count := sum(int(long.sum()) for long in self._too_long().values()):
+        long, silenced = map(sum, zip(*map(self._too_long, self._ends), strict=True))
+        if long:
             what = "are left out" if self._config.long_documents == "skip" else "lose their end"
             documents = sum(map(len, self._ends.values()))
-            yield f"{count} of {documents} documents are longer than model.context={self.context} and {what}."
-        if count := sum(map(self._silenced, self._ends)):
-            yield f"{count} of these lose all that the assistant says, so nothing is learnt of them."
+            yield f"{long} of {documents} documents are longer than model.context={self.context} and {what}."
+        if silenced:
+            yield f"{silenced} of these lose all that the assistant says, so nothing is learnt of them."
 
-    def _too_long(self) -> dict[str, NDArray[np.bool_]]:
-        """Return for each document of a split if it is longer than a sequence and is not split."""
-        ends = self._ends if self._packs else {}
-        return {split: np.diff(each, prepend=0) > self.context for split, each in ends.items()}
-
-    def _silenced(self, split: str) -> int:
-        """Count the documents that lose their end and every target with it."""
-        if self._marks is None or self._config.long_documents != "cut":
-            return 0
-        marks, long = self._marks[split], self._too_long()[split]
-        starts = np.concatenate([np.zeros(1, np.int64), self._ends[split][:-1]])[long]
-        return sum(not marks[start + 1 : start + self.context].any() for start in starts)
+    def _too_long(self, split: str) -> tuple[int, int]:
+        """Count the documents that do not fit into a sequence whole, and those of them that lose every target so."""
+        lengths = np.diff(self._ends[split], prepend=0)
+        long = lengths > self.context
+        if not self._packs or self._marks is None or self._config.long_documents == "skip":
+            return int(self._packs and long.sum()), 0
+        starts, marks = (self._ends[split] - lengths)[long], self._marks[split]
+        return len(starts), sum(not marks[start + 1 : start + self.context].any() for start in starts)
 
     def _resize(self, context: int, sequences: int, tokens: int) -> None:
         super()._resize(context, sequences, tokens)
         if self._config.attention == "document":
             self.fields["positions"] = self.fields["tokens"]
         self._packed: dict[tuple[str, int], WholeDocuments] = {}
-        for split, long in self._too_long().items():
-            none = self._config.long_documents == "skip" and bool(long.all())
-            if none or self._silenced(split) == len(long):
+        for split, ends in self._ends.items():
+            long, silenced = self._too_long(split)
+            none = self._config.long_documents == "skip" and long == len(ends)
+            if none or silenced == len(ends):
                 left = "none" if none else "no reply of the assistant"
                 every = f"every one of the {split} documents is longer than model.context={context}"
                 leaves = f"data.long_documents={self._config.long_documents} leaves {left}"
@@ -187,7 +184,10 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
         assert files.header is not None and files.tokenizer is not None
         for split in ("train", "val"):
             splits[split] = open_split(files, split, False)[0].view(np.ndarray)
-            ends[split] = _ends(folder / ENDS_FILE[split], files.header["splits"][split]["ends_sha256"])
+            found = open_ids(folder / ENDS_FILE[split], np.dtype("<u8"))
+            if hashlib.sha256(found.data).hexdigest() != files.header["splits"][split]["ends_sha256"]:
+                raise DataError(f"{folder / ENDS_FILE[split]} has changed since it was written: its SHA-256 differs.")
+            ends[split] = found.astype(np.int64).view(np.ndarray)
             if config.loss_on == "replies":
                 marks[split] = open_ids(folder / MARKS_FILE[split], np.dtype(np.uint8)).view(np.ndarray)
                 if len(marks[split]) != len(splits[split]):
@@ -200,7 +200,7 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     return DocumentDataset(splits, ends, context, config, files.tokenizer, described, marks or None)
 
 
-def tokenized(config: DocumentsConfig, sources: list[DocumentSource]) -> Path:
+def tokenized(config: DocumentsConfig, sources: list[FileList]) -> Path:
     """Return the folder with the token files of a config's documents; write it first where the cache lacks it.
 
     Its name depends on path, size and time of change of every file, and on the keys that change tokens or splits.
@@ -227,14 +227,3 @@ def tokenized(config: DocumentsConfig, sources: list[DocumentSource]) -> Path:
             if not os.path.isfile(folder / HEADER_FILE):  # else another process was faster
                 raise
     return folder
-
-
-def _ends(file: Path, sha256: str) -> NDArray[np.int64]:
-    """Read the ends of a split's documents, int64. Raises DataError for a file that was changed."""
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}.") from None
-    if hashlib.sha256(raw).hexdigest() != sha256:
-        raise DataError(f"{file} has changed since it was written: its SHA-256 differs.")
-    return np.frombuffer(raw, "<u8").astype(np.int64)

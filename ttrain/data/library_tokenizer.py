@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
-from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, unseen
+from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, UnseenText
 
 Marks = NDArray[np.bool_]  # of the tokens of a text
 
-_PIECES_AT_ONCE = 16  # what the library encodes in parallel in one call
-CALL_CHARACTERS = 1 << 20  # likewise, of many short texts
+CALL_CHARACTERS = 1 << 20  # what the library encodes in parallel in one call
 _NO_TOKEN = "\ue000no token\ue000"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -78,10 +77,8 @@ class LibraryTokenizer(Tokenizer):
         _refuse_unknown(self._model)
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[Ids]:
-        pieces, model, count = cut(texts), self._model, 1
-        while batch := [*islice(pieces, count)]:
-            yield from (self._ids([encoding]) for encoding in self._encodings(batch, model))
-            model, count = self._continuing, _PIECES_AT_ONCE
+        pieces = ((piece, not number) for number, piece in enumerate(cut(texts)))
+        yield from (self._ids([encoding]) for encoding in self._encoded(pieces))
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[Ids]:
         """Yield the ids of each text. Several go through the library in one call, which it spreads over the cores."""
@@ -165,16 +162,22 @@ class LibraryTokenizer(Tokenizer):
         return np.concatenate([np.zeros(0, self.dtype), *(np.asarray(each.ids, self.dtype) for each in encodings)])
 
     def _documents(self, texts: Iterable[str], offsets: bool = False) -> Iterator[tuple[list[str], list[Any]]]:
-        """Yield the pieces of each text and their encodings, of about `CALL_CHARACTERS` in one call."""
-        for group in _groups(texts, CALL_CHARACTERS):
-            pieces = [list(cut([text])) for text in group]
-            starts = iter(self._encodings([piece for several in pieces for piece in several[:1]], self._model, offsets))
-            rest = [piece for several in pieces for piece in several[1:]]
-            others = iter(self._encodings(rest, self._continuing, offsets) if rest else [])
-            for several in pieces:
-                yield several, [next(others if number else starts) for number in range(len(several))]
+        """Yield the pieces of each text and their encodings."""
+        documents, again = tee([*cut([text])] for text in texts)
+        pieces = ((piece, not number) for document in again for number, piece in enumerate(document))
+        encodings = self._encoded(pieces, offsets)
+        for document in documents:
+            yield document, [*islice(encodings, len(document))]
 
-    def _encodings(self, pieces: list[str], model: Any, offsets: bool = False) -> list[Any]:
+    def _encoded(self, pieces: Iterable[tuple[str, bool]], offsets: bool = False) -> Iterator[Any]:
+        """Yield the encodings of pieces, each given with True if it begins a text; a call has `CALL_CHARACTERS`."""
+        pieces, again = tee(pieces)
+        ends = accumulate(len(piece) for piece, _ in again)
+        for (_, begins), group in groupby(zip(ends, pieces), lambda pair: (pair[0] // CALL_CHARACTERS, pair[1][1])):
+            yield from self._encodings([piece for _, (piece, _) in group], begins, offsets)
+
+    def _encodings(self, pieces: list[str], begins: bool, offsets: bool) -> list[Any]:
+        model = self._model if begins else self._continuing
         encode = model.encode_batch if offsets else model.encode_batch_fast
         try:
             return list(encode(pieces, add_special_tokens=False))
@@ -185,7 +188,7 @@ class LibraryTokenizer(Tokenizer):
                 raise DataError(f"the tokenizers library cannot encode the text: {error}. Give another.") from None
             # Some models know a character at the start or the end of a word alone.
             failing = {character for character in {*word} if self._fails(character) or self._fails(character * 3)}
-            raise unseen(failing if 0 < len(failing) < len({*word}) else [word], self) from None
+            raise UnseenText(failing if 0 < len(failing) < len({*word}) else [word], self) from None
 
     def _fails(self, text: str) -> bool:
         with suppress(Exception):  # as above
@@ -285,10 +288,3 @@ def _without(step: dict[str, Any] | None, kind: str) -> dict[str, Any] | None:
     if step["type"] != "Sequence":
         return step
     return {**step, "normalizers": [kept for child in step["normalizers"] if (kept := _without(child, kind))]}
-
-
-def _groups(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    """The texts in lists of about `size` characters."""
-    texts, again = tee(texts)
-    for _, group in groupby(zip(accumulate(map(len, again)), texts), lambda pair: pair[0] // size):
-        yield [text for _, text in group]

@@ -45,9 +45,7 @@ class TextConfig(DataConfig):
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
     separator: str = option("\n", "text between two files; \\n is a line break", verbatim=True)
     max_bytes: int | None = option(None, "most bytes to read; null reads all", minimum=1)
-    tokenizer: str = option(
-        "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json", path=True
-    )
+    tokenizer: str = option("char", "char, byte, bpe (learnt from the training split), or a tokenizer.json", path=True)
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
 
 
@@ -86,18 +84,14 @@ class DocumentsConfig(DataConfig):
         ".jsonl and text may be .gz or .zst",
         path=True,
     )
-    held_out: float = option(
-        0.1, "share of the documents, chosen by a hash of their content, that is kept for evaluation", above=0, below=1
-    )
+    held_out: float = option(0.1, "share of documents, chosen by their hash, kept for evaluation", above=0, below=1)
     order: str = option(
         "shuffled",
         "sequential takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours "
         "anew for every pass",
         choices=("sequential", "shuffled"),
     )
-    shuffle_buffer: int | None = option(
-        1000, "neighbouring documents that are shuffled together; null shuffles all", minimum=2
-    )
+    shuffle_buffer: int | None = option(1000, "neighbouring documents shuffled together; null shuffles all", minimum=2)
     attention: str = option(
         "sequence",
         "sequence attends to all earlier tokens of the sequence; document only to those of the same document, with "
@@ -133,35 +127,22 @@ class DocumentsConfig(DataConfig):
     bad_rows: str = option(
         "stop", "stop at an unusable row and name it, or skip and count it", choices=("stop", "skip")
     )
-    tokenizer: str = option(
-        "bpe", "char, byte, bpe (trained on the training documents), or the path of a tokenizer.json", path=True
-    )
+    tokenizer: str = option("bpe", "char, byte, bpe (learnt from training documents), or a tokenizer.json", path=True)
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
-    end_token: str | None = option(
-        None, "token after every document; null takes the tokenizer's own, or adds <|endoftext|>"
-    )
+    end_token: str | None = option(None, "token after each document; null takes the tokenizer's, or adds <|endoftext|>")
     cache: str | None = option(None, "folder for the tokenized documents; null takes the user's cache", path=True)
 
     @rule
-    def _has_sources(self, others: Any) -> Iterator[str]:
+    def _can_be_read(self, others: Any) -> Iterator[str]:
         if not self.sources and others.task.name not in ("sample", "chat"):
             yield "data.sources=[]: no value. data=documents needs data.sources=[<file or folder>,<another>]."
-
-    @rule
-    def _is_read_on_the_host(self, others: Any) -> Iterator[str]:
         if self.resident == "device":
             yield (
                 "data.resident=device: the host makes the sequences of data=documents. Give auto or host, or prepare "
                 "the documents with task=prepare and give data=tokens."
             )
-
-    @rule
-    def _has_targets(self, others: Any) -> Iterator[str]:
         if 1 in (getattr(others.model, "context", 0), *others.train.length_schedule):
             yield "data=documents: sequences of 1 token have no target. Give model.context and lengths of 2 or more."
-
-    @rule
-    def _keeps_replies(self, others: Any) -> Iterator[str]:
         if others.task.name == "prepare" and self.loss_on != "all":
             yield "data.loss_on=replies: data=tokens counts every token. Train on data=documents, which is kept too."
 

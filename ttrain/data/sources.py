@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
 from ttrain.data.chat.conversation import LEARNT, TOOLS, Chat, json_kind, parsed
-from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings, template_file
-from ttrain.data.chat.messages import Rendered, Span, Template
-from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, find_files, holds_json, not_text, stamps, unreadable
-from ttrain.data.formats.compressed import OnBytes, is_compressed, open_unpacked, plain_name
+from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
+from ttrain.data.chat.messages import Span, Template
+from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, FileList, find_files, holds_json, not_text, unreadable
+from ttrain.data.formats.compressed import OnBytes, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
 
@@ -32,7 +32,6 @@ _NOT_READ = {
 }
 _UNREAD = ("documents", "functions", "chat_template_kwargs")  # beside a conversation
 _NAMED_KEYS = 8  # most that an error message lists
-_CHUNK_ROWS, _CHUNK_BYTES = 64, 1 << 18  # read at once: their conversations are rendered in one request
 
 
 class Document(NamedTuple):
@@ -46,24 +45,6 @@ class Document(NamedTuple):
     place: str
     replies: tuple[Span, ...] | None = None
     closed: bool = False
-
-
-@dataclass(frozen=True)
-class DocumentSource:
-    """One entry of data.sources, and its files in reading order."""
-
-    given: str
-    files: tuple[Path, ...]
-    notices: tuple[str, ...] = ()  # sentences about files that are not read
-
-    def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size and time of change of every file. Raises DataError for an unreadable one."""
-        return stamps(self.files, _KEY)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files. Raises DataError for an unreadable one."""
-        return sum(size for _, size, _ in self.stamps())
 
 
 @dataclass
@@ -85,7 +66,7 @@ class Skipped:
             yield f"{rows} row(s) have {what}."
 
 
-def find_sources(config: DocumentsConfig) -> list[DocumentSource]:
+def find_sources(config: DocumentsConfig) -> list[FileList]:
     """Return the sources of a config. Raises DataError for a missing, empty or repeated one, and an unknown form."""
     if not config.sources:
         raise DataError("data=documents needs data.sources, a list of .jsonl, .parquet or text files or of folders.")
@@ -114,7 +95,7 @@ class DocumentReader:
         self._template = template or chat_template(config)
         self.skipped = Skipped()
 
-    def in_turn(self, sources: list[DocumentSource], on_bytes: list[OnBytes]) -> Iterator[Document]:
+    def in_turn(self, sources: list[FileList], on_bytes: list[OnBytes]) -> Iterator[Document]:
         """Yield one document of each source in turn; where a source ends, the others go on.
 
         `on_bytes` has a function for each source, called with its raw bytes in order. Raises DataError that names file
@@ -129,7 +110,7 @@ class DocumentReader:
             turns.rotate(-1)
             read += 1
 
-    def documents(self, source: DocumentSource, on_bytes: OnBytes) -> Iterator[Document]:
+    def documents(self, source: FileList, on_bytes: OnBytes) -> Iterator[Document]:
         """Yield the documents of one source that are not blank."""
         for file in source.files:
             try:
@@ -149,34 +130,42 @@ class DocumentReader:
                 raise unreadable(_KEY, file, error) from error
 
     def _rows(self, file: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[Document]:
-        for chunk in _chunks(rows):
-            read = [(f"{file}:{number}", self._read(row)) for number, row in chunk]
-            chats = [found for _, found in read if isinstance(found, Chat)]
-            rendered = iter(self._template.render_all(chats) if chats else [])
-            for place, found in read:
-                try:
-                    document = self._document(next(rendered) if isinstance(found, Chat) else found, place)
-                except DataError as error:  # a template that takes too much would do so again
-                    raise DataError(f"{place}: {error}") from None
-                except ValueError as error:
-                    if self._config.bad_rows == "stop":
-                        mend = "Mend the row, or leave such rows out with data.bad_rows=skip."
-                        raise DataError(f"{place}: {error}. {mend}") from None
-                    self.skipped.bad_rows += 1
-                    self.skipped.first_bad = self.skipped.first_bad or f"{place}: {error}"
-                else:
-                    yield document
+        for number, row in rows:
+            if isinstance(row, str) and not row.strip():
+                continue
+            place = f"{file}:{number}"
+            try:
+                document = self._document(row, place)
+            except DataError as error:  # a template that takes too much would do so again
+                raise DataError(f"{place}: {error}") from None
+            except ValueError as error:
+                if self._config.bad_rows == "stop":
+                    mend = "Mend the row, or leave such rows out with data.bad_rows=skip."
+                    raise DataError(f"{place}: {error}. {mend}") from None
+                self.skipped.bad_rows += 1
+                self.skipped.first_bad = self.skipped.first_bad or f"{place}: {error}"
+            else:
+                yield document
 
-    def _read(self, given: Any) -> str | Chat | ValueError:
-        """Return the text or conversation of a line of JSON or a row of a table, or what is wrong with it."""
+    def _document(self, row: Any, place: str) -> Document:
+        """Return the document of a line of JSON or a row of a table. Raises ValueError for one that can't be used."""
         try:
-            return self._content(json.loads(given) if isinstance(given, str) else row_value(given))
+            found = self._content(json.loads(row) if isinstance(row, str) else row_value(row))
         except json.JSONDecodeError as error:
-            return ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)")
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno} (a row is one line)") from None
         except RecursionError:
-            return ValueError("not JSON that can be read: too many brackets inside each other")
-        except ValueError as error:
-            return error
+            raise ValueError("not JSON that can be read: too many brackets inside each other") from None
+        text, replies = (found, None) if isinstance(found, str) else self._template.render(found)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = f"has {text[error.start]!a}, half of a surrogate pair, which is no character"
+            raise ValueError(half) from None
+        if replies is None:
+            return Document(text, place)
+        if self._config.loss_on == "replies" and not any(start < end for start, end in replies):
+            raise ValueError("has no reply of the assistant to learn, as data.loss_on=replies asks for")
+        return Document(text, place, replies, isinstance(self._template, TokenizerTemplate))
 
     def _content(self, row: Any) -> str | Chat:
         text_key, chat_key = self._config.text_key, self._config.chat_key
@@ -214,65 +203,32 @@ class DocumentReader:
         self.skipped.unread.update(f"{name!r} beside {key!r}, which is not read" for name in unread)
         return chat
 
-    def _document(self, found: str | Rendered | Exception, place: str) -> Document:
-        if isinstance(found, Exception):
-            raise found
-        text = found if isinstance(found, str) else found.text
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = f"has {text[error.start]!a}, half of a surrogate pair, which is no character"
-            raise ValueError(half) from None
-        if isinstance(found, str):
-            return Document(text, place)
-        if self._config.loss_on == "replies" and not any(start < end for start, end in found.replies):
-            raise ValueError("has no reply of the assistant to learn, as data.loss_on=replies asks for")
-        return Document(text, place, found.replies, isinstance(self._template, TokenizerTemplate))
-
-
-def _chunks(rows: Iterator[tuple[int, Any]]) -> Iterator[list[tuple[int, Any]]]:
-    """Group rows that are not blank, so that their conversations are rendered together."""
-    chunk, size = list[tuple[int, Any]](), 0
-    try:
-        for number, row in rows:
-            if isinstance(row, str) and not row.strip():
-                continue
-            chunk.append((number, row))
-            size += len(row) if isinstance(row, str) else row.nbytes
-            if len(chunk) == _CHUNK_ROWS or size > _CHUNK_BYTES:
-                yield chunk
-                chunk, size = [], 0
-    except DataError:  # behind the rows that can be read
-        yield chunk
-        raise
-    yield chunk
-
 
 def chat_template(config: DocumentsConfig) -> Template | TokenizerTemplate:
     """Return the template of a config. Raises DataError for one that can't be used."""
     if config.template != "tokenizer":
         return Template(config.template)
     file = at_home(config.tokenizer)
-    return TokenizerTemplate(chat_settings(file), config.loss_on == "replies", template_file(file))
+    return TokenizerTemplate(chat_settings(file), config.loss_on == "replies", file.parent)
 
 
-def _source(given: str, config: DocumentsConfig) -> DocumentSource:
+def _source(given: str, config: DocumentsConfig) -> FileList:
     found, path = find_files(given, config.suffixes, _KEY, plain_name), at_home(given)
     if path.is_dir():
         found = saved_dataset(path, found)
     elif why := _NOT_READ.get(_suffix(path)):
         raise DataError(f"{_KEY}: {given} {why}.")
-    notices = found.notices(_KEY)
+    notices = [*found.notices]
     if found.others:
         others = f"{_KEY}: {len(found.others)} file(s) of {given} are not read, because their names don't end in"
         ends = " or ".join(config.suffixes)
         notices.append(f"{others} {ends}: {listed(found.others)}. data.suffixes says which are.")
-    if rows := [file for file in found.files if not has_rows(file) and holds_json(file, _opened)]:
+    if rows := [file for file in found.files if not has_rows(file) and holds_json(file)]:
         plain = f"{_KEY}: {listed(rows)} are read as plain text, JSON syntax included."
         notices.append(f"{plain} To read the rows in them, {NAME_ROWS}.")
-    if packed := [file for file in found.files if is_compressed(file) and _suffix(file) in TABLES]:
+    if packed := [file for file in found.files if _suffix(file) in TABLES and file.name != plain_name(file.name)]:
         raise DataError(f"{_KEY}: {packed[0]} is a table that is compressed as a whole. Unpack it.")
-    return DocumentSource(given, tuple(found.files), tuple(notices))
+    return replace(found, notices=tuple(notices))
 
 
 def has_rows(file: Path) -> bool:
@@ -310,7 +266,7 @@ def read_lines(file: Path, on_bytes: OnBytes, trains: bool = True) -> Iterator[t
     Raises DataError for what is not UTF-8, with the advice for data that a model `trains` on.
     """
     start = b""
-    with _opened(file, on_bytes) as stream:
+    with open_unpacked(file, on_bytes) as stream:
         for number in count(1):
             raw = stream.readline(LONGEST_DOCUMENT)
             start = start or raw[:8]
@@ -318,8 +274,6 @@ def read_lines(file: Path, on_bytes: OnBytes, trains: bool = True) -> Iterator[t
                 return
             if len(raw) == LONGEST_DOCUMENT:
                 raise DataError(f"{file}:{number}: a line of more than {format_bytes(LONGEST_DOCUMENT)}. Split it.")
-            if not is_compressed(file):  # else the stream calls it
-                on_bytes(raw)
             try:
                 line, bad = raw.decode("utf-8"), raw.find(b"\0")
             except UnicodeDecodeError as error:
@@ -327,7 +281,3 @@ def read_lines(file: Path, on_bytes: OnBytes, trains: bool = True) -> Iterator[t
             if bad >= 0:
                 raise not_text(f"{file}:{number}", start, f"byte {bad + 1} of the line (0x{raw[bad]:02x})", trains)
             yield number, line.removeprefix("\ufeff") if number == 1 else line
-
-
-def _opened(file: Path, on_bytes: OnBytes = len) -> BinaryIO:
-    return open_unpacked(file, on_bytes) if is_compressed(file) else open(file, "rb")

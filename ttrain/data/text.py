@@ -49,7 +49,9 @@ def encode_corpus(
     """
     # Held-out text has no unseen character, since these are taken from all of it. Merges are learnt from the training
     # split alone, and cover every text because bytes do.
-    learnt = {"char": corpus.size, "bpe": corpus.learning_end(BPE_BYTES)}.get(config.tokenizer, 0)
+    learnt = {"char": corpus.size, "bpe": corpus.character_start(min(corpus.boundary, BPE_BYTES))}.get(
+        config.tokenizer, 0
+    )
     digest = hashlib.sha256()
     with named_place(corpus.place):
         with byte_bar(learnt, "learning the tokenizer", delay) as on_bytes:
@@ -66,8 +68,8 @@ def encode_corpus(
                     add(split, ids)
     corpus.require_unchanged()
     described = {
-        "source": corpus.source,
-        "files": len(corpus.files),
+        "source": corpus.found.given,
+        "files": len(corpus.found.files),
         "bytes": {"train": corpus.boundary, "val": corpus.size - corpus.boundary},
         "sha256": digest.hexdigest(),
     }
@@ -134,4 +136,4 @@ def _require_memory(corpus: Corpus) -> None:
     if needed > available:
         sizes = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
         mend = "Train on what task=prepare makes of it, with data=tokens, or set data.max_bytes"
-        raise DataError(f"data.path={corpus.source} needs {sizes}. {mend}.")
+        raise DataError(f"data.path={corpus.found.given} needs {sizes}. {mend}.")

@@ -65,7 +65,7 @@ class Tokenizer(ABC):
             text.encode()
         except UnicodeEncodeError as error:
             # Undecodable bytes of a command line arrive as lone surrogates, which no UTF-8 text holds.
-            raise unseen(text[error.start : error.end], self) from None
+            raise UnseenText(text[error.start : error.end], self) from None
         return [int(token) for piece in self.encode_pieces([text]) for token in piece]
 
     @abstractmethod
@@ -122,7 +122,7 @@ class CharTokenizer(Tokenizer):
         for text in texts:
             ids = self._id_of[_code_points(text)]
             if ids.size and ids.max() == self.vocabulary:
-                raise unseen(set(text) - set(self.characters), self)
+                raise UnseenText(set(text) - set(self.characters), self)
             yield ids.astype(self.dtype)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -163,19 +163,14 @@ class ByteTokenizer(Tokenizer):
 class UnseenText(DataError):
     """An error: a tokenizer has no id for `texts`, which are characters or words. `pattern` finds them."""
 
-    def __init__(self, message: str, texts: Sequence[str]) -> None:
-        super().__init__(message)
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
+        ordered = sorted(texts)
+        never = f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw"
+        mend = "Leave it out, or train with data.tokenizer=byte or bpe, which cover all."
+        super().__init__(f"{never} {listed(map(_named, ordered), 8)}. {mend}")
         # Of words whole ones alone: others may hold them as a part.
-        found = (re.escape(text) if len(text) == 1 else rf"(?<!\S){re.escape(text)}(?!\S)" for text in texts)
+        found = (re.escape(text) if len(text) == 1 else rf"(?<!\S){re.escape(text)}(?!\S)" for text in ordered)
         self.pattern = re.compile("|".join(found))
-
-
-def unseen(texts: Iterable[str], tokenizer: Tokenizer) -> UnseenText:
-    """Return the error that names the characters or words without an id."""
-    ordered = sorted(texts)
-    named = listed(map(_named, ordered), 8)
-    never = f"the {tokenizer.name} tokenizer of {tokenizer.vocabulary} ids never saw {named}"
-    return UnseenText(f"{never}. Leave it out, or train with data.tokenizer=byte or bpe, which cover all.", ordered)
 
 
 def check_round_trip(tokenizer: Tokenizer, samples: Iterable[str]) -> Iterator[str]:

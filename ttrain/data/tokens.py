@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError
 from ttrain.core.files import new_folder, write_synced
 from ttrain.core.folders import at_home
-from ttrain.data.batches import Sizes, TokenDataset, outside_vocabulary
+from ttrain.data.batches import Sizes, TokenDataset, require_ids
 from ttrain.data.library_tokenizer import read_tokenizer
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
 from ttrain.data.text import named_tokenizer, require_context, with_notices
@@ -115,15 +115,6 @@ def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
         raise DataError(f"cannot read {file}: {error.strerror or error}.") from error
 
 
-def require_ids(ids: Ids, vocabulary: int, file: Path) -> None:
-    """Raise DataError for the first id outside the vocabulary, with its position."""
-    for start in range(0, len(ids), _SCAN_TOKENS):
-        part = ids[start : start + _SCAN_TOKENS]
-        if part.max() >= vocabulary:
-            position = int(np.argmax(part >= vocabulary))
-            raise outside_vocabulary(int(part[position]), vocabulary, f"token {start + position} of {file}")
-
-
 def _prepared(folder: Path, config: TokensConfig) -> TokenFiles:
     header = _read_header(folder / HEADER_FILE)
     for key in ("dtype", "vocabulary"):
@@ -179,7 +170,8 @@ def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[s
     digest = hashlib.sha256(ids.data).hexdigest()
     if known is not None and known["sha256"] != digest:
         raise DataError(f"{file} has changed since it was prepared: its SHA-256 differs. Prepare the tokens again.")
-    require_ids(ids, files.vocabulary, file)
+    for start in range(0, len(ids), _SCAN_TOKENS):
+        require_ids(ids[None, start : start + _SCAN_TOKENS], files.vocabulary, [start], str(file))
     return ids, {split: digest}, True
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
+from ttrain.data.chat.conversation import Chat
 from ttrain.tasks.opening import OpenedModel
 from ttrain.tasks.sample import ending_of, opened_model
 from ttrain.train.sampling.source import TokenSource
@@ -79,7 +80,7 @@ class _Conversation:
         most = self._source.steps.context
         room = min(self._source.config.tokens, most // 2)
         while True:
-            ids = self._tokenizer.encode(self._template.prompt(self._messages))
+            ids = self._tokenizer.encode(self._template.prompt(Chat(self._messages)))
             start = len(self._first)
             if len(ids) + room <= most or len(self._messages) <= start + 1:
                 return ids

@@ -61,6 +61,6 @@ def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None)
         for split, writer in writers.items():
             if not writer.tokens:
                 more = "Give more text or another data.held_out."
-                raise DataError(f"the {split} split of {corpus.source} has no tokens. {more}")
+                raise DataError(f"the {split} split of {corpus.found.given} has no tokens. {more}")
         splits = {split: writer.finish() for split, writer in writers.items()}
     return write_header(folder, tokenizer, splits, described)

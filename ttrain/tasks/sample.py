@@ -14,7 +14,7 @@ from ttrain.config.schema import Config
 from ttrain.core.errors import DataError, UserError
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
-from ttrain.data.chat.conversation import parsed
+from ttrain.data.chat.conversation import Chat, parsed
 from ttrain.data.sources import read_lines
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.tasks.training.notices import idle
@@ -109,7 +109,7 @@ def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[
     try:
         template = given.conversations()
         stop = given.stop.also(given.tokenizer, ending_of(template))
-        return given.tokenizer.encode(template.prompt(row, tools)), stop
+        return given.tokenizer.encode(template.prompt(Chat.of(row, tools))), stop
     except ValueError as error:
         raise UserError(f"{place}: {error}.") from None
 
@@ -129,7 +129,7 @@ def ending_of(template: Any) -> str | None:
     reply, question = "\ue001", "\ue002"
     said = {"role": "assistant", "content": reply}, {"role": "user", "content": question}
     try:
-        text: str = template.render([said[1], *said]).text
+        text: str = template.render(Chat([said[1], *said])).text
     except ValueError:
         return None
     between = text.partition(reply)[2].partition(question)[0]

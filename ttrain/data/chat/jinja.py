@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
-from ttrain.data.chat.messages import Rendered, Span, tried
-from ttrain.data.chat.sandbox import SANDBOX, Job
+from ttrain.data.chat.messages import Rendered, Span
+from ttrain.data.chat.sandbox import SANDBOX, Variant
 from ttrain.data.end_token import CONFIG_FILE, read_folder_facts, read_tokenizer_config, token_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE = {"role": REPLIES, "content": "\ue001"}  # a reply that begins as no other does
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-
-def template_file(file: Path) -> Path:
-    """Return where the template of a tokenizer.json stands, if there is one."""
-    beside = file.with_name(TEMPLATE_FILE)
-    return beside if os.path.exists(beside) else file.with_name(CONFIG_FILE)
 
 
 def chat_settings(file: Path) -> dict[str, Any]:
@@ -77,56 +71,31 @@ class TokenizerTemplate:
             nonce = str(int.from_bytes(os.urandom(8), "big"))  # filters such as upper leave digits alone
             self._marks = (f"\ue000{nonce}(", f"\ue000{nonce})")
         self._replies, self._place = replies, place
-        self._answers([])
+        self._answer(Chat([]))
 
-    def render(self, messages: Sequence[Any], tools: Any = None) -> Rendered:
+    def render(self, chat: Chat) -> Rendered:
         """Return a conversation as text. Raises ValueError, which says what is wrong with it."""
-        (found,) = self.render_all([Chat.of(messages, tools)])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        chat = self._fitted(chat)
+        text, compared = self._answer(chat, *self._variants(chat))
+        for number, message in enumerate(chat.messages, 1):
+            if isinstance(content := message.get("content"), dict) and repr(content) in text:
+                raise ValueError(f"message {number} has as content an object, which the chat template can't write")
+        if self._marks[0]:
+            return _silenced(_unmarked(text, *self._marks), chat, [marks for _, _, marks in compared])
+        around = [compared[place : place + 3] for place in range(0, len(compared), 3)]
+        prompts = any(before != prompt for before, prompt, _ in around)
+        spans = (self._reply(chat, text, *each, prompts) for each in zip(chat.replies, around, strict=False))
+        return Rendered(text, tuple(spans))
 
-    def render_all(self, chats: Sequence[Chat]) -> list[Rendered | Exception]:
-        """Return conversations as texts, with a ValueError in the place of each that can't be used.
-
-        A DataError, for one that takes too much, is the last.
-        """
-        found: list[Any] = []
-        for chat in chats:
-            found.append(tried(self._fitted, chat))
-            if isinstance(found[-1], DataError):
-                break
-        fitting = [number for number, chat in enumerate(found) if isinstance(chat, Chat)]
-        answers = self._answers([self._job(found[number], self._variants(found[number])) for number in fitting])
-        for number, answer in zip(fitting, answers, strict=False):
-            found[number] = tried(self._rendered, found[number], answer)
-            if isinstance(found[number], DataError):
-                return found[: number + 1]
-        return found
-
-    def prompt(self, messages: Sequence[Any], tools: Any = None) -> str:
+    def prompt(self, chat: Chat) -> str:
         """Return the text that the next reply follows."""
-        text, _ = self._first(self._fitted(Chat.of(messages, tools)), prompting=True)
+        chat = self._fitted(chat)
+        text, _ = self._answer(chat, (chat.messages, True))
         return _unmarked(text, *self._marks).text if self._marks[0] else text
 
-    def _answers(self, jobs: list[Job]) -> list[Any]:
-        return SANDBOX.render(self._source, self._marks, jobs, self._place)
-
-    def _job(self, chat: Chat, variants: list[tuple[list[Any], bool]]) -> Job:
-        return {**self._names, "tools": chat.tools}, variants
-
-    def _checked(self, answer: Any) -> tuple[str, list[list[int]]]:
-        """Return an answer of the renderer. Raises ValueError, or DataError, for one that is none."""
-        if isinstance(answer, DataError):
-            raise answer
-        if isinstance(answer, str):
-            raise ValueError(f"the tokenizer's chat template {answer}")
-        return answer[0], answer[1]
-
-    def _first(self, chat: Chat, *variants: tuple[list[Any], bool], prompting: bool = False) -> Any:
-        """Return a conversation's text, and how further variants of it compare."""
-        (answer,) = self._answers([self._job(chat, [(chat.messages, prompting), *variants])])
-        return self._checked(answer)
+    def _answer(self, chat: Chat, *variants: Variant) -> tuple[str, list[list[int]]]:
+        """Return the text of the first variant of a conversation, and how further ones compare."""
+        return SANDBOX.render(self._source, self._marks, {**self._names, "tools": chat.tools}, variants, self._place)
 
     def _fitted(self, chat: Chat) -> Chat:
         """Return the conversation with its values in the form that the template expects.
@@ -142,14 +111,14 @@ class TokenizerTemplate:
         messages = [{key: value for key, value in each.items() if value is not None} for each in chat.messages]
         for fit in (joined_parts, fitted_calls):
             if any(fit(message, None) is not message for message in messages):
-                shown = tried(self._first, chat._replace(messages=messages))
-                if isinstance(shown, DataError):
-                    raise shown
-                text = None if isinstance(shown, Exception) else shown[0]
+                try:
+                    text = self._answer(chat, (messages, False))[0]
+                except ValueError:
+                    text = None
                 messages = [fit(message, text) for message in messages]
         return chat._replace(messages=messages)
 
-    def _variants(self, chat: Chat) -> list[tuple[list[Any], bool]]:
+    def _variants(self, chat: Chat) -> list[Variant]:
         """Return what has to be rendered to find the replies of a conversation, the whole of it first."""
         messages = chat.messages
         found = [(messages, False)]
@@ -160,19 +129,6 @@ class TokenizerTemplate:
             before = messages[:number] or [_PROBE]  # no template renders nothing
             found += [(before, False), (before, True), (messages[: number + 1], False)]
         return found
-
-    def _rendered(self, chat: Chat, answer: Any) -> Rendered:
-        """Return the text and the replies of a conversation by the renderer's answer to its variants."""
-        text, compared = self._checked(answer)
-        for number, message in enumerate(chat.messages, 1):
-            if isinstance(content := message.get("content"), dict) and repr(content) in text:
-                raise ValueError(f"message {number} has as content an object, which the chat template can't write")
-        if self._marks[0]:
-            return _silenced(_unmarked(text, *self._marks), chat, [marks for _, _, marks in compared])
-        around = [compared[place : place + 3] for place in range(0, len(compared), 3)]
-        prompts = any(before != prompt for before, prompt, _ in around)
-        spans = (self._reply(chat, text, *each, prompts) for each in zip(chat.replies, around, strict=False))
-        return Rendered(text, tuple(spans))
 
     def _reply(self, chat: Chat, text: str, number: int, around: list[list[int]], prompts: bool) -> Span:
         """Return where reply `number` lies in the text: after what the template writes before a reply.
@@ -187,7 +143,8 @@ class TokenizerTemplate:
             rewrites = "the tokenizer's chat template writes earlier messages another way once later ones follow"
             raise ValueError(f"message {number + 1}: {rewrites}, which hides the reply. Use data.loss_on=all")
         if prompt == asked == before:
-            _, ((prompt, _, _),) = self._first(chat, ([*chat.messages[:number], _PROBE], False))
+            probed = [*chat.messages[:number], _PROBE]
+            _, ((prompt, _, _),) = self._answer(chat, (chat.messages, False), (probed, False))
             if not text[before:prompt].strip():  # a blank belongs to the word after it
                 return before, end
             if not prompts:

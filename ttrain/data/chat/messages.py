@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from string import Formatter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import with_line_breaks
@@ -16,8 +17,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # One message each. {role} is the role as the row has it, {Role} begins with a capital letter.
 TEMPLATES = {"plain": "{Role}: {content}\n", "chatml": "<|im_start|>{role}\n{content}<|im_end|>\n"}
 _FIELDS = ("role", "Role", "content")
-_Made = TypeVar("_Made")
-_Part = tuple[str, str]  # a text, and the name of the field after it, empty where there is none
 
 
 class Rendered(NamedTuple):
@@ -25,14 +24,6 @@ class Rendered(NamedTuple):
 
     text: str
     replies: tuple[Span, ...] = ()
-
-
-def tried(make: Callable[..., _Made], *given: Any) -> _Made | Exception:
-    """Return what is made, or the error of a conversation that can't be used."""
-    try:
-        return make(*given)
-    except (ValueError, DataError) as error:
-        return error
 
 
 class Template:
@@ -56,23 +47,24 @@ class Template:
                 raise DataError(f"data.template={given!r}: has {{{name}}}, not {{role}}, {{Role}} or {{content}}.")
         if "content" not in {name for _, name, _, _ in parts}:
             raise DataError(f"data.template={given!r}: has no {{content}}, so every message would be the same.")
-        place = next(place for place, (_, name, _, _) in enumerate(parts) if name == "content")
-        whole: list[_Part] = [(literal, name or "") for literal, name, _, _ in parts]
-        # What a message has before its first content, and after it.
-        self._head: list[_Part] = [*whole[:place], (whole[place][0], "")]
-        self._tail = whole[place + 1 :]
+        self._text = text
 
-    def render(self, messages: Iterable[Any], tools: Any = None) -> Rendered:
-        """Return a conversation as text. Raises ValueError, which says what is wrong with it."""
-        return self._render(Chat.of(messages, tools))
+    def render(self, chat: Chat) -> Rendered:
+        """Join the messages, without line breaks at the end. Of a reply its content and what follows it count.
 
-    def render_all(self, chats: Sequence[Chat]) -> list[Rendered | Exception]:
-        """Return conversations as texts, with a ValueError in the place of each that can't be used."""
-        return [tried(self._render, chat) for chat in chats]
+        Raises ValueError, which says what is wrong with a conversation.
+        """
+        text, replies, learnt = "", list[Span](), set(chat.replies)
+        for number, message in enumerate(chat.messages):
+            before, rest = self._message(number + 1, message)
+            if number in learnt:
+                replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
+            text += before + rest
+        text = text.rstrip("\n")
+        return Rendered(text, tuple((start, min(end, len(text))) for start, end in replies))
 
-    def prompt(self, messages: Iterable[Any], tools: Any = None) -> str:
+    def prompt(self, chat: Chat) -> str:
         """Return the text that the next reply follows."""
-        chat = Chat.of(messages, tools)
         if chat.tools:
             raise ValueError("has tools, which only the template of a tokenizer can write")
         asked = [*chat.messages, {"role": REPLIES, "content": ""}]
@@ -83,27 +75,18 @@ class Template:
         """Return a template for Transformers' apply_chat_template that writes the same."""
         fields = {"role": "message['role']", "Role": "message['role'] | capitalize", "content": "message['content']"}
         reply = {"role": _quoted(REPLIES), "Role": _quoted(REPLIES.capitalize())}
+        text = self._text.format(**{name: f"\0{name}\0" for name in _FIELDS})
 
-        def joined(parts: Iterable[_Part], values: Mapping[str, str]) -> str:
-            return " ~ ".join(f"{_quoted(literal)} ~ {values.get(name, _quoted(''))}" for literal, name in parts)
+        def joined(given: str, values: Mapping[str, str]) -> str:
+            """Join the texts between fields with the values of these."""
+            parts = re.split("\0(.*?)\0", given)
+            return " ~ ".join(values[part] if number % 2 else _quoted(part) for number, part in enumerate(parts))
 
-        message = joined([*self._head, ("", "content"), *self._tail], fields)
-        asked = joined([*self._head[:-1], (self._head[-1][0].rstrip(" "), "")], reply)
+        asked = joined(text.partition("\0content\0")[0].rstrip(" "), reply)
         return (
-            f"{{%- set text %}}{{% for message in messages %}}{{{{ {message} }}}}{{% endfor %}}"
+            f"{{%- set text %}}{{% for message in messages %}}{{{{ {joined(text, fields)} }}}}{{% endfor %}}"
             f"{{% endset -%}}{{{{ text ~ {asked} if add_generation_prompt else text.rstrip('\\n') }}}}"
         )
-
-    def _render(self, chat: Chat) -> Rendered:
-        """Join the messages, without line breaks at the end. Of a reply its content and what follows it count."""
-        text, replies, learnt = "", list[Span](), set(chat.replies)
-        for number, message in enumerate(chat.messages):
-            before, rest = self._message(number + 1, message)
-            if number in learnt:
-                replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
-            text += before + rest
-        text = text.rstrip("\n")
-        return Rendered(text, tuple((start, min(end, len(text))) for start, end in replies))
 
     def _message(self, number: int, message: dict[str, Any]) -> tuple[str, str]:
         """Return what comes before the content of a message, and the rest."""
@@ -116,9 +99,9 @@ class Template:
             raise ValueError(f"message {number} has the role {given}; known are {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"message {number} has as content {json_kind(content)}, not text")
-        values = {"role": role, "Role": role.capitalize(), "content": content, "": ""}
-        head, tail = ("".join(literal + values[name] for literal, name in part) for part in (self._head, self._tail))
-        return head, content + tail
+        filled = self._text.format(role=role, Role=role.capitalize(), content="\0")
+        head, _, tail = filled.partition("\0")
+        return head, content + tail.replace("\0", content)
 
 
 def _quoted(text: str) -> str:

@@ -1,9 +1,9 @@
 """The child process in which chat templates run; `sandbox` starts it. It imports Jinja2 and nothing of ttrain.
 
-A request is a pickle of (template, marks, jobs). The answers are lines of JSON: one for the template, null where it
-compiles, else [line, error]; then one for each job. A job is (names, variants), a variant (messages, prompting). Its
-answer is the text of its first variant and, for every other variant, [characters at its start that are those of the
-first, its length, opening marks in it]; or the error as a text.
+A request is a pickle of (template, marks, names, variants), a variant is (messages, prompting). The answer is a line of
+JSON. It has `text`, that of the first variant, and `compared` with, for every other one, [characters at its start that
+are those of the first, its length, opening marks in it]. Or it has what is wrong: `template` with line and reason where
+that does not compile, else `failed`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def main(seconds: int, memory: int, out_of_memory: int) -> None:
         _limit(resource.RLIMIT_AS, memory)
     try:
         while True:
-            source, marks, jobs = pickle.load(sys.stdin.buffer)
-            _answer_request(source, marks, jobs, seconds)
+            source, marks, names, variants = pickle.load(sys.stdin.buffer)
+            answer = _answer(source, marks, names, variants, seconds)
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
     except EOFError:
         return
     except MemoryError:
@@ -49,7 +51,9 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _answer_request(source: str, marks: tuple[str, str], jobs: list[Any], seconds: int) -> None:
+def _answer(
+    source: str, marks: tuple[str, str], names: dict[str, Any], variants: list[Any], seconds: int
+) -> dict[str, Any]:
     def begin() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))
@@ -60,28 +64,21 @@ def _answer_request(source: str, marks: tuple[str, str], jobs: list[Any], second
     except MemoryError:
         raise
     except Exception as error:  # such as Python's own where too many blocks stand inside each other
-        _answer([getattr(error, "lineno", None), str(error) or type(error).__name__])
-        return
-    _answer(None)
-    for names, variants in jobs:
-        texts = []
-        try:
-            for messages, prompting in variants:
-                begin()
-                texts.append(template.render(**names, messages=messages, add_generation_prompt=prompting))
-            first = texts[0]
-            _answer([first, [[_shared(first, text), len(text), text.count(marks[0] or "\0")] for text in texts[1:]]])
-        except MemoryError:
-            raise
-        except jinja2.TemplateError as error:
-            _answer(f"refuses it: {error.message or error}")
-        except Exception as error:  # whatever a template may do wrong
-            _answer(f"fails: {type(error).__name__}: {error}")
-
-
-def _answer(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
+        return {"template": [getattr(error, "lineno", None), str(error) or type(error).__name__]}
+    texts = []
+    try:
+        for messages, prompting in variants:
+            begin()
+            texts.append(template.render(**names, messages=messages, add_generation_prompt=prompting))
+    except MemoryError:
+        raise
+    except jinja2.TemplateError as error:
+        return {"failed": f"refuses it: {error.message or error}"}
+    except Exception as error:  # whatever a template may do wrong
+        return {"failed": f"fails: {type(error).__name__}: {error}"}
+    first = "".join(texts[:1])
+    compared = [[_shared(first, text), len(text), text.count(marks[0] or "\0")] for text in texts[1:]]
+    return {"text": first, "compared": compared}
 
 
 def _shared(one: str, other: str) -> int:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import Any
@@ -25,7 +25,7 @@ _SAFE = (3, 1, 6)  # earlier versions of Jinja2 have known ways out of their san
 _KEPT = ("LD_LIBRARY_PATH", "TZ", "TZDIR")  # variables that the child sees; no secret is among them
 _START = "import sys; sys.path[:] = {path!r}; from ttrain.data.chat.renderer import main; main({limits})"
 
-Job = tuple[Mapping[str, Any], list[tuple[list[Any], bool]]]  # see renderer
+Variant = tuple[list[Any], bool]  # messages, and if the text ends with a prompt for a reply
 
 
 class Sandbox:
@@ -35,37 +35,39 @@ class Sandbox:
         self._lock, self._owner = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, source: str, marks: tuple[str, str], jobs: list[Job], place: object) -> list[Any]:
-        """Return the renderer's answer to each job; a DataError, where one takes too much, is the last.
+    def render(
+        self, source: str, marks: tuple[str, str], names: Mapping[str, Any], variants: Sequence[Variant], place: object
+    ) -> tuple[str, list[list[int]]]:
+        """Return the text of the first variant, and how the others compare with it; see renderer.
 
-        Raises DataError for what is no template, and where its compilation takes too much. `place` is where it is from.
+        Raises DataError for what is no template or takes too much, and ValueError for messages that it fails on.
+        `place` is where it is from.
         """
         with self._lock:
             process = self._running()
             try:
                 with suppress(BrokenPipeError):  # of a dead child, which gives no answer
-                    pickle.dump((source, marks, jobs), process.stdin, pickle.HIGHEST_PROTOCOL)
+                    pickle.dump((source, marks, names, variants), process.stdin, pickle.HIGHEST_PROTOCOL)
                     process.stdin.flush()
-                compiled, answers = _answer(process, place), list[Any]()
-                while compiled is None and len(answers) < len(jobs):
-                    answers.append(_answer(process, place))
-                    if isinstance(answers[-1], DataError):
-                        break
-            except BaseException:  # such as Ctrl-C: answers that nobody reads would be taken for those that follow
+                line = process.stdout.readline()
+            except BaseException:  # such as Ctrl-C: an answer that nobody reads would be taken for the next one
                 process.kill()
                 process.wait()
                 raise
-        if isinstance(compiled, DataError):
-            raise compiled
-        if compiled is not None:
-            line, why = compiled
-            raise DataError(f"the tokenizer's chat template{f', line {line}' if line else ''}: {why}.")
-        return answers
+            if not line.endswith(b"\n"):
+                raise _ended(process.wait(), place)
+        found = json.loads(line)
+        if "template" in found:
+            number, why = found["template"]
+            raise DataError(f"the tokenizer's chat template{f', line {number}' if number else ''}: {why}.")
+        if "failed" in found:
+            raise ValueError(f"the tokenizer's chat template {found['failed']}")
+        return found["text"], found["compared"]
 
     def _running(self) -> Any:
         """Return the child, started anew where there is none, where it is dead, or where it is that of a parent."""
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-            _require_jinja2()
+            _require_safe_jinja2()
             code = _START.format(path=sys.path, limits=f"{SECONDS}, {MEMORY}, {OUT_OF_MEMORY}")
             environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
             self._owner, self._process = os.getpid(), subprocess.Popen(
@@ -78,12 +80,9 @@ class Sandbox:
 SANDBOX = Sandbox()  # of this process
 
 
-def _answer(process: subprocess.Popen[bytes], place: object) -> Any:
-    """Return the next answer, or a DataError where the child has ended."""
-    line = process.stdout.readline() if process.stdout else b""
-    if line.endswith(b"\n"):
-        return json.loads(line)
-    code, why = process.wait(), f"takes more than {format_bytes(MEMORY)} of memory"
+def _ended(code: int, place: object) -> DataError:
+    """Return the error for a template that ended the child with an exit code."""
+    why = f"takes more than {format_bytes(MEMORY)} of memory"
     if code == -signal.SIGXCPU:
         why = f"computes for more than {SECONDS} s, so it may never end"
     elif code not in (OUT_OF_MEMORY, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
@@ -92,10 +91,7 @@ def _answer(process: subprocess.Popen[bytes], place: object) -> Any:
     return DataError(f"the chat template of {place} {why}. {mend}.")
 
 
-def _require_jinja2() -> None:
-    try:
-        version = metadata.version("jinja2")
-    except metadata.PackageNotFoundError:
-        raise DataError("data.template=tokenizer needs the package jinja2: pip install 'ttrain[hf]'.") from None
+def _require_safe_jinja2() -> None:
+    version = metadata.version("jinja2")
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _SAFE:
         raise DataError(f"jinja2 {version} has holes in its sandbox: pip install -U 'jinja2>=3.1.6'.")

@@ -1,4 +1,4 @@
-"""Compressed files, known by their names, and their bytes, unpacked piece by piece."""
+"""Files that may be compressed, as their names say, and their bytes, unpacked piece by piece."""
 
 from __future__ import annotations
 
@@ -16,22 +16,17 @@ COMPRESSED = (".gz", ".zst")
 _READ_BYTES = 1 << 14  # unpacked at once: 16 MiB of what gzip packs best
 
 
-def is_compressed(file: Path) -> bool:
-    """True for a file with the suffix of a compression."""
-    return file.suffix.lower() in COMPRESSED
-
-
 def plain_name(name: str) -> str:
     """Return a file's name without the suffix of its compression."""
     return next((name[: -len(ending)] for ending in COMPRESSED if name.lower().endswith(ending)), name)
 
 
-def open_unpacked(file: Path, on_bytes: OnBytes) -> BinaryIO:
-    """Open a stream of the unpacked bytes of a file; `on_bytes` is called with the packed bytes that it reads.
+def open_unpacked(file: Path, on_bytes: OnBytes = len) -> BinaryIO:
+    """Open a stream of the unpacked bytes of a file; `on_bytes` is called with the bytes of the file that it reads.
 
     Reading raises DataError for a file that can't be unpacked, is cut off, or has bytes behind its end.
     """
-    return io.BufferedReader(_Unpacked(_chunks(file, _decoder(file), on_bytes)))
+    return io.BufferedReader(_Unpacked(_pieces(file, on_bytes)))
 
 
 def missing_library(file: Path, library: str, error: ImportError) -> DataError:
@@ -43,26 +38,29 @@ def missing_library(file: Path, library: str, error: ImportError) -> DataError:
 class _Unpacked(io.RawIOBase):
     """A stream of pieces of bytes."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._held = chunks, memoryview(b"")
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._held = pieces, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._held:
-            chunk = next(self._chunks, None)
-            if chunk is None:
+            piece = next(self._pieces, None)
+            if piece is None:
                 return 0
-            self._held = memoryview(chunk)
+            self._held = memoryview(piece)
         count = min(len(buffer), len(self._held))
         buffer[:count], self._held = self._held[:count], self._held[count:]
         return count
 
 
-def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str]:
+def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str] | None:
     """Return a maker of decompressors, each for one frame; the error that they raise; and the name of the form."""
-    if file.suffix.lower() == ".gz":
+    ending = file.suffix.lower()
+    if ending not in COMPRESSED:
+        return None
+    if ending == ".gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error, "gzip"  # 31: with gzip's header and checksum
     try:
         import zstandard
@@ -71,14 +69,18 @@ def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str]:
     return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, "zstandard"
 
 
-def _chunks(file: Path, decoder: tuple[Callable[[], Any], type[Exception], str], on_bytes: OnBytes) -> Iterator[bytes]:
+def _pieces(file: Path, on_bytes: OnBytes) -> Iterator[bytes]:
     """Yield the unpacked bytes of a file, which may be several frames, one behind the other."""
-    make, failure, form = decoder
-    frame, position = make(), 0
+    decoder, position = _decoder(file), 0
+    frame: Any = None if decoder is None else decoder[0]()
     with open(file, "rb") as stream:
         while raw := stream.read(_READ_BYTES):
             on_bytes(raw)
             position += len(raw)
+            if decoder is None:
+                yield raw
+                continue
+            make, failure, form = decoder
             while raw:
                 frame = make() if frame.eof else frame
                 try:
@@ -87,5 +89,5 @@ def _chunks(file: Path, decoder: tuple[Callable[[], Any], type[Exception], str],
                     why = f"is not whole or not {form}: {error}, somewhere in its first {position} bytes"
                     raise DataError(f"data.sources: {file} {why}. Pack or fetch it again.") from None
                 raw = frame.unused_data
-    if not frame.eof:
-        raise DataError(f"data.sources: {file} is cut off: its {form} does not end. Pack or fetch it again.")
+    if decoder is not None and not frame.eof:
+        raise DataError(f"data.sources: {file} is cut off: its {decoder[2]} does not end. Pack or fetch it again.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
 from ttrain.data.chat.conversation import LEARNT, TOOLS
-from ttrain.data.corpus import READ_BYTES, Listing
+from ttrain.data.corpus import READ_BYTES, FileList
 from ttrain.data.formats.compressed import OnBytes, missing_library
 
 TABLES = (".parquet", ".arrow")
@@ -70,7 +71,7 @@ def _without_nulls(value: Any) -> Any:
     return {name: item for name, item in kept.items() if item is not None or name in ("role", "content")}
 
 
-def saved_dataset(folder: Path, found: Listing) -> Listing:
+def saved_dataset(folder: Path, found: FileList) -> FileList:
     """Return the files that belong to a folder saved by `datasets`; for another folder all that was found.
 
     Raises DataError for a folder that holds several splits, or lacks a file.
@@ -87,7 +88,7 @@ def saved_dataset(folder: Path, found: Listing) -> Listing:
         raise DataError(f"data.sources: {folder / 'state.json'} names {missing[0]}, which is not there. Save it again.")
     own = {*files, folder / "state.json", folder / "dataset_info.json"}
     others = tuple(path for path in (*found.files, *found.others) if path not in own)
-    return Listing(files, found.unfollowed, others)
+    return replace(found, files=files, others=others)
 
 
 def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:

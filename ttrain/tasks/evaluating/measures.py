@@ -17,8 +17,9 @@ import numpy as np
 from tqdm import tqdm
 
 from ttrain.core.errors import DataError, UserError
+from ttrain.data.corpus import FileList
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import DocumentReader, DocumentSource, find_sources, read_lines
+from ttrain.data.sources import DocumentReader, find_sources, read_lines
 from ttrain.data.tokenizer import named_place
 from ttrain.tasks.evaluating.scorer import Scorer, windows_of
 
@@ -145,7 +146,7 @@ def measure_texts(
     }
 
 
-def _notices(found: list[DocumentSource], reader: DocumentReader) -> list[str]:
+def _notices(found: list[FileList], reader: DocumentReader) -> list[str]:
     """Return sentences about what of eval.text is not read, or is read otherwise than its name says."""
     told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
     told += [f"eval.text: {note}" for note in reader.skipped.notices()]
