@@ -274,12 +274,10 @@ def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     if config.name == "none" or here is None:
         return World(Ranks(slices=config.slices or 1, shards=config.name == "zero1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a rank's own message tells more
-    import torch
-
+    from ttrain.device.torch.info import is_gpu
     from ttrain.parallel.distributed import DistributedWorld
 
-    gpu = device.name == "cuda" or (device.name == "auto" and torch.cuda.is_available())
-    return DistributedWorld(here, config, gpu)
+    return DistributedWorld(here, config, is_gpu(device))
 
 
 def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None, world: World | None = None) -> Device:

@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.config.registry import loaded, register, rows
 from ttrain.core.options import option, rule
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
-from ttrain.device.settings import DeviceConfig
+from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.settings import PRECISIONS, PrecisionConfig
@@ -61,8 +61,8 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("model", GPTConfig, "ttrain.models.gpt:GPT", ("gpt",)),
     ("model", LlamaConfig, "ttrain.models.llama:Llama", ("llama",)),
     ("model", AGILLMConfig, "ttrain.models.agillm:AGILLM", ("agillm",)),
-    ("engine", EngineConfig, "ttrain.config.build:our_engine", ("dynamic", "static", "traced")),
-    ("device", DeviceConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
+    ("engine", EngineConfig, "ttrain.config.build:our_engine", ("auto", "dynamic", "static", "traced")),
+    ("device", TorchConfig, "ttrain.device.torch.device:{}", ("auto", "cpu", "cuda")),
     ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
     *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),
     ("optimizer", optim.SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
@@ -77,7 +77,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
     ("data", RegressionConfig, "ttrain.data.regression:open_regression", ("regression",)),
-    ("precision", PrecisionConfig, PrecisionConfig, PRECISIONS),
+    ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),
     ("logger", WandbConfig, "ttrain.config.build:wandb_views", ("wandb",)),

@@ -14,7 +14,7 @@ from ttrain.core.names import did_you_mean
 from ttrain.core.options import as_keys, option, rule
 from ttrain.data.settings import DataConfig, PrepareConfig, TextConfig
 from ttrain.device.info import DeviceInfo, info_of
-from ttrain.device.settings import DeviceConfig
+from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
@@ -159,7 +159,7 @@ class Config:
     schedule: ScheduleConfig = option(ScheduleConfig, "learning rate over steps")
     precision: PrecisionConfig = option(PrecisionConfig, "dtypes of compute and weights")
     engine: EngineConfig = option(EngineConfig, "how a derived step is run")
-    device: DeviceConfig = option(DeviceConfig, "where a step runs")
+    device: DeviceConfig = option(TorchConfig, "where a step runs")
     parallel: ParallelConfig = option(ParallelConfig, "how several processes train one model")
     logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
@@ -195,6 +195,15 @@ class Config:
         having = registry.info_that(lambda each: name in each.precisions)
         if name in having.precisions and name not in info_of(self.device).precisions:
             yield f"{key}={name}: only on {having.title} devices. Give {instead}, or device={having.example}."
+
+    def chosen(self, section: str) -> str:
+        """Return the name of the engine or precision, with the reason where `auto` has just stood for it."""
+        name: str = getattr(self, section).name
+        if self.source.merged or self.source.choices.get(section) != "auto":
+            return name
+        info = info_of(self.device)
+        _, reason = (info.best_engine if section == "engine" else info.best_precision)(self.device)
+        return f"{name} (auto{reason and f': {reason}'})"
 
     @property
     def model_parts(self) -> tuple[Any, PrecisionConfig, DeviceConfig, DataConfig, LoraConfig]:

@@ -6,7 +6,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any
@@ -22,6 +22,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of, rules_of, value_problems
+from ttrain.device.info import info_of
 
 KINDS = {
     NoneType: "null", int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list",
@@ -74,10 +75,20 @@ def typed_config(values: Mapping[str, Any], source: Given | None = None, finding
             section = _section(name, values[name], found)
             if section is not _REFUSED:
                 setattr(config, name, section)
+    _settle(config)
     found.problems += rule_problems(config, found.bad_sections)
     if found.problems:
         raise ConfigError(list(dict.fromkeys(map(found.with_recipe, found.problems))))
     return config
+
+
+def _settle(config: Config) -> None:
+    """Replace engine=auto and precision=auto by what they stand for on the device; records have what was taken."""
+    info = info_of(config.device)
+    if config.engine.name == "auto":
+        config.engine = replace(config.engine, name=info.best_engine(config.device)[0])
+    if config.precision.name == "auto":
+        config.precision = replace(config.precision, name=info.best_precision(config.device)[0])
 
 
 class _Untrusted(Exception):

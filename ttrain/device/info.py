@@ -120,6 +120,14 @@ class DeviceInfo:
         """Yield the problems of a config that trains micro-batches of so many sequences, a sentence each."""
         return iter(())
 
+    def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
+        """Return (name, reason) of the engine that engine=auto stands for."""
+        return "static", "the device neither compiles nor captures a step"
+
+    def best_precision(self, config: DeviceConfig) -> tuple[str, str]:
+        """Return (name, reason) of the precision that precision=auto stands for; no reason where nothing is known."""
+        return "fp32", ""
+
     def parameter_problems(self, config: DeviceConfig, paths: Sequence[str], tied: bool) -> list[str]:
         """Return the config's problems with a model of these parameters, whose head may be its embedding."""
         return []

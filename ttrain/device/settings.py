@@ -31,3 +31,10 @@ class DeviceConfig:
         "takes the fastest as measured on this machine",
         choices=("auto", "own", "onednn", "aten"),
     )
+
+
+@dataclass
+class TorchConfig(DeviceConfig):
+    """The CPU, or a GPU through torch."""
+
+    info = "ttrain.device.torch.info:Torch"

@@ -11,5 +11,7 @@ from ttrain.core.options import option
 class EngineConfig:
     """Settings of an engine, which runs a derived step."""
 
-    name: str = option("static", "registered name of the engine")
+    name: str = option(
+        "auto", "registered name of the engine; auto is traced where the device compiles or captures, else static"
+    )
     rematerialize: bool = option(True, "static and traced: recompute cheap elementwise activations in backward")

@@ -24,7 +24,7 @@ class PrecisionConfig:
         "fp32",
         "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
         "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them",
-        choices=PRECISIONS,
+        choices=(*PRECISIONS, "auto"),
     )
 
     @property

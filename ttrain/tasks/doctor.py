@@ -15,6 +15,8 @@ from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
 from ttrain.core.units import counted, format_bytes
 from ttrain.device.info import Finding
+from ttrain.device.settings import TorchConfig
+from ttrain.device.torch.info import Torch
 from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
 from ttrain.train.forecast.limits import device_memory
 
@@ -55,6 +57,8 @@ def _machine() -> Iterator[Finding]:
     absent = f" (not {', '.join(each for each in known if each not in found)})" if set(known) - set(found) else ""
     fix = "kernels run without them, more slowly"
     yield Finding("vector units", "ok" if found else "missing", f"{', '.join(found) or 'none'}{absent}", fix)
+    precision, reason = Torch().best_precision(TorchConfig("cpu"))
+    yield Finding("precision", "ok", f"precision=auto is {precision} on the CPU: {reason}")
 
 
 def _torch() -> Iterator[Finding]:

@@ -84,7 +84,7 @@ def _dataset(config: Config) -> Dataset | None:
 def _title(config: Config, session: Session, unread: bool) -> str:
     device, model, ranks = session.engine.device, session.graph.model, session.graph.ranks
     name = config.source.choices.get("model", config.model.name)
-    parts = [f"Plan of {name} on {device.name}, engine {config.engine.name}, {config.precision.name}"]
+    parts = [f"Plan of {name} on {device.name}, engine {config.chosen('engine')}, {config.chosen('precision')}"]
     rows, count = config.train.batch_size, config.train.gradient_accumulation
     examples = "example" if rows == 1 else "examples"
     divided = [f"{ranks.slices} slices"] * (ranks.slices > 1) + [f"{count} micro-batches"] * (count > 1)

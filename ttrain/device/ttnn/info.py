@@ -60,6 +60,12 @@ class Tenstorrent(DeviceInfo):
     def replica(self, config: Any) -> DeviceConfig:
         return replace(config, subdevices=1, command_queues=1)
 
+    def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
+        return "traced", "the device captures the step"
+
+    def best_precision(self, config: DeviceConfig) -> tuple[str, str]:
+        return "bf16", "the device multiplies in bf16"
+
     def held(self, config: Any, precision: str) -> DeviceConfig:
         """bf8 holds matrices as 8-bit block floats."""
         return replace(config, weights="bf8") if precision == "bf8" else config

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from ttrain.config.schema import Config
 from ttrain.core.files import read_json
 from ttrain.data.settings import TextConfig
+from ttrain.device.info import info_of
 from ttrain.models.gpt_weights import dropouts
 from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.optim.settings import ScheduleFreeConfig
@@ -32,6 +33,9 @@ def notices(config: Config) -> Iterator[str]:
     alone = [key for key in sorted(config.source.explicit) if key.startswith("lora.") and key != "lora.rank"]
     if alone and not config.lora.rank:
         yield f"{alone[0]} is given without lora.rank, so the whole model is trained."
+    best, reason = info_of(config.device).best_precision(config.device)
+    if reason and best == "fp32" != config.precision.name:
+        yield f"precision={config.precision.name}: {reason} than precision=fp32. precision=auto takes what is faster."
     yield from idle(config, ("model", "optimizer", "schedule", "train", "sample"))
     yield from _unequal_dropouts(config)
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"

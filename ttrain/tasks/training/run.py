@@ -142,7 +142,7 @@ class Run:
         parts = f"{self.model_name} with {format_count(model.parameter_count)} parameters"
         if count := frozen_count(model.parameters(), config.optimizer):
             parts += f", {format_count(count)} of them frozen,"
-        place = f"device {device.name}, engine {config.engine.name}, {config.precision.name}"
+        place = f"device {device.name}, engine {config.chosen('engine')}, {config.chosen('precision')}"
         yield f"Training {parts} on {place}. Run: {path}"
         if config.engine.name == "traced":
             yield "The first step is compiled or captured, which takes longer than the others."

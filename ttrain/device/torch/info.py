@@ -1,0 +1,56 @@
+"""Answers for the devices of torch before one is open."""
+
+from __future__ import annotations
+
+import sys
+
+from ttrain.core.errors import UserError
+from ttrain.core.processor import vector_extensions
+from ttrain.device.info import DeviceInfo
+from ttrain.device.settings import DeviceConfig
+
+# Extensions with instructions that multiply in bf16. Without them bf16 is converted to fp32 and takes longer than fp32.
+BF16_EXTENSIONS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+class Torch(DeviceInfo):
+    """The CPU, or a GPU that torch can use."""
+
+    def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
+        from ttrain.device.torch.native.toolchain import find_compiler
+
+        try:
+            compiler = find_compiler()[0][0]
+        except UserError:
+            compiler = None
+        if compiler is not None and config.name == "auto" and "torch" not in sys.modules:
+            return "traced", f"a GPU captures the step, or {compiler} compiles it"  # to look for a GPU takes seconds
+        if is_gpu(config):
+            return "traced", "a GPU captures the step"
+        if compiler is None:
+            return "static", "there is no C++ compiler that could compile the step"
+        return "traced", f"{compiler} compiles the step"
+
+    def best_precision(self, config: DeviceConfig) -> tuple[str, str]:
+        if is_gpu(config):
+            import torch
+
+            has = torch.cuda.is_bf16_supported(including_emulation=False)
+            return (
+                ("bf16", "the GPU computes in bf16")
+                if has
+                else ("fp32", "the GPU has no bf16 units, so bf16 takes longer")
+            )
+        found = [name for name in BF16_EXTENSIONS if name in vector_extensions()]
+        if found:
+            return "bf16", f"the processor has {found[0]}"
+        return "fp32", "the processor has no bf16 instructions, so bf16 takes longer"
+
+
+def is_gpu(config: DeviceConfig) -> bool:
+    """Return True if the device is a GPU."""
+    if config.name != "auto":
+        return config.name == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
