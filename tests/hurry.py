@@ -13,8 +13,8 @@ def hurry() -> None:
 
     What was imported by now is never garbage: runs that look for the memory of old steps need not search it.
     """
-    from ttrain.device.torch.native import toolchain
     from ttrain.device.torch.info import Torch
+    from ttrain.device.torch.native import toolchain
     from ttrain.device.ttnn.info import Tenstorrent
     from ttrain.train.forecast import peak
     from ttrain.train.runs import summary
