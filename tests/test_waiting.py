@@ -97,6 +97,6 @@ def test_a_run_and_what_is_made_of_it_tell_what_they_do(
     assert main(["task=export", run, f"export.file={tmp_path}/a.safetensors", f"export.dir={tmp_path}/b"]) == 0
     assert main(["task=runs", f"runs.root={tmp_path}"]) == 0 and main(["task=report", f"run={tmp_path}/run"]) == 0
     assert opened == [
-        "Loading the model", "Reading the parameters", f"Writing {tmp_path}/a.safetensors", f"Writing {tmp_path}/b",
+        "Loading the model", "Reading the parameters", f"Writing {tmp_path}/a.safetensors and {tmp_path}/b",
         "Reading runs", "Reading runs",
     ]  # fmt: skip

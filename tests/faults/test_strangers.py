@@ -138,7 +138,7 @@ def test_a_config_that_names_code(stranger: Path, train: Train, section: str, ke
         config[section][key] = value
         file.write_text(json.dumps(config))
     reseal(stranger)
-    part = "_target_ is refused" if key == "_target_" else "not registered"
+    part = "_target_: unknown key" if key == "_target_" else "not registered"
     refused(train, part)
     own.unlink()
     refused(train, part)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.faults.conftest import Train
 from ttrain.cli import main
@@ -129,7 +130,8 @@ def test_a_run_that_is_done_already_says_how_to_go_on(train: Train, capsys: Any)
     assert "train.steps=16" in capsys.readouterr().out
 
 
-def test_a_file_name_that_is_not_utf8(train: Train) -> None:
+def test_a_file_name_that_is_not_utf8(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "SafeLoader", yaml.loader.SafeLoader)  # the C library's, of tests, refuses such a name
     name = os.fsdecode(b"caf\xe9.txt")
     Path(name).write_text("hello world " * 200)
     assert main([*TINY_GPT, f"data.path={name}", "train.batch_size=2", "train.steps=2", "run.dir=a"]) == 0

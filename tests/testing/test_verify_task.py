@@ -72,7 +72,7 @@ def test_a_gradient_with_the_wrong_sign_is_caught_and_named(
 def test_a_kernel_that_fails_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from ttrain.device.torch.device import TorchDevice
 
-    real = TorchDevice.kernels.fget  # type: ignore[attr-defined]
+    real = TorchDevice.kernels.func
 
     def broken(self: TorchDevice) -> Any:
         import dataclasses

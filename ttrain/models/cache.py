@@ -31,15 +31,17 @@ class Caches:
         self.visible = graph.input(VISIBLE, place, range(last.start + 1, last.stop + 1))
 
     def attend(
-        self, path: str, q: Value, k: Value, v: Value, heads: tuple[int, int], scale: float | None,
+        self, path: str, q: Value, k: Value, v: Value, heads: tuple[int, int] | None, scale: float | None,
         mask: AttentionMask = EVERY_KEY,
     ) -> Value:  # fmt: skip
         """Attention of the layer at `path`: q [1, count, H * K] -> [1, count, H * D] with `heads` (H, G).
 
-        k [1, count, G * K] and v [1, count, G * D] go into the layer's caches first. `scale` is 1/sqrt(K) where it is
-        None; of the `mask` position bias and window count, see op cache_bias.
+        k [1, count, G * K] and v [1, count, G * D] go into the layer's caches first. Without `heads` all three lie by
+        heads, [1, H, count, K]. `scale` is 1/sqrt(K) where it is None; of the `mask` position bias and window count,
+        see op cache_bias.
         """
-        q, k, v = (ops.split_heads(x, 1, count)[0] for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
+        if heads is not None:
+            q, k, v = (ops.split_heads(x, 1, count)[0] for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
         keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
         values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
         factor = attention_scale(q.shape[-1]) if scale is None else scale

@@ -33,13 +33,13 @@ class Attention(Heads):
 
     def __call__(self, y: Value, inputs: BlockInputs) -> Value:
         qkv, seed, caches = self.qkv(y), inputs.seed, inputs.caches
-        given = [qkv]
-        if caches is not None or self.query_norm is not None or self.value_mix is not None:
-            given = [ops.merge_heads([part]) for part in self._apart(qkv, inputs.values)]
         if caches is not None:
-            path, (q, k, v) = self.qkv.weight.path.removesuffix(".qkv.weight"), given
-            mixed = caches.attend(path, q, k, v, (self._heads, self._heads), self._scale)
+            path = self.qkv.weight.path.removesuffix(".qkv.weight")
+            mixed = caches.attend(path, *self._apart(qkv, inputs.values), None, self._scale)
         else:
+            given = [qkv]
+            if self.query_norm is not None or self.value_mix is not None:
+                given = [ops.merge_heads([part]) for part in self._apart(qkv, inputs.values)]
             random: dict[str, Any] = {"seed": seed, "p": 0.0 if seed is None else self._p, "stream": self._stream}
             mixed = ops.attention(*given, heads=self._heads, scale=self._scale, positions=inputs.positions, **random)
         return self._dropout(self.projection(mixed), seed)

@@ -72,8 +72,8 @@ class FailureStore:
 
     def wait(self, key: str, rank: int) -> str:
         """The text that a rank is to post, however long it works at it. Raises RankFailed where the run ends first."""
-        seen, since = self._state_of(rank), time.monotonic()
         with self.waiting():
+            seen, since = self._state_of(rank), time.monotonic()
             while (text := self.read(key)) is None:
                 self._check()
                 if (state := self._state_of(rank)) != seen:

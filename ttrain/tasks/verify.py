@@ -60,7 +60,8 @@ def _engines(config: Config, device: Device) -> tuple[dict[str, MakeEngine], lis
     """Return the engines to run by name, and why others are left out."""
     found: dict[str, MakeEngine] = {}
     notes = []
-    for name in names("engine") if config.verify.engines == "all" else [config.engine.name]:
+    every = [name for name in names("engine") if name != "auto"]
+    for name in every if config.verify.engines == "all" else [config.engine.name]:
         make = partial(build.build_engine, dataclasses.replace(config.engine, name=name))
         try:
             make(device, State(device, [])).close()
