@@ -1,14 +1,19 @@
-"""AGILLM-3 and its losses in plain PyTorch, written from the description: no fold, every window by itself."""
+"""AGILLM-3 in plain PyTorch, written from the description: no fold, no cache, every window by itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, layer_norm, linear
+
+from ttrain.models.agillm import AGILLM
+from ttrain.models.agillm_weights import sizes_of
+from ttrain.models.settings import AGILLMConfig
 
 
 def slopes(heads: int) -> list[float]:
@@ -59,14 +64,12 @@ class PlainAGILLM:
         return layer_norm(x, x.shape[-1:], self.values[path + ".weight"], self.values[path + ".bias"], 1e-5)
 
     def _bias(self, time: int, pairs: bool) -> Tensor:
-        bias = torch.zeros(self.heads, time, time, dtype=torch.float64)
-        for head, slope in enumerate(slopes(self.heads)):
-            for i in range(time):
-                for j in range(time):
-                    bias[head, i, j] = -slope * (abs(i - j) if self.standard else max(0, j - i))
-                    if (j // 2 > i // 2) if pairs else (j > i):
-                        bias[head, i, j] = -math.inf
-        return bias
+        place = torch.arange(time)
+        ahead = place - place[:, None]
+        distance = ahead.abs() if self.standard else ahead.clamp(min=0)
+        unseen = place // 2 > place[:, None] // 2 if pairs else ahead > 0
+        bias = -torch.tensor(slopes(self.heads), dtype=torch.float64)[:, None, None] * distance
+        return bias.masked_fill(unseen, -math.inf)
 
     def ar_logits(self, tokens: Tensor) -> Tensor:
         p = self.values
@@ -98,3 +101,23 @@ class PlainAGILLM:
 def _losses(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
     found = [cross_entropy(logits, targets, ignore_index=-1, label_smoothing=share) for share in (smoothing, 0.0)]
     return found[0], found[1]
+
+
+def plain(content: dict[str, Any]) -> PlainAGILLM:
+    """Return the model of a file, with our names of its weights."""
+    model = AGILLM(AGILLMConfig(preset=None, **sizes_of(content)))
+    return PlainAGILLM(model.from_original(content), model.layers, model.heads)
+
+
+def next_scores(content: dict[str, Any], text: list[int]) -> Tensor:
+    """The AR head's scores of the token after a text."""
+    return plain(content).ar_logits(torch.tensor([text]))[0, -1]
+
+
+def pair_scores(content: dict[str, Any], text: list[int]) -> tuple[Tensor, Tensor]:
+    """The SAT head's scores of the two tokens after a text, and the gate's; a text of one token gets a row of zeros."""
+    rows = plain(content).hidden(torch.tensor([text]), pairs=True)[0, -2:]
+    if len(rows) < 2:
+        rows = torch.cat([torch.zeros_like(rows), rows])
+    sat = content["sat"]
+    return linear(rows, sat["proj.weight"], sat["proj.bias"]), linear(rows[0], sat["gate.weight"], sat["gate.bias"])

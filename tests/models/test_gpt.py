@@ -1,20 +1,24 @@
-"""Properties of the transformer that need no oracle: counts, dropout, recomputation, accumulation, bf16."""
+"""GPT: sizes, dropout, recomputation, bf16, its weights as other programs name them, and first values of models."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.models.session import BF16, FP32, Session, tensor_by_tensor_equal, token_batch
+from tests.models.session import BF16, FP32, Session, initial_values, tensor_by_tensor_equal, token_batch
 from ttrain.autodiff import backward
-from ttrain.core.errors import ConfigError, GraphError
+from ttrain.core.errors import CheckpointError, ConfigError, GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import Graph, Kind
+from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
+from ttrain.models.gpt_weights import config_from_transformers, config_to_transformers
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.models.weight_checks import bf16_bits
 from ttrain.nn.layers import Linear
 from ttrain.optim.adamw import AdamW
@@ -53,11 +57,14 @@ def test_presets_are_named_by_their_parameters(preset: str) -> None:
         (GPTConfig(preset="124M"), "model.vocabulary: no value"),
         (GPTConfig(layers=1, heads=3, width=32, context=4, vocabulary=9), "model.heads=3: must divide model.width=32"),
         (GPTConfig(vocabulary=9), "model.layers, .*model.context: no value"),
+        (AGILLMConfig(preset="huge", vocabulary=9), "model.preset=huge"),
+        (AGILLMConfig(preset="large", heads=7, vocabulary=9), "model.heads=7: must divide model.width=1024"),
+        (AGILLMConfig(width=16, heads=2, layers=1, vocabulary=9), "model.rank: no value"),
     ],
 )
-def test_impossible_sizes_are_refused(config: GPTConfig, message: str) -> None:
+def test_impossible_sizes_are_refused(config: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        GPT(config)
+        AGILLM(config) if isinstance(config, AGILLMConfig) else GPT(config)
 
 
 def test_dropout_masks_differ_by_seed_and_are_off_in_evaluation() -> None:
@@ -68,38 +75,12 @@ def test_dropout_masks_differ_by_seed_and_are_off_in_evaluation() -> None:
     assert session.evaluate(batch(2))["loss"] == plain.evaluate(batch(2))["loss"]
 
 
-@pytest.mark.parametrize("engine", ["dynamic", "static"])
-@pytest.mark.parametrize("compute", [FP32, BF16], ids=str)
-def test_recomputed_blocks_change_no_bit(engine: str, compute: DType) -> None:
-    results = []
-    for recompute in ("none", "block"):
-        session = Session(small(compute, dropout=0.2, recompute=recompute), adamw(), 2, engine=engine)
-        losses = [session.train(batch(2, step), step, {"lr": 1e-2}, step)["loss"] for step in (1, 2, 3)]
-        results.append((losses, session.parameters()))
-    assert results[0][0] == results[1][0]
-    assert tensor_by_tensor_equal(results[0][1], results[1][1])
-
-
 def test_recomputation_keeps_one_tensor_per_block() -> None:
     def kept(recompute: str) -> int:
         session = Session(small(layers=6, recompute=recompute), adamw(), 4)
         return peak(session.steps["train"].plan.blocks)[0]  # wherever they lie
 
     assert kept("block") < 0.6 * kept("none")
-
-
-@pytest.mark.parametrize("engine", ["dynamic", "static"])
-def test_accumulation_equals_one_big_batch_whatever_the_split_of_valid_targets(engine: str) -> None:
-    """Twice: the first micro-batch overwrites what the last step left."""
-    whole = batch(6, masked=13)  # so the first micro-batch has fewer valid targets
-    one, parts = (Session(small(), adamw(), rows, engine=engine, gradient_accumulation=6 // rows) for rows in (6, 2))
-    for step in (1, 2):
-        expected, found = (each.train(whole, step, {"lr": 0.0}) for each in (one, parts))
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-        gradients = parts.gradients()
-        for path, gradient in one.gradients().items():
-            np.testing.assert_allclose(gradients[path], gradient, rtol=1e-4, atol=1e-7, err_msg=path)
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
@@ -129,26 +110,21 @@ def test_bf16_state_has_fp32_masters_and_gradients_of_the_compute_dtype() -> Non
     assert kinds == {Kind.PARAMETER, Kind.COPY}  # of an evaluation
 
 
-def test_sampling_looks_at_one_position_and_not_beyond_it() -> None:
-    session = Session(small(), adamw(), 2)
-    step = session.engine.build("logits", session.graph.trace_logits)
-    tokens = batch(1)["tokens"]
-    changed = tokens.copy()
-    changed[0, 6:] = 0
-    outputs = [step({"tokens": ids, "position": 5})["logits"] for ids in (tokens, changed)]
-    assert outputs[0].shape == (1, SIZE["vocabulary"])
-    assert np.array_equal(*outputs)
-    assert not np.array_equal(outputs[0], step({"tokens": tokens, "position": 6})["logits"])
-
-
-def test_full_logits_of_a_large_vocabulary_never_exist() -> None:
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT(GPTConfig(preset="124M", context=256, vocabulary=50257)),
+        AGILLM(AGILLMConfig(preset="nano_3x", context=1122, vocabulary=40000)),
+    ],
+    ids=["gpt", "agillm"],
+)
+def test_full_logits_of_a_large_vocabulary_never_exist(model: Any) -> None:
     graph = Graph()
-    model = GPT(GPTConfig(preset="124M", context=256, vocabulary=50257))
     loss = model.loss(graph, 4, training=True)
     backward(loss, [graph.state["embedding.weight"]])
-    largest = max(output.spec.nbytes for node in graph.nodes for output in node.outputs)
-    assert largest <= 4 * 50257 * 768  # the head's gradient, not [1024, 50257] logits
-    (node,) = (node for node in graph.nodes if node.op.name == "head_cross_entropy")
+    logits = 4 * model.config.context * model.config.vocabulary * 4
+    assert max(output.spec.nbytes for node in graph.nodes for output in node.outputs) < logits
+    node = next(node for node in graph.nodes if node.op.name == "head_cross_entropy")
     kernel = TorchDevice("cpu", threads=1).kernels["head_cross_entropy"]
     work = kernel.workspace_specs(*node.specs, node.attributes)
     assert 30 * 2**20 < max(spec.nbytes for spec in work) <= 32 * 2**20
@@ -158,3 +134,89 @@ def test_a_layer_outside_a_model_has_no_parameters_to_read() -> None:
     graph = Graph()
     with pytest.raises(GraphError, match="name_parameters"):
         Linear(3, 4)(graph.input("x", TensorSpec((2, 3))))
+
+
+# names and layouts of nanoGPT's and Hugging Face's weights
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_there_and_back(tied: bool, bias: bool, transposed: bool) -> None:
+    model = small(tied=tied, bias=bias)
+    values = initial_values(model, seed=3)
+    assert tensor_by_tensor_equal(model.from_original(model.to_original(values, transposed)), values)
+
+
+@pytest.mark.parametrize("p", [None, 0.0, 0.25])
+def test_dropout_goes_in_and_out(p: float | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    given = {} if p is None else dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), p)
+    told = config_from_transformers(transformers.GPT2Config(**given).to_dict())
+    assert told["dropout"] == (0.1 if p is None else p)
+    back = transformers.GPT2Config(**config_to_transformers(GPTConfig(**told)))
+    assert {back.attn_pdrop, back.embd_pdrop, back.resid_pdrop} == {told["dropout"]}
+    several = {"attn_pdrop": 0.0, "embd_pdrop": None, "resid_pdrop": 0.2}
+    assert config_from_transformers(several)["dropout"] == 0.2
+
+
+def test_hugging_face_files_keep_projections_as_inputs_by_outputs_and_carry_masks() -> None:
+    model = small(width=8)
+    values = initial_values(model, seed=3)
+    weights = model.to_original(values, transposed=True)
+    assert weights["transformer.h.0.attn.c_attn.weight"].shape == (8, 24)
+    bare = {name.removeprefix("transformer."): value for name, value in weights.items() if name != "lm_head.weight"}
+    bare |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32), "h.0.attn.masked_bias": np.float32(-1e4)}  # type: ignore[dict-item]
+    assert tensor_by_tensor_equal(model.from_original(bare), values)
+
+
+def test_what_does_not_fit_is_told_by_name_as_the_file_has_it() -> None:
+    """Also where the first projection is missing: nothing is turned that should not be."""
+    model = small(width=8)
+    weights = model.to_original(initial_values(model, seed=3), transposed=True)
+    del weights["transformer.h.0.attn.c_attn.weight"]
+    weights |= {"transformer.h.1.mlp.c_fc.weight": np.ones((8, 31), np.float32), "transformer.h.9.x": np.ones(8)}
+    with pytest.raises(CheckpointError) as refused:
+        model.from_original(weights)
+    assert str(refused.value).partition("must agree: ")[2].split("; ") == [
+        "transformer.h.0.attn.c_attn.weight: missing",
+        "transformer.h.1.mlp.c_fc.weight: got [8, 31], expected [8, 32]",
+        "transformer.h.9.x: not a weight of this model",
+    ]
+
+
+# first values
+
+
+def test_values_depend_on_seed_and_path_alone() -> None:
+    two, three = small(tied=False), small(layers=3, bias=False)
+    first, again, other = initial_values(two, 1), initial_values(two, 1), initial_values(two, 2)
+    assert all(np.array_equal(first[path], again[path]) for path in first)
+    assert not np.array_equal(first["embedding.weight"], other["embedding.weight"])
+    elsewhere = initial_values(three, 1)["blocks.1.attention.qkv.weight"]
+    assert np.array_equal(elsewhere, first["blocks.1.attention.qkv.weight"])
+    assert not np.array_equal(elsewhere, first["blocks.0.attention.qkv.weight"])
+    assert all(value.dtype == np.float32 for value in first.values())
+
+
+def test_gpt_starts_as_nanogpt_does() -> None:
+    values = initial_values(small(layers=8, width=64, context=32, vocabulary=128), 5)
+    for path, value in values.items():
+        if path.endswith("bias"):
+            assert not value.any(), path
+        elif "norm" in path:
+            assert (value == 1).all(), path
+        else:
+            std = 0.02 / 4 if path.endswith(("projection.weight", "down.weight")) else 0.02  # sqrt(2 * 8) = 4
+            assert value.std() == pytest.approx(std, rel=0.1), path
+            assert abs(value.mean()) < 0.1 * std, path
+
+
+def test_mlp_starts_as_torch_linear_does() -> None:
+    values = initial_values(MLP(MLPConfig(layers=2, inputs=100, width=400, outputs=3)), 5)
+    for path, value in values.items():
+        bound = 1 / math.sqrt(100 if path.startswith("layers.0") else 400)
+        assert np.abs(value).max() <= bound
+        if value.size > 100:
+            assert np.abs(value).max() > 0.95 * bound
+            assert value.std() == pytest.approx(bound / math.sqrt(3), rel=0.05), path

@@ -21,18 +21,17 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import scores_of
 
-VOCABULARIES = {"SmolLM2": 49152, "TinyLlama": 32000, "Llama-3.2": 128256, "Qwen": 151936}
-COUNTS = {
-    "SmolLM2-135M": 134_515_008,
-    "SmolLM2-360M": 361_821_120,
-    "SmolLM2-1.7B": 1_711_376_384,
-    "TinyLlama-1.1B": 1_100_048_384,
-    "Llama-3.2-1B": 1_235_814_400,
-    "Llama-3.2-3B": 3_212_749_824,
-    "Qwen2.5-0.5B": 494_032_768,
-    "Qwen3-0.6B": 596_049_920,
+COUNTS = {  # ids, and parameters
+    "SmolLM2-135M": (49_152, 134_515_008),
+    "SmolLM2-360M": (49_152, 361_821_120),
+    "SmolLM2-1.7B": (49_152, 1_711_376_384),
+    "TinyLlama-1.1B": (32_000, 1_100_048_384),
+    "Llama-3.2-1B": (128_256, 1_235_814_400),
+    "Llama-3.2-3B": (128_256, 3_212_749_824),
+    "Qwen2.5-0.5B": (151_936, 494_032_768),
+    "Qwen3-0.6B": (151_936, 596_049_920),
 }
-CONTEXT, VOCABULARY, ROWS, STEPS = 24, 61, 3, 20
+CONTEXT, VOCABULARY, ROWS = 24, 61, 3
 SIZES = {
     "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT,
@@ -84,9 +83,9 @@ def loss_of(plain: Any, batch: dict[str, np.ndarray]) -> torch.Tensor:
 
 @pytest.mark.parametrize("preset", COUNTS)
 def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
-    vocabulary = next(count for name, count in VOCABULARIES.items() if preset.startswith(name))
+    vocabulary, count = COUNTS[preset]
     config = LlamaConfig(preset=preset.lower(), vocabulary=vocabulary)
-    assert config.preset == preset and Llama(config).parameter_count == COUNTS[preset]
+    assert config.preset == preset and Llama(config).parameter_count == count
     assert LlamaConfig.presets.keys() == {"tiny", *COUNTS}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.models.plain_gpt import PlainGPT
+from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.models.session import initial_values
 from ttrain.config import build
 from ttrain.core.spec import DType
@@ -134,7 +134,7 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
         step = TrainStep(steps, rows, 11, prepare, world=world)
         results = [step(batch(ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)]
         evaluates: Any = steps["evaluate"], data, rows, None, prepare
-        evaluated = Evaluation(*evaluates, world=world, around=partial(averaged, steps))()
+        evaluated = Evaluation(*evaluates, count_bytes=len, world=world, around=partial(averaged, steps))()
         assert evaluated is not None and all(result.applied for result in results)
         found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
         found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]
@@ -145,12 +145,24 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
     return {**{key: np.array(value) for key, value in found.items()}, **arrays, "held": np.array([*held.values()])}
 
 
+class Plain(torch.nn.Module):
+    """The oracle of a model with its first values, as a module of torch."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        values = initial_values(model, seed=3)
+        self.tensors = torch.nn.ParameterList(torch.tensor(value) for value in values.values())
+        self.weights = dict(zip(values, self.tensors, strict=True))
+        self.oracle = PlainDecoder(model.config, self.weights)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.oracle.logits(tokens)
+
+
 def trained_by_pytorch(world: World) -> dict[str, np.ndarray]:
     """The case gpt-plain-ddp by torch's DistributedDataParallel."""
     model = _plain_gpt(DType.FP32)
-    plain = PlainGPT(**SIZE, bias=False)
-    original = model.to_original(initial_values(model, seed=3))
-    plain.load_state_dict({name: torch.as_tensor(np.asarray(value)) for name, value in original.items()}, strict=False)
+    plain = Plain(model)
     parallel = torch.nn.parallel.DistributedDataParallel(plain)
     matrices, vectors = ([p for p in plain.parameters() if (p.dim() >= 2) is wanted] for wanted in (True, False))
     decay = ADAMW.weight_decay
@@ -167,8 +179,7 @@ def trained_by_pytorch(world: World) -> dict[str, np.ndarray]:
         optimizer.step()
         mean = sum(record["loss"] for record in world.gather([{"loss": loss.item()}])) / world.ranks.count
         losses.append((mean, norm.item()))
-    found = model.from_original({name: value.detach() for name, value in plain.state_dict().items()})
-    return {"losses": np.array(losses), **{name: np.asarray(value) for name, value in found.items()}}
+    return {"losses": np.array(losses), **{name: value.detach().numpy() for name, value in plain.weights.items()}}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ACTIVATIONS: dict[str, Any] = {
+    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu_squared": lambda x: x.clamp(min=0) ** 2,
 }  # fmt: skip
 
 
 class PlainDecoder:
-    """`config` is that of a built model, `weights` are tensors by path."""
+    """`config` is that of a built model, `weights` are tensors by path; `drop` is applied where nanoGPT has dropout."""
 
-    def __init__(self, config: Any, weights: Mapping[str, Tensor]) -> None:
-        self.config, self.weights, self.gpt = config, weights, config.name == "gpt"
+    def __init__(
+        self, config: Any, weights: Mapping[str, Tensor], drop: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        self.drop, self.config, self.weights, self.gpt = drop, config, weights, config.name == "gpt"
         self.ratio = config.width / config.base_width if config.base_width else 1.0
 
     def linear(self, path: str, x: Tensor) -> Tensor:
@@ -57,8 +60,8 @@ class PlainDecoder:
         base = width / self.ratio if config.base_width else width
         scores = q @ k.mT * (math.sqrt(base) / width)
         future = torch.full(scores.shape[-2:], float("-inf"), dtype=y.dtype).triu(1)
-        mixed = torch.softmax(scores + future, -1) @ v
-        return self.linear(f"{path}.projection", mixed.movedim(1, 2).flatten(2))
+        mixed = self.drop(torch.softmax(scores + future, -1)) @ v
+        return self.drop(self.linear(f"{path}.projection", mixed.movedim(1, 2).flatten(2)))
 
     def rotated(self, x: Tensor) -> Tensor:
         time, half = x.shape[2], x.shape[3] // 2
@@ -72,7 +75,7 @@ class PlainDecoder:
     def logits(self, tokens: Tensor, future: bool = False) -> Tensor:
         x = F.embedding(tokens, self.weights["embedding.weight"])
         if self.gpt:
-            x = x + self.weights["positions.weight"][: tokens.shape[1]]
+            x = self.drop(x + self.weights["positions.weight"][: tokens.shape[1]])
         table = self.weights.get("value_embedding.weight")
         added = None if table is None else F.embedding(tokens, table)
         act = ACTIVATIONS[self.config.activation]
@@ -81,7 +84,8 @@ class PlainDecoder:
             x = x + self.attention(f"{path}.attention", self.norm(f"{path}.attention_norm", x), added)
             y, inner = self.norm(f"{path}.feed_forward_norm", x), f"{path}.feed_forward"
             up = self.linear(f"{inner}.up", y)
-            x = x + self.linear(f"{inner}.down", act(up) if self.gpt else act(self.linear(f"{inner}.gate", y)) * up)
+            up = act(up) if self.gpt else act(self.linear(f"{inner}.gate", y)) * up
+            x = x + self.drop(self.linear(f"{inner}.down", up))
         head = self.weights.get("head.weight", self.weights["embedding.weight"])
         x = self.norm("norm", x)
         logits = (x + self.linear("future", x) if future else x) @ head.T / self.ratio

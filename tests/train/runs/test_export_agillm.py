@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.original_agillm import next_scores, pair_scores
+from tests.models.plain_agillm import next_scores, pair_scores
 from tests.train.runs.test_export import TRAIN, with_run
 from ttrain.cli import main
 from ttrain.data.library_tokenizer import parse_tokenizer

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from tests.models.plain_gpt import PlainGPT
 from tests.models.session import initial_values
 from tests.train.reading import arrays, attempts
 from ttrain.cli import main
@@ -103,14 +102,18 @@ def test_what_starts_anew_is_trained(overrides: str, train: Any, source: str, ca
     assert code == 0 or (error.startswith("ttrain: train.init_from=source: ") and error.count("\n") == 1)
 
 
+def save_original(file: str, prefix: str = "", **changes: Any) -> dict[str, np.ndarray]:
+    """Write a file as nanoGPT does, and return its values by our names."""
+    model = GPT(GPTConfig(**{**SIZE, "bias": False, **changes}))
+    values = initial_values(model, 3)
+    torch.save({f"{prefix}{name}": torch.tensor(value) for name, value in model.to_original(values).items()}, file)
+    return values
+
+
 def test_an_original_with_fewer_layers_fills_the_first(train: Any) -> None:
     """By the names of a .pt file, as torch.compile writes them."""
-    torch.manual_seed(0)
-    layers = 1
-    plain = PlainGPT(**{**SIZE, "layers": layers}, bias=False)
-    torch.save({f"_orig_mod.{name}": value for name, value in plain.state_dict().items()}, "plain.pt")
+    expected = save_original("plain.pt", "_orig_mod.", layers=1)
     assert train("run.dir=run", "train.init_from=plain.pt", "model.bias=false") == 0
-    expected = GPT(GPTConfig(**{**SIZE, "layers": layers}, bias=False)).from_original(plain.state_dict())
     own, taken = first_values(), parameters("run")
     assert all((taken[name] == expected.get(name, own[name])).all() for name in taken)
 
@@ -172,9 +175,7 @@ def test_weights_of_another_function_are_refused(train: Any, source: str, capsys
 
 
 def test_a_head_of_its_own_does_not_become_a_tied_one(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    plain = PlainGPT(**SIZE, bias=False, tied=False)
-    torch.save(plain.state_dict(), "plain.pt")
+    save_original("plain.pt", tied=False)
     save_file(first_values(tied=False), "own.safetensors")
     for file in ("plain.pt", "own.safetensors"):
         assert train("run.dir=run", f"train.init_from={file}") == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.original_agillm import next_scores, pair_scores
+from tests.models.plain_agillm import next_scores, pair_scores
 from tests.models.session import ENGINES, initial_values, open_cpu
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, PAIRS

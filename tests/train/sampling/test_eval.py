@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.conftest import cache_home
-from tests.models.plain_gpt import PlainGPT
+from tests.models.decoder.plain_decoder import PlainDecoder
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
@@ -71,10 +71,8 @@ def plain(run: str) -> tuple[Callable[[list[int]], Tensor], Any]:
     tokenizer = parse_tokenizer(checkpoint.tokenizer or "")
     config = load_config(*SIZES, *DOCUMENTS)
     ours: Any = build_model(*config.model_parts, tokenizer.vocabulary)
-    model = PlainGPT(2, 2, 16, CONTEXT, tokenizer.vocabulary, bias=ours.config.bias, tied=ours.config.tied)
-    weights = {name: torch.tensor(np.asarray(value)) for name, value in ours.to_original(checkpoint.weights()).items()}
-    model.load_state_dict(weights, strict=False)
-    return lambda ids: model(torch.tensor([ids]))[0].detach(), tokenizer
+    weights = {name: torch.tensor(np.asarray(value)) for name, value in checkpoint.weights().items()}
+    return lambda ids: PlainDecoder(ours.config, weights).logits(torch.tensor([ids]))[0], tokenizer
 
 
 def log_probability(model: Callable[[list[int]], Tensor], before: list[int], after: list[int]) -> tuple[float, bool]:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.plain_gpt import PlainGPT
+from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.models.session import Session as BareSession
-from tests.models.session import relative_error, token_batch
+from tests.models.session import initial_values, relative_error, token_batch
 from tests.train.reading import arrays, events, losses, tensors
 from ttrain.cli import main
 from ttrain.config import build
@@ -161,20 +161,15 @@ def test_a_rollback_over_a_phase_goes_back_to_the_shorter_length(train: Any, mon
 
 def test_gpt_on_shorter_sequences_against_pytorch() -> None:
     """Loss and every gradient; the positions beyond have none."""
-    size = {"layers": 2, "heads": 4, "width": 32, "context": 24, "vocabulary": 61}
-    torch.manual_seed(0)
-    plain, length = PlainGPT(**size), 11
-    model = GPT(GPTConfig(**size))
-    ours = BareSession(
-        model.at_length(length), AdamW(AdamWConfig(clip_norm=None)), 3, values=model.from_original(plain.state_dict())
-    )
-    batch = token_batch(61, 3, length, 0, masked=2)
-    loss = plain.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]))
+    model, length = GPT(GPTConfig(layers=2, heads=4, width=32, context=24, vocabulary=61)), 11
+    values, batch = initial_values(model, 0), token_batch(61, 3, length, 0, masked=2)
+    weights = {path: torch.tensor(value, requires_grad=True) for path, value in values.items()}
+    loss = PlainDecoder(model.config, weights).loss(*(torch.from_numpy(batch[name]) for name in ("tokens", "targets")))
     loss.backward()
+    ours = BareSession(model.at_length(length), AdamW(AdamWConfig(clip_norm=None)), 3, values=values)
     assert ours.train(batch, 1, {"lr": 0.0})["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    expected = model.from_original({name: parameter.grad for name, parameter in plain.named_parameters()})
     for path, gradient in ours.gradients().items():
-        assert relative_error(gradient, expected[path]) < 1e-4, path
+        assert relative_error(gradient, weights[path].grad.numpy()) < 1e-4, path
     assert not ours.gradients()["positions.weight"][length:].any()
     assert model.length == 24 and model.batch_specs(3)["tokens"].shape == (3, 24)
 
