@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.session import Session, token_batch
+from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Kind
@@ -78,26 +78,31 @@ def test_backward_makes_no_product_for_a_frozen_weight() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_makes_no_gradient_of_a_frozen_head(tied: bool) -> None:
-    for freeze, made in (([], 3), (["embedding", "head"][: 2 - tied], 2)):
+    frozen = AdamWConfig(freeze=["embedding", "head"][: 2 - tied])
+    for model, config, made in (
+        (gpt(tied=tied), AdamWConfig(), 3),
+        (gpt(tied=tied), frozen, 2),
+        (gpt(tied=tied, lora=lora()), AdamWConfig(), 2),
+    ):
         graph = Graph()
-        StepGraph(gpt(tied=tied), AdamW(AdamWConfig(freeze=freeze)), ROWS).trace_train(graph)
-        loss = next(node for node in graph.nodes if node.op.name == "head_cross_entropy")
-        assert len(loss.outputs) == made
-    graph = Graph()
-    StepGraph(gpt(tied=tied, lora=lora()), AdamW(AdamWConfig()), ROWS).trace_train(graph)
-    assert len(next(node for node in graph.nodes if node.op.name == "head_cross_entropy").outputs) == 2
+        StepGraph(model, AdamW(config), ROWS).trace_train(graph)
+        assert len(next(node for node in graph.nodes if node.op.name == "head_cross_entropy").outputs) == made
+
+
+def adapted(family: str, **changes: Any) -> Any:
+    """A model of a family with dropout, and adapters that drop too."""
+    sizes = {**SIZES, "dropout": 0.1, **changes}
+    model: Any = GPT(GPTConfig(**sizes)) if family == "gpt" else AGILLM(AGILLMConfig(**sizes, rank=8))
+    attach(model, lora(dropout=0.2))
+    return model
 
 
 @pytest.mark.parametrize("family", ["gpt", "agillm"])
 def test_engines_agree_with_dropout_and_recomputation(family: str) -> None:
-    sizes = {**SIZES, "rank": 8} if family == "agillm" else SIZES
     traced = [("traced", "block")] if family == "gpt" else []  # compiling takes seconds
-    make: Any = (GPT, GPTConfig) if family == "gpt" else (AGILLM, AGILLMConfig)
     found = []
     for engine, recompute in (("dynamic", "none"), ("static", "block"), *traced):
-        model = make[0](make[1](**sizes, recompute=recompute, dropout=0.1))
-        attach(model, lora(dropout=0.2))
-        session = Session(model, AdamW(AdamWConfig()), ROWS, engine=engine)
+        session = Session(adapted(family, recompute=recompute), AdamW(AdamWConfig()), ROWS, engine=engine)
         frozen = {name: session.state.read(name) for name in session.state.names(Kind.FROZEN)}
         losses = [
             session.train(token_batch(VOCABULARY, ROWS, CONTEXT, 0), step, {"lr": 3e-2}, seed=step)["loss"]
@@ -106,7 +111,7 @@ def test_engines_agree_with_dropout_and_recomputation(family: str) -> None:
         assert all(np.array_equal(session.state.read(name), value) for name, value in frozen.items())
         found.append((losses, session.parameters()))
     assert found[1][0] == found[0][0]
-    assert all(np.array_equal(found[1][1][path], value) for path, value in found[0][1].items())
+    assert tensor_by_tensor_equal(found[1][1], found[0][1])
     for losses, _ in found[2:]:  # whose kernels sum in another order
         assert losses == pytest.approx(found[0][0], rel=1e-5)
 
@@ -134,10 +139,7 @@ def masks(trace: Any) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("family", ["gpt", "agillm"])
 def test_masks_depend_on_layers_and_not_on_what_else_a_step_records(family: str) -> None:
-    make: Any = (GPT, GPTConfig) if family == "gpt" else (AGILLM, AGILLMConfig)
-    sizes = {**SIZES, "rank": 8} if family == "agillm" else SIZES
-    model = make[0](make[1](**sizes, dropout=0.1))
-    attach(model, lora(dropout=0.2))
+    model = adapted(family)
     plain, resident = StepGraph(model, AdamW(AdamWConfig()), ROWS), Resident(model.batch_specs(ROWS))
     found = masks(plain.trace_train)
     assert len({stream for _, stream in found}) == len(found)

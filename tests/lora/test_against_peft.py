@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,40 +31,28 @@ VOCABULARY, ROWS, CONTEXT, STEPS = 61, 3, 12, 20
 OPTIMIZER = AdamWConfig(lr=3e-3, clip_norm=None, weight_decay=0.05)
 
 
-@dataclass
-class Family:
-    """One architecture of Transformers, and the overrides that make ours the same model."""
-
-    config: Any
-    targets: list[str]
-    overrides: list[str]
-    fan_in_fan_out: bool = False
-
-
-def gpt2() -> Family:
-    from transformers import GPT2Config
-
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": CONTEXT, "vocab_size": VOCABULARY}
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    overrides = ["model=gpt2", "model.preset=null", "model.layers=2", "model.heads=2", "model.width=32"]
-    return Family(config, ["c_attn", "c_proj", "c_fc"], overrides, fan_in_fan_out=True)
-
-
-def llama() -> Family:
-    from transformers import LlamaConfig
-
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    config = LlamaConfig(**sizes, intermediate_size=48, max_position_embeddings=CONTEXT, vocab_size=VOCABULARY)
-    overrides = ["model=llama", "model.preset=null", "model.layers=2", "model.heads=4", "model.kv_heads=2"]
-    overrides += ["model.width=32", "model.hidden=48", "model.tied=false", f"model.norm_eps={config.rms_norm_eps}"]
-    return Family(config, ["q_proj", "v_proj", "down_proj"], overrides)
+SHAPE = ["model.preset=null", "model.layers=2", "model.width=32"]
+# A config of Transformers, the layers that get adapters, and the overrides that make ours the same model.
+FAMILIES: dict[str, tuple[str, dict[str, Any], list[str], list[str]]] = {
+    "gpt2": (
+        "GPT2Config", {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": CONTEXT, "resid_pdrop": 0.0,
+                       "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        ["c_attn", "c_proj", "c_fc"], ["model=gpt2", *SHAPE, "model.heads=2"],
+    ),
+    "llama": (
+        "LlamaConfig", {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
+                        "intermediate_size": 48, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6},
+        ["q_proj", "v_proj", "down_proj"],
+        ["model=llama", *SHAPE, "model.heads=4", "model.kv_heads=2", "model.hidden=48", "model.tied=false",
+         "model.norm_eps=1e-6"],
+    ),
+}  # fmt: skip
 
 
 @dataclass
 class Pair:
     """PEFT's model, its files, and ours with the same values."""
 
-    family: Family
     folder: Path
     peft: Any
     config: Config
@@ -77,26 +65,26 @@ class Pair:
         return Session(model, AdamW(OPTIMIZER), ROWS, engine=engine, values=values)
 
 
-@pytest.fixture(scope="module", params=[gpt2, llama])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     import peft
     import transformers
 
     torch.manual_seed(0)
-    family, folder = request.param(), tmp_path_factory.mktemp("peft")
-    model = transformers.AutoModelForCausalLM.from_config(family.config)
+    name, sizes, targets, overrides = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("peft")
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes, vocab_size=VOCABULARY))
     model.save_pretrained(folder / "base")
-    lora = peft.LoraConfig(
-        r=4, lora_alpha=12, target_modules=family.targets, fan_in_fan_out=family.fan_in_fan_out, task_type="CAUSAL_LM"
-    )
+    turned = request.param == "gpt2"
+    lora = peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets, fan_in_fan_out=turned, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, lora)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
+    for path, parameter in adapted.named_parameters():
+        if "lora_B" in path:
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(folder / "adapter")
-    overrides = [*family.overrides, f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}", "device=cpu"]
-    config = load_config(*overrides, f"lora.from={folder / 'adapter'}")
-    yield Pair(family, folder, adapted, replace(config, lora=build.with_adapters(config.lora, config.source.explicit)))
+    sizes_of_ours = [f"model.context={CONTEXT}", f"model.vocabulary={VOCABULARY}"]
+    config = load_config(*overrides, *sizes_of_ours, "device=cpu", f"lora.from={folder / 'adapter'}")
+    return Pair(folder, adapted, replace(config, lora=build.with_adapters(config.lora, config.source.explicit)))
 
 
 def scores(session: Session, tokens: np.ndarray) -> np.ndarray:
@@ -123,22 +111,18 @@ def trained(session: Session, steps: int = STEPS) -> list[float]:
 
 
 def peft_losses(model: Any) -> list[float]:
-    """Of the same steps, the model's parameters put back afterwards."""
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Of the same steps."""
+    model = copy.deepcopy(model).train()
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, OPTIMIZER.weight_decay)
     losses = []
     for step in range(1, STEPS + 1):
         tokens, targets = (torch.from_numpy(batch(step)[name]) for name in ("tokens", "targets"))
-        logits = model.train()(input_ids=tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(before[name])
     return losses
 
 

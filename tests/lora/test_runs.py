@@ -71,17 +71,6 @@ def test_a_run_goes_on_to_the_bit() -> None:
     assert len(adapters) == 4 and all(whole[name].any() for name in adapters)
 
 
-def test_adapters_of_another_model_are_told_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("other", "model=llama", "lora.from=peft", "train.init_from=base", "model.heads=2") == 2
-    said = capsys.readouterr().err
-    assert "those of lora.from=peft: no linear layer of a block is 'transformer.h.0.attn.c_attn', " in said
-    assert "and 1 more. Valid: down, " in said and said.count("\n") == 1
-    changed("renamed", {"target_modules": "all-linear"})
-    assert train("other", "model=llama", "lora.from=renamed", "model.kv_heads=2") == 2
-    said = capsys.readouterr().err
-    assert "is of another model or other lora.targets: " in said and "lora_A" in said
-
-
 def changed(name: str, change: dict[str, Any]) -> None:
     """Copy the adapters, with another config."""
     shutil.copytree("peft", name, dirs_exist_ok=True)
@@ -196,57 +185,46 @@ def test_another_run_starts_from_a_tuned_one() -> None:
     assert np.array_equal(tensors("same", 1)[name], tensors("tuned", 4)[name])
 
 
-WRONG = {
+WRONG = {  # what is added to a command that trains
     "lora.alpha=0": "lora.alpha=0.0: must be greater than 0",
-    "optimizer.lr_multipliers={embedding:2}": "optimizer.lr_multipliers.embedding: changes no rate",
-    "lora.targets=[qvk]": "no linear layer of a block is 'qvk'",
+    "model=llama lora.from=peft train.init_from=base": "no linear layer of a block is 'transformer.h.0.attn.c_attn', ",
+    "model=llama lora.from=renamed model.kv_heads=2": "is of another model or other lora.targets: ",
     "lora.from=peft lora.rank=3": "has rank 2, not 3",
     "lora.from=peft model.width=32": "got [2, 16], expected [2, 32]",
     "lora.from=peft": "was trained beside another model",  # without train.init_from
     "lora.from=base": "holds no adapters of PEFT that can be read",
     "lora.from=dora": "use_dora=True: only plain LoRA is understood",
     "lora.from=torn": "lora_A.weight: missing",
+    "run.dir=tuned resume=auto lora.rank=3 train.steps=9": "has other adapters: lora.",
+    "run.dir=tuned task=sample lora.alpha=1": "has other adapters: lora.",
+    "resume=tuned lora.from=peft train.steps=9": "lora.from=peft: is for new runs",
+    "run.dir=base resume=auto lora.rank=2 train.steps=9": "lora.rank: None there, 2 given",
+    "task=export run.dir=base export.form=peft export.dir=p": "has no adapters",
+    "task=export run.dir=tuned export.form=peft export.file=p.safetensors": "export.form=peft writes a folder",
+    "task=export run.dir=tuned export.merge=false export.file=x.safetensors": "a file of weights has no adapters",
 }
 
 
-@pytest.mark.parametrize("overrides", WRONG)
-def test_a_mistake_is_told_before_any_step(overrides: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", WRONG)
+def test_a_mistake_is_told_before_anything_is_done(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     changed("dora", {"use_dora": True})
+    changed("renamed", {"target_modules": "all-linear"})
     changed("torn", {})
     save_file(dict(list(load_file("peft/adapter_model.safetensors").items())[1:]), "torn/adapter_model.safetensors")
     capsys.readouterr()
-    assert train("refused", "lora.rank=2", "train.steps=1", *overrides.split()) == 2
+    given = words.split()
+    if not ("run.dir=" in words or "resume=" in words):
+        given = ["data.path=text.txt", *MODEL, *TRAIN, "lora.rank=2", "train.steps=1", "run.dir=refused", *given]
+    assert main(given) == 2
     told = capsys.readouterr().err
-    assert WRONG[overrides] in told and "Traceback" not in told and not Path("refused").exists()
+    assert WRONG[words] in told and "Traceback" not in told and not Path("refused").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("run.dir=tuned resume=auto lora.rank=3 train.steps=9", "has other adapters: lora."),
-        ("run.dir=tuned task=sample lora.alpha=1", "has other adapters: lora."),
-        ("resume=tuned lora.from=peft train.steps=9", "lora.from=peft: is for new runs"),
-        ("run.dir=base resume=auto lora.rank=2 train.steps=9", "lora.rank: None there, 2 given"),
-        ("task=export run.dir=base export.form=peft export.dir=p", "has no adapters"),
-        ("task=export run.dir=tuned export.form=peft export.file=p.safetensors", "export.form=peft writes a folder"),
-        ("task=export run.dir=tuned export.merge=false export.file=x.safetensors", "a file of weights has no adapters"),
-    ],
-)
-def test_what_can_not_go_on_or_be_exported(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_plan_compares_with_training_the_whole_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_compares_with_training_the_whole_model() -> None:
     words = ["task=plan", "data.path=text.txt", *MODEL, *TRAIN, "plan.time=false", "plan.json=plan.json"]
-    assert main([*words, "lora.rank=2", "precision=bf16"]) == 0
-    capsys.readouterr()
-    found = json.loads(Path("plan.json").read_text())
-    trained = 2 * (16 + 48 + 16 + 16 + 2 * (16 + 64))
-    assert found["lora"]["trained"] == trained and found["memory"]["optimizer"] == 8 * trained
-    matrices, norms = 16 * (13 + 8 + 48 + 16 + 64 + 64), 3 * 16  # of which norms stay in fp32
-    assert found["memory"]["frozen"] == 2 * matrices + 4 * norms
-    assert main([*words, "lora.rank=0", "precision=bf16"]) == 0
+    assert main([*words, "lora.rank=2"]) == 0
+    found = json.loads(Path("plan.json").read_text())["lora"]
+    assert found["trained"] == 2 * (16 + 48 + 16 + 16 + 2 * (16 + 64)) and found["memory_without"] > found["memory"]
+    assert main(words) == 0
     whole = json.loads(Path("plan.json").read_text())
     assert "lora" not in whole and "frozen" not in whole["memory"]
-    assert found["lora"]["memory_without"] > found["lora"]["memory"]
