@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 
 from ttrain.cli import main
+from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import Node, Value, op
+from ttrain.models.mlp import MLP
+from ttrain.models.settings import MLPConfig
 from ttrain.ops import scale
+from ttrain.testing import check_model, check_ops
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "model.vocabulary=29"]
 WORDS = ["task=verify", "device=cpu", *SMALL]
@@ -43,15 +48,20 @@ def test_every_op_and_the_model_pass_on_the_cpu(
     assert {"loss", "dembedding.weight"} <= quantities["nano-gpt"]
 
 
+def test_what_plugins_call_passes() -> None:
+    check_ops("gelu", "transpose")
+    check_model(MLP(MLPConfig(width=8, inputs=5, outputs=3)))
+
+
 @pytest.mark.slow
 def test_engines_agree_with_one_another(capsys: pytest.CaptureFixture[str]) -> None:
     text = verified(capsys, "verify.engines=all", "verify.ops=[gelu,linear]")
     assert "static against dynamic" in text and "traced against dynamic" in text and "FAIL" not in text
 
 
-@pytest.mark.parametrize("name", ["embedding", "linear"])
+@pytest.mark.parametrize(("name", "wrong"), [("embedding", "embedding dweight"), ("linear", "linear dx")])
 def test_a_gradient_with_the_wrong_sign_is_caught_and_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, wrong: str
 ) -> None:
     right = op(name).vjp
 
@@ -63,29 +73,30 @@ def test_a_gradient_with_the_wrong_sign_is_caught_and_named(
 
     monkeypatch.setattr(op(name), "vjp", flipped)
     text = verified(capsys, f"verify.ops=[{name},relu]", code=1)
-    wrong = {"linear": "linear dx", "embedding": "embedding dweight"}[name]
     failures = text[text.index("verify: ") :]
     assert f"  {wrong} (" in failures and "points the other way" in failures
     assert "  relu" not in failures and "  nano-gpt d" in failures
 
 
-def test_a_kernel_that_fails_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrain.device.torch.device import TorchDevice
+def failing(*_: Any) -> Any:
+    raise RuntimeError("no such instruction")
 
-    real = TorchDevice.kernels.func
 
-    def broken(self: TorchDevice) -> Any:
-        import dataclasses
+def doubled(ins: Sequence[Any], outs: Sequence[Any], *_: Any) -> Any:
+    return lambda: outs[0].copy_(2 * ins[0])
 
-        def bind(*_: Any) -> Any:
-            raise RuntimeError("no such instruction")
 
-        table = dict(real(self))
-        return {**table, "tanh": dataclasses.replace(table["tanh"], bind=bind)}
-
-    monkeypatch.setattr(TorchDevice, "kernels", property(broken))
-    text = verified(capsys, "verify.ops=[tanh,relu]", "verify.model=false", code=1)
-    assert "tanh - (tanh-0) by engine static: RuntimeError: no such instruction" in text
+@pytest.mark.parametrize(
+    ("bind", "told"),
+    [(failing, "tanh - (tanh-0) by engine static: RuntimeError: no such instruction"), (doubled, "  tanh y (tanh-")],
+)
+def test_a_kernel_that_fails_or_is_wrong_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bind: Any, told: str
+) -> None:
+    table = dict(TorchDevice("cpu", threads=1).kernels)
+    table["tanh"] = dataclasses.replace(table["tanh"], bind=bind, overwrites=())
+    monkeypatch.setattr(TorchDevice, "kernels", table)
+    assert told in verified(capsys, "verify.ops=[tanh,relu]", "verify.model=false", code=1)
 
 
 def test_an_op_without_cases_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests import forked
-from tests.models.session import initial_values
+from tests.models.session import ENGINES
 from tests.native.conftest import require_compiler
-from tests.ttnn.runs import cpu, golden, run, sgd, step_inputs
+from tests.ttnn.runs import cpu, golden
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Graph, Value, composite
@@ -27,10 +26,11 @@ from ttrain.optim.adafactor import Adafactor
 from ttrain.optim.groups import orthogonalised
 from ttrain.optim.muon import NorMuon
 from ttrain.optim.settings import AdafactorConfig, NorMuonConfig
+from ttrain.testing import check_model
 
 PLACES = ("cpu dynamic", "cpu static", "cpu traced", "golden dynamic", "golden static")
 HEADS, KV_HEADS = 4, 2
-ROWS, TIME, WIDTH, STEPS = 2, 9, 24, 3
+ROWS, TIME, WIDTH = 2, 9, 24
 
 
 def relative_bias_of_test(distances: Value, table: Value) -> Value:
@@ -54,7 +54,8 @@ class Biased(Module):
 
     def __init__(self) -> None:
         self.query, self.projection = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
-        self.key, self.value = (Linear(WIDTH, WIDTH // HEADS * KV_HEADS) for _ in range(2))
+        self.key = Linear(WIDTH, WIDTH // HEADS * KV_HEADS, bias=False)  # one would have no gradient
+        self.value = Linear(WIDTH, WIDTH // HEADS * KV_HEADS)
         self.table = Parameter((2 * TIME - 1, HEADS), Normal(1.0))
         self.distances = Buffer((TIME, TIME), distances, dtype=DType.INT64)
         self.name_parameters()
@@ -103,54 +104,15 @@ def _declared() -> Iterator[None]:
     REGISTRY.update(before)
 
 
-def in_torch(parameters: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
-
-    def by_heads(name: str, heads: int) -> torch.Tensor:
-        split = linear(name, x).unflatten(-1, (heads, WIDTH // HEADS)).transpose(1, 2)
-        return split.repeat_interleave(HEADS // heads, 1)
-
-    bias = parameters["table"][torch.from_numpy(distances((TIME, TIME)))].permute(2, 0, 1)[None]
-    behind = torch.arange(TIME)[:, None] - torch.arange(TIME)
-    bias = bias.masked_fill((behind < 0) | (behind >= 6), float("-inf"))
-    q, k, v = by_heads("query", HEADS), by_heads("key", KV_HEADS), by_heads("value", KV_HEADS)
-    mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
-    return linear("projection", mixed.transpose(1, 2).flatten(2))
-
-
-class _AnyInputs:
-    inputs: tuple[str, ...] = ()
-
-
 @pytest.mark.parametrize("place", PLACES)
-def test_it_trains_as_torch_does(place: str) -> None:
-    """fp32 beside plain descent in fp64, over STEPS steps."""
+def test_the_loss_and_every_gradient_are_right(place: str) -> None:
+    """Held to autograd over the fp64 references of ops."""
     device, engine = place.split()
     if device == "golden":
         pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     elif engine == "traced":
         require_compiler()
-    descent = sgd(momentum=0, clip_norm=None, weight_decay=0)
-    opened = golden() if device == "golden" else cpu()
-    outcome = run(model(), descent, opened, engine=engine, rows=ROWS, steps=STEPS)
-
-    first = initial_values(model(), 7)
-    parameters = {name: torch.from_numpy(np.array(value)).double().requires_grad_() for name, value in first.items()}
-    losses = []
-    for step in range(1, STEPS + 1):
-        given = step_inputs(model(), _AnyInputs(), ROWS, step)
-        x, targets = (torch.from_numpy(given[name]).double() for name in ("inputs", "targets"))
-        loss = float(given[LOSS_WEIGHT]) * ((in_torch(parameters, x) - targets) ** 2).sum()
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
-        losses.append(float(loss.detach()))
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-                parameter -= float(given["lr"]) * gradient
-    np.testing.assert_allclose(outcome.losses, losses, rtol=1e-4)
-    for name, wanted in parameters.items():
-        scale = float(wanted.abs().max())
-        np.testing.assert_allclose(outcome.state[name], wanted.detach(), rtol=0, atol=1e-4 * scale, err_msg=name)
+    check_model(model(), ROWS, golden() if device == "golden" else cpu(), ENGINES[engine])
 
 
 def test_a_mocked_board_takes_its_ops_and_those_of_rules_of_whole_matrices(tmp_path: Path) -> None:
