@@ -48,15 +48,10 @@ def read(*sources: str, **options: Any) -> list[str]:
     return [document.text for document in DocumentReader(config).in_turn(found, [len] * len(found))]
 
 
-def configured(folder: Path, template: Any, **more: Any) -> dict[str, Any]:
-    described = {
-        "bos_token": {"content": "<|endoftext|>"},
-        "eos_token": "<|im_end|>",
-        "chat_template": template,
-        **more,
-    }
+def configured(folder: Path, template: Any) -> None:
+    """Give the tokenizer of a folder a chat template."""
+    described = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    return described
 
 
 @pytest.fixture
@@ -69,10 +64,5 @@ def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def theirs(folder: Path, template: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), chat_template=template, **special)

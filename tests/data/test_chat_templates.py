@@ -228,28 +228,6 @@ def test_a_template_that_takes_too_much_is_told(folder: Path, template: str, mon
     assert after.ru_maxrss - before.ru_maxrss < 64 << 10 and after.ru_utime - before.ru_utime < 1
 
 
-@pytest.mark.parametrize(
-    ("row", "options", "message"),
-    [
-        ([], {}, "has no messages"),
-        (CHAT[:2], {"loss_on": "replies"}, "has no reply of the assistant"),
-        ([{"role": "judge", "content": "x"}], {}, "the tokenizer's chat template refuses it: no judge"),
-        ([{"content": "x"}], {}, "message 1 is not an object with a role"),
-        ([USER, {"role": "user"}], {"bad_rows": "stop"}, ""),
-    ],
-)
-def test_conversations_that_cannot_be_used(folder: Path, row: Any, options: dict[str, Any], message: str) -> None:
-    configured(folder, TEMPLATES["marked" if "loss_on" in options else "loops and refusals"])
-    if not message:  # the template takes it
-        assert opened(folder, row, CHAT[1:3], context=8, **options).description["bad_rows"] == 0
-        return
-    with pytest.raises(DataError) as caught:
-        opened(folder, CHAT[1:3], row, **options)
-    assert f"rows.jsonl:2: {message}" in str(caught.value) and caught.value.exit_code == 2
-    skipped = opened(folder, CHAT[1:3], row, CHAT, context=8, bad_rows="skip", **options)
-    assert skipped.description["bad_rows"] == 1
-
-
 def test_a_template_that_rewrites_earlier_messages_tells_no_replies(folder: Path) -> None:
     configured(folder, "{% for m in messages %}{{ loop.revindex }}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with pytest.raises(DataError, match=r"writes earlier messages another way.*data\.loss_on=all"):
@@ -334,12 +312,6 @@ def test_tools_and_messages_may_be_json_as_text(folder: Path, tools: Any, table:
     assert texts(folder, SHOWN, row, {**row, "tools": " "}, table=table) == [wanted, expected(folder, SHOWN, messages)]
 
 
-@pytest.mark.parametrize("tools", ["look_up", "{", {"name": "look_up"}, 5, ["look_up"], [5], [{"function": "look_up"}]])
-def test_tools_that_are_no_list_of_objects_are_refused(folder: Path, tools: Any) -> None:
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*tool.*not (a list|an object)"):
-        texts(folder, SHOWN, {"messages": [ASK, ANSWER], "tools": tools})
-
-
 @pytest.mark.parametrize("given", [{"word": "é", "n": [1]}, '{"word": "é", "n": [1]}'])
 @pytest.mark.parametrize(
     ("written", "takes"),
@@ -379,21 +351,10 @@ def test_parts_of_text_are_joined_unless_the_template_reads_parts(folder: Path, 
             texts(folder, template, [{"role": "user", "content": [*given, other]}, ANSWER], **options)
 
 
-def test_a_content_that_would_be_written_as_python_does_is_refused(folder: Path) -> None:
-    chat = [ASK, {"role": "tool", "content": {"it's": None}}, ANSWER]
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: message 2 has as content an object"):
-        texts(folder, SHOWN, chat)
-    template = SHOWN.replace("m.content", "m.content | tojson")
-    assert texts(folder, template, chat) == [expected(folder, template, chat)]
-
-
-SILENT: list[dict[str, Any]] = [
-    {"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True},
-]  # fmt: skip
-SILENT.append({"masked": True})
-
-
-@pytest.mark.parametrize("said", SILENT)
+@pytest.mark.parametrize(
+    "said",
+    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True}],
+)
 @pytest.mark.parametrize("template", ["chatml", "by prefixes", "marked"])
 def test_a_reply_that_says_so_is_not_learnt(template: str, said: dict[str, Any]) -> None:
     replies = [{"role": "assistant", "content": content} for content in ("one", "two", "three")]
@@ -405,27 +366,52 @@ def test_a_reply_that_says_so_is_not_learnt(template: str, said: dict[str, Any])
     assert found.text == whole.text and found.replies == tuple(whole.replies[number] for number in (0, 2, 3))
 
 
-@pytest.mark.parametrize(
-    ("message", "options", "why"),
-    [
-        ({"weight": 0.5}, {}, "weight=0.5; weight, train"),
-        ({"weight": "0"}, {}, "weight='0'"),
-        ({"train_detail": [{"begin_offset": 0}]}, {}, "the key 'train_detail'"),
-        ({"loss_weight": 1}, {}, "the key 'loss_weight'"),
-        ({"mask": 1}, {}, "the key 'mask'"),
-        ({"train": True, "weight": 0}, {}, "train and weight contradict"),
-        ({"weight": 0}, {"loss_on": "all"}, "weight takes it out of the loss, but data.loss_on=all"),
-        ({"weight": 1, "role": "user"}, {}, "weight puts a message of the role 'user' into the loss"),
-        ({"weight": 0}, {}, "has no reply of the assistant"),
-    ],
-)
-@pytest.mark.parametrize("template", ["plain", "tokenizer"])
-def test_what_is_said_of_learning_and_can_not_be_done_is_refused(
-    folder: Path, template: str, message: dict[str, Any], options: dict[str, Any], why: str
+LEARNING: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # what a reply says, the config, and why it is refused
+    ({"weight": 0.5}, {}, "weight=0.5; weight, train"),
+    ({"weight": "0"}, {}, "weight='0'"),
+    ({"train_detail": [{"begin_offset": 0}]}, {}, "the key 'train_detail'"),
+    ({"loss_weight": 1}, {}, "the key 'loss_weight'"),
+    ({"mask": 1}, {}, "the key 'mask'"),
+    ({"train": True, "weight": 0}, {}, "train and weight contradict"),
+    ({"weight": 0}, {"loss_on": "all"}, "weight takes it out of the loss, but data.loss_on=all"),
+    ({"weight": 1, "role": "user"}, {}, "weight puts a message of the role 'user' into the loss"),
+    ({"weight": 0}, {}, "has no reply of the assistant"),
+]
+REFUSED: list[tuple[Any, str, dict[str, Any], str]] = [  # a row, the template, the config, and why it is refused
+    ([], "loops and refusals", {}, "has no messages"),
+    ([{"role": "judge", "content": "x"}], "loops and refusals", {}, ".*chat template refuses it: no judge"),
+    ([{"content": "x"}], "loops and refusals", {}, "message 1 is not an object with a role"),
+    ([ASK, {"role": "tool", "content": {"it's": None}}, ANSWER], SHOWN, {}, "message 2 has as content an object"),
+    (CHAT[:2], "marked", {"loss_on": "replies"}, "has no reply of the assistant"),
+    *(
+        ({"messages": [ASK, ANSWER], "tools": tools}, SHOWN, {}, ".*tool.*not (a list|an object)")
+        for tools in ("look_up", "{", {"name": "look_up"}, 5, ["look_up"], [5], [{"function": "look_up"}])
+    ),
+    *(
+        ([ASK, {**ANSWER, **said}], "marked", {"loss_on": "replies", "template": template, **options}, f".*{why}")
+        for said, options, why in LEARNING
+        for template in ("plain", "tokenizer")
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "template", "options", "why"), REFUSED)
+def test_rows_that_can_not_be_used_are_refused_or_skipped(
+    folder: Path, row: Any, template: str, options: dict[str, Any], why: str
 ) -> None:
-    given = {"loss_on": "replies", "template": template, **options}
-    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{why}"):
-        texts(folder, TEMPLATES["marked"], [ASK, {**ANSWER, **message}], **given)
+    configured(folder, TEMPLATES.get(template, template))
+    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {why}") as caught:
+        opened(folder, CHAT[1:3], row, **options)
+    assert caught.value.exit_code == 2
+    skipped = opened(folder, CHAT[1:3], row, CHAT, context=8, bad_rows="skip", **options)
+    assert skipped.description["bad_rows"] == 1
+
+
+def test_what_a_template_takes_is_no_bad_row(folder: Path) -> None:
+    """A message without content, and a content that is no text."""
+    assert texts(folder, TEMPLATES["loops and refusals"], [USER, {"role": "user"}])
+    chat, template = [ASK, {"role": "tool", "content": {"it's": None}}], SHOWN.replace("content", "content | tojson")
+    assert texts(folder, template, chat) == [expected(folder, template, chat)]
 
 
 def test_what_is_not_read_of_rows_is_told(folder: Path) -> None:
@@ -439,12 +425,10 @@ def test_what_is_not_read_of_rows_is_told(folder: Path) -> None:
     ]
     data = opened(folder, *rows, template="plain", context=2)
     assert data.description["documents"] == {"train": 3, "val": 1} and data.description["blank_documents"] == 1
-    beside = [f"1 row(s) have {key!r} beside 'messages', which" for key in ("masked", "tools", "functions", "weight")]
-    assert set(notices(data)) == {
-        "1 blank document(s) are left out.",
-        "1 row(s) have 'messages' beside 'text', of which only the text is read.",
-        *(f"{told} is not read." for told in beside),
-    }
+    beside = ("'masked' beside", "'tools' beside", "'functions' beside", "'weight' beside")
+    told = ("1 blank document(s)", "1 row(s) have 'messages' beside", *(f"1 row(s) have {key}" for key in beside))
+    assert all(sum(notice.startswith(start) for notice in notices(data)) == 1 for start in told)
+    assert len(notices(data)) == len(told)
     pq.write_table(pa.Table.from_pylist([{"messages": chat, "weight": 0.0}] * 2), "rows.parquet")
     reader = DocumentReader(config_of("rows.parquet"))
     assert len(list(reader.in_turn(find_sources(config_of("rows.parquet")), [len]))) == 2

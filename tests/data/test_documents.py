@@ -14,16 +14,14 @@ import pytest
 
 from tests.data.conftest import config_of, read, rows
 from ttrain.core.errors import DataError
-from ttrain.data import library_tokenizer as tokenizer_module
 from ttrain.data import sources as sources_module
 from ttrain.data.batches import Sizes, unigram_entropy
 from ttrain.data.chat.messages import Template
 from ttrain.data.documents import DocumentDataset, open_documents
 from ttrain.data.formats import compressed
-from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer, train_bpe
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
 from ttrain.data.settings import TokensConfig
 from ttrain.data.sources import DocumentReader, find_sources
-from ttrain.data.stream import DocumentStream
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.data.tokens import open_tokens
 from ttrain.tasks.prepare import prepare
@@ -266,20 +264,6 @@ def test_which_token_ends_a_document() -> None:
             assert opened(source, **options).description["end_token"] == dict(zip(("text", "id", "added"), found))
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
-def test_tokenizers_made_here_read_back_and_encode_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "CALL_CHARACTERS", 100)  # several calls of the library
-    source = texts("a.jsonl", *(f"line {i}, with é and 中\n\n" * (1 + i % 3) for i in range(50)))
-    data = opened(source, tokenizer=kind, vocabulary_size=300)
-    assert data.tokenizer is not None
-    again = parse_tokenizer(data.tokenizer.to_json())
-    assert again.hash == data.tokenizer.hash and again.vocabulary == data.vocabulary
-    documents = np.split(data._splits["train"], data._ends["train"][:-1])
-    decoded = [again.decode(ids[:-1].tolist()) for ids in documents]
-    assert {*decoded} <= {*given(source)} and {ids[-1] for ids in documents} == {data.description["end_token"]["id"]}
-    assert all(again.encode(text) == ids[:-1].tolist() for text, ids in zip(decoded, documents, strict=True))
-
-
 # the stream and its sequences
 
 
@@ -312,16 +296,6 @@ def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) 
         orders.append(order)
     assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
     assert stream.read(12, 0, length).tolist() != stream.read(11, 0, length).tolist()
-
-
-def test_any_position_can_be_read_first() -> None:
-    """What resuming asks for: the same places whether or not anything was read before."""
-    generator = np.random.default_rng(0)
-    ends = np.cumsum(generator.integers(1, 40, 100))
-    warm = DocumentStream(ends, 16)
-    straight = np.concatenate([warm.read(5, at, 13) for at in range(0, 13 * 500, 13)])
-    for position in (0, 1, 777, int(ends[-1]) - 3, 4000, 6400):
-        assert (DocumentStream(ends, 16).read(5, position, 90) == straight[position : position + 90]).all()
 
 
 @pytest.mark.parametrize("order", ["sequential", "shuffled"])
@@ -432,17 +406,13 @@ def test_what_is_left_out_is_told() -> None:
     assert "notices" not in opened("docs/a.jsonl", max_documents=9).description
 
 
-def test_rows_in_a_file_of_another_name_are_told() -> None:
-    """They are one document of JSON syntax."""
+def test_why_there_is_one_document_is_told() -> None:
     Path("rows.txt").write_bytes(Path(many("a.jsonl", 30)).read_bytes())
     Path("plain.txt").write_text("{braces} [and brackets] are no JSON\n" * 3)
-    (told,) = opened("rows.txt", "plain.txt", max_documents=2).description["notices"]
-    assert "rows.txt are read as plain text, JSON syntax included" in told and "plain.txt" not in told
-    assert "notices" not in opened("a.jsonl").description
-    alone, plain = refused("rows.txt"), refused("plain.txt")  # the reason why there is one document comes with it
-    assert "one document and needs at least two" in alone and "name such files .jsonl" in alone
-    assert "data.delimiter splits a text file" in plain and "JSON" not in plain
-    assert "data.delimiter" not in refused(texts("one.jsonl", "alone"))
+    alone, plain, row = (refused(name) for name in ("rows.txt", "plain.txt", texts("one.jsonl", "alone")))
+    assert all("one document and needs at least two" in told for told in (alone, plain, row))
+    assert "name such files .jsonl" in alone and "data.delimiter splits a text file" in plain
+    assert "JSON" not in plain and "data.delimiter" not in row
 
 
 def test_a_file_that_may_not_be_looked_at_or_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,8 @@ import zstandard
 
 from tests.data.conftest import config_of, read, rows
 from ttrain.core.errors import DataError
-from ttrain.data.batches import Sizes
-from ttrain.data.documents import open_documents
 from ttrain.data.sources import DocumentReader, find_sources
 from ttrain.data.tokenizer import ByteTokenizer
-from ttrain.tasks.prepare import prepare
 
 WORDS = [f"document {number} with é" + " and more" * (number % 7) for number in range(60)]
 pytestmark = pytest.mark.usefixtures("empty_place")
@@ -79,17 +76,6 @@ def test_documents_are_those_of_the_rows(form: str) -> None:
     documents = list(DocumentReader(config).in_turn(find_sources(config), [told.extend]))
     assert [document.text for document in documents] == WORDS and bytes(told) == Path(source).read_bytes()
     assert form.startswith("a.txt") or [each.place for each in documents][::59] == [f"{source}:1", f"{source}:60"]
-
-
-def test_tokens_and_splits_do_not_depend_on_the_form() -> None:
-    Path("plain.jsonl").write_bytes(rows_of(WORDS))
-    expected = open_documents(config_of("plain.jsonl"), Sizes(context=8)).batch("train", 3, 0, 64)["tokens"]
-    for form in ("groups", "stream", "a.jsonl.zst"):
-        data = open_documents(config_of(written(form)), Sizes(context=8))
-        assert (data.batch("train", 3, 0, 64)["tokens"] == expected).all()
-    header = prepare(config_of("a.parquet"), "prepared", progress=False)
-    assert header["corpus"]["documents"] == {"train": 54, "val": 6}
-    assert header["corpus"]["bytes"] == Path("a.parquet").stat().st_size
 
 
 def test_conversations_and_keys_of_tables() -> None:

@@ -44,6 +44,11 @@ def config_of(path: Path, **options: Any) -> TokensConfig:
     return TokensConfig(path=str(path), **options)
 
 
+def refused(message: str, path: Path, **options: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        open_tokens(config_of(path, **options), SIZES)
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_prepared_tokens_train_as_the_text_does(text: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "READ_BYTES", 1000)
@@ -123,23 +128,20 @@ def test_raw_files_need_their_type_and_vocabulary_and_may_have_splits(tmp_path: 
         assert data.batch("val", 0, 0, 3)["tokens"].min() >= 750
         assert data.vocabulary == 1000 and data.tokenizer is None
     for missing in options:
-        with pytest.raises(DataError, match=r"data\.dtype=uint16\|uint32 and data\.vocabulary"):
-            open_tokens(config_of(file, **{missing: options[missing]}), SIZES)
+        refused(r"data\.dtype=uint16\|uint32 and data\.vocabulary", file, **{missing: options[missing]})
     raw_file(tmp_path / "val.bin", np.arange(400, 440), stored)
     data = open_tokens(config_of(tmp_path, held_out=0.25, **options), SIZES)
     assert data.description["tokens"] == {"train": 1000, "val": 40}
     assert data.batch("val", 0, 0, 2)["tokens"].min() >= 400
 
 
-def test_a_raw_file_may_name_its_tokenizer(tmp_path: Path, text: Path) -> None:
-    prepare(TextConfig(path=str(text)), tmp_path / "tokens", progress=False)
-    tokenizer = read_tokenizer(tmp_path / "tokens" / "tokenizer.json")
-    options: dict[str, Any] = {"dtype": "uint16", "tokenizer": str(tmp_path / "tokens" / "tokenizer.json")}
-    data = open_tokens(config_of(tmp_path / "tokens" / "train.bin", vocabulary=100, **options), SIZES)
+def test_a_raw_file_may_name_its_tokenizer(prepared: Path) -> None:
+    file, options = prepared / "train.bin", {"dtype": "uint16", "tokenizer": str(prepared / "tokenizer.json")}
+    data = open_tokens(config_of(file, vocabulary=100, **options), SIZES)
+    tokenizer = read_tokenizer(prepared / "tokenizer.json")
     assert data.vocabulary == 100  # a padded vocabulary is fine
     assert data.tokenizer is not None and data.tokenizer.hash == tokenizer.hash
-    with pytest.raises(DataError, match=rf"has {tokenizer.vocabulary} ids, more than data\.vocabulary=5"):
-        open_tokens(config_of(tmp_path / "tokens" / "train.bin", vocabulary=5, **options), SIZES)
+    refused(rf"has {tokenizer.vocabulary} ids, more than data\.vocabulary=5", file, vocabulary=5, **options)
 
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_position(
@@ -191,11 +193,9 @@ def test_changed_files_are_refused(prepared: Path, name: str) -> None:
         (b"", "is empty"),
     ):
         (prepared / name).write_bytes(changed)
-        with pytest.raises(DataError, match=f"{name}.*{message}"):
-            open_tokens(config_of(prepared), SIZES)
+        refused(f"{name}.*{message}", prepared)
     (prepared / name).unlink()
-    with pytest.raises(DataError, match=rf"cannot read .*{name}"):
-        open_tokens(config_of(prepared), SIZES)
+    refused(rf"cannot read .*{name}", prepared)
 
 
 def test_a_damaged_header_is_refused(prepared: Path) -> None:
@@ -203,23 +203,19 @@ def test_a_damaged_header_is_refused(prepared: Path) -> None:
     other = [json.dumps({**header, "format": "another version"}), json.dumps({**header, "vocabulary": "9"})]
     for content in ("", "[]", "{}", "nonsense", '{"format": "other"}', '{"splits": {"train": 3}}', *other):
         (prepared / "tokens.json").write_text(content)
-        with pytest.raises(DataError, match=r"tokens\.json .*Prepare the tokens again"):
-            open_tokens(config_of(prepared), SIZES)
+        refused(r"tokens\.json .*Prepare the tokens again", prepared)
 
 
 def test_a_config_or_tokenizer_that_contradicts_the_folder_is_refused(prepared: Path) -> None:
     vocabulary = json.loads((prepared / "tokens.json").read_text())["vocabulary"]
     prepared = prepared.rename(prepared.parent / "elsewhere")  # it may be moved
     assert open_tokens(config_of(prepared, dtype="uint16", vocabulary=vocabulary), SIZES)
-    with pytest.raises(DataError, match=r"data\.dtype=uint32, but .* says uint16"):
-        open_tokens(config_of(prepared, dtype="uint32"), SIZES)
-    with pytest.raises(DataError, match=rf"data\.vocabulary=9, but .* says {vocabulary}"):
-        open_tokens(config_of(prepared, vocabulary=9), SIZES)
+    refused(r"data\.dtype=uint32, but .* says uint16", prepared, dtype="uint32")
+    refused(rf"data\.vocabulary=9, but .* says {vocabulary}", prepared, vocabulary=9)
     described = json.loads((prepared / "tokenizer.json").read_text())
     del described["model"]["vocab"]["x"]
     (prepared / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(DataError, match="not the one that the tokens were made with"):
-        open_tokens(config_of(prepared), SIZES)
+    refused("not the one that the tokens were made with", prepared)
 
 
 def test_paths_without_tokens_are_refused(tmp_path: Path) -> None:
