@@ -8,8 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+from benchmarks.config_page import reference
 from ttrain.config.files import packaged
-from ttrain.config.reference import reference
 
 REPO = Path(__file__).parents[2]
 
@@ -49,4 +49,4 @@ def test_code_is_checked_for_the_oldest_python_that_is_allowed() -> None:
 
 def test_the_reference_page_is_current() -> None:
     page = (REPO / "docs" / "config.md").read_text("utf-8")
-    assert page == reference(), "run: python -m ttrain.config.reference > docs/config.md"
+    assert page == reference(), "run: python -m benchmarks.config_page > docs/config.md"

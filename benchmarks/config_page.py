@@ -1,4 +1,4 @@
-"""The reference page of every config key: `python -m ttrain.config.reference > docs/config.md`."""
+"""The reference page of every config key: `python -m benchmarks.config_page > docs/config.md`."""
 
 from __future__ import annotations
 
