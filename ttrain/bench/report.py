@@ -27,12 +27,16 @@ def table(result: Values) -> list[list[str]]:
     return [titles, *([row[title] for title in titles] for row in rows)]
 
 
-def _span(low: float | None, high: float | None, form: Callable[[float | None], str]) -> str:
-    return f"{form(low)} – {form(high)}" if low and low != high else ""
+def _span(low: float | None, high: float | None, form: Callable[[float], str]) -> str:
+    return f"{form(low)} – {form(high)}" if low and high and low != high else ""
 
 
-def _factor(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _told(value: Any, form: Callable[[Any], str]) -> str:
+    return "" if value is None else form(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _seconds(samples: Sequence[float] | None) -> str:
@@ -47,15 +51,6 @@ def ms(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
-def percent(share: float | None) -> str:
-    """Return a share in percent."""
-    return "" if share is None else f"{100 * share:.1f} %"
-
-
-def _bytes(value: int | None) -> str:
-    return "" if value is None else format_bytes(value)
-
-
 def _cells(case: Values, row: Values) -> dict[str, str]:
     """Return the cells of a contender at a case by the titles of their columns."""
     steps, times, facts = (row.get(key) or {} for key in ("step_ms", "times_as_fast", "facts"))
@@ -67,19 +62,19 @@ def _cells(case: Values, row: Values) -> dict[str, str]:
         "basis": "" if case["basis"] == "measured" else case["basis"],
         "ms/step": ms(median),
         "quartiles": _span(steps.get("q1"), steps.get("q3"), ms),
-        "x": _factor(times.get("ratio")),
-        "95 %": _span(times.get("low"), times.get("high"), _factor),
+        "x": _told(times.get("ratio"), "{:.2f}".format),
+        "95 %": _span(times.get("low"), times.get("high"), "{:.2f}".format),
         "per second": f"{format_count(speed)} {case['unit']}" if speed else "",
         "TFLOP/s": f"{row['flops_per_s'] / 1e12:.3g}" if row.get("flops_per_s") else "",
-        "mfu": percent(row.get("mfu")),
-        "of roof": percent(roof / median if roof and median else None),
+        "mfu": _told(row.get("mfu"), _percent),
+        "of roof": _percent(roof / median) if roof and median else "",
         "bound by": facts.get("bound_by") or "",
         "planned ms": ms(row.get("planned_ms")),
         "cold start": _seconds(row.get("cold_s")),
         "warm start": _seconds(row.get("warm_s")),
-        "planned memory": _bytes(row.get("planned_bytes")),
-        "memory": _bytes(row.get("used_bytes")),
-        "of process": _bytes(row.get("peak_bytes")),
+        "planned memory": _told(row.get("planned_bytes"), format_bytes),
+        "memory": _told(row.get("used_bytes"), format_bytes),
+        "of process": _told(row.get("peak_bytes"), format_bytes),
         "same work": "yes" if row["status"] == "ok" and row.get("checked_against") else "",
     }
 

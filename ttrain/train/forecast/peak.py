@@ -73,10 +73,9 @@ def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
     """Byte/s of a copy, which reads and writes."""
     import torch
 
-    place = torch.device(device, index) if device == "cuda" else torch.device(device)
+    place = torch.device(device, index)
     source, target = (torch.zeros(_MOVED, dtype=torch.uint8, device=place) for _ in range(2))
-    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
-    return 2 * _MOVED / _fastest(lambda: target.copy_(source), synchronize, seconds)
+    return 2 * _MOVED / _fastest(lambda: target.copy_(source), place, seconds)
 
 
 def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
@@ -84,20 +83,22 @@ def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
     import torch
 
     size = _SIZES[device]
-    place = torch.device(device, index) if device == "cuda" else torch.device(device)
+    place = torch.device(device, index)
     kind = torch.bfloat16 if dtype == "bf16" else torch.float32
     x, y, out = (torch.full((size, size), 0.5, dtype=kind, device=place) for _ in range(3))
     products = [lambda: torch.mm(x, y, out=out)]
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if device == "cpu" and kind is torch.float32 and onednn is not None and torch.backends.mkldnn.is_available():
         products.append(lambda: onednn.default(x, y, None, "none", [], ""))
-    synchronize = partial(torch.cuda.synchronize, index) if device == "cuda" else lambda: None
-    fastest = min(_fastest(product, synchronize, seconds) for product in products)
+    fastest = min(_fastest(product, place, seconds) for product in products)
     return 2 * size**3 / fastest
 
 
-def _fastest(product: Callable[[], Any], synchronize: Callable[[], Any], seconds: float) -> float:
-    """Seconds of the fastest of the products that fit into the time."""
+def _fastest(product: Callable[[], Any], place: Any, seconds: float) -> float:
+    """Seconds of the fastest of the products on a device of torch that fit into the time."""
+    import torch
+
+    synchronize = partial(torch.cuda.synchronize, place) if place.type == "cuda" else lambda: None
     fastest, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop or fastest == float("inf"):
         synchronize()
