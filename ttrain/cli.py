@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(f"{where}{error.strerror or error}. {FULL_ERROR}=1 shows where it happened.")
         return EXIT_FAILURE
     except (MemoryError, RuntimeError) as error:  # outside a run, which tells what it needs itself
-        from ttrain.train.forecast.out_of_memory import is_out_of_memory
+        from ttrain.train.forecast.limits import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
@@ -130,7 +130,7 @@ def _run(arguments: list[str]) -> int:
 def _run_one(config: Config, overrides: list[str]) -> int:
     from ttrain.tasks.training import supervised
     from ttrain.train.supervise import launch
-    from ttrain.train.supervise.heartbeat import Heartbeat
+    from ttrain.train.supervise.child import Heartbeat
 
     if supervised.wanted(config.task.name, config.supervise, config.source):
         return supervised.run(config.supervise, config.parallel, overrides, config.source.flags)

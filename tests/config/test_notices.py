@@ -7,8 +7,8 @@ import pytest
 from ttrain.config.compose import load
 from ttrain.config.schema import to_dict
 from ttrain.tasks.training.notices import notices
-from ttrain.tasks.training.rates import Rate, rate_jump, train_on
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.tasks.training.run import Rate, rate_jump, train_on
+from ttrain.train.checkpoint.checkpoint import Progress
 
 GROWING = ("model.context=64", "train.length_schedule=[16,32,64]", "train.phase_steps=10")
 PAIRS = ("model=agillm", "model.preset=femto_1x")

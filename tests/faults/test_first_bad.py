@@ -15,7 +15,7 @@ from tests.faults.conftest import Train
 from ttrain.cli import main
 from ttrain.device.torch import device as torch_device
 from ttrain.train.checkpoint.retention import list_checkpoints
-from ttrain.train.logging.events import read_events
+from ttrain.train.logging.metrics import read_events
 from ttrain.train.steps import step_graph
 
 LIMIT = 50.0  # above it the faulty kernels overflow
@@ -148,7 +148,7 @@ def test_a_search_that_fails_hides_nothing(train: Train, spoiled: Any, capsys: A
 
     spoiled({5: {"targets": np.nan}})
     monkeypatch.setattr(TrainStep, "inspect", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
-    monkeypatch.setattr("ttrain.train.loop.nonfinite._bad_elements", lambda _: None)
+    monkeypatch.setattr("ttrain.train.loop.guards._bad_elements", lambda _: None)
     assert train("run.dir=run", *WORDS, "guard.nonfinite=skip") == 1
     told = "Step 5: train/loss is nan. The search for the first bad tensor failed: no more memory."
     assert told in capsys.readouterr().err

@@ -21,9 +21,8 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticStep
 from ttrain.graph import Kind
-from ttrain.train.forecast.out_of_memory import is_out_of_memory
-from ttrain.train.logging.events import read_events
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.forecast.limits import is_out_of_memory
+from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.settings import GuardConfig
 from ttrain.train.steps import step_graph

@@ -23,9 +23,8 @@ from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
-from ttrain.train.logging.events import read_events
-from ttrain.train.loop.checkpoints import Checkpoints, yield_processor
-from ttrain.train.loop.context import RunContext
+from ttrain.train.logging.metrics import read_events
+from ttrain.train.loop.checkpoints import Checkpoints, RunContext, yield_processor
 from ttrain.train.runs.resume import find_resume_point, hold_run
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import TrainConfig

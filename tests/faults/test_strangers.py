@@ -18,8 +18,7 @@ from tests.faults.conftest import TINY, Train
 from ttrain.cli import main
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file
-from ttrain.train.checkpoint.checkpoint import sealed
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Progress, sealed
 
 SHARD = "parameters-00001-of-00001.safetensors"
 

@@ -16,10 +16,10 @@ from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.tasks.training import supervised
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
-from ttrain.train.logging.events import read_events
+from ttrain.train.logging.metrics import read_events
 from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise import supervisor as module
-from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.child import VARIABLE
 from ttrain.train.supervise.supervisor import Supervisor, continuing
 
 REPO = Path(__file__).parents[2]

@@ -19,9 +19,8 @@ from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.data.regression import RegressionDataset
-from ttrain.train.logging.events import read_events
 from ttrain.train.logging.loggers import Console
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import read_config
 

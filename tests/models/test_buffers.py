@@ -28,7 +28,7 @@ from ttrain.testing import check_model
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import plan_report
-from ttrain.train.runs.export import weight_state
+from ttrain.train.runs.export_folder import weight_state
 from ttrain.train.runs.warm_start import open_warm_start
 from ttrain.train.steps.step_graph import StepGraph
 

@@ -16,8 +16,7 @@ from ttrain.device.torch.kernels.common import TORCH_DTYPES, Bind, Context, kern
 from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value, op
 from ttrain.plan.lifetime import overwritable
 from ttrain.testing.cases import Arrays, cases_of, draw, input_specs, output_name, record
-from ttrain.testing.compare import Tolerance, ulp_errors
-from ttrain.testing.tolerances import tolerance
+from ttrain.testing.compare import Tolerance, tolerance, ulp_errors
 
 
 def as_torch(array: np.ndarray | None) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.graph import Case, Op
 from ttrain.testing.cases import leaves_of, output_choices, reference_gradients, weighted_loss
-from ttrain.testing.tolerances import GRADIENT
+from ttrain.testing.compare import GRADIENT
 
 
 @every_op(only(all_cases(*GRADIENT, where=lambda op: True), lambda op, case, dtype: op.differentiable))

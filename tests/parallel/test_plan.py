@@ -21,7 +21,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.plan.plan import Plan
-from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
+from ttrain.train.forecast.step_cost import collectives, exposed_seconds, link_seconds
 from ttrain.train.steps.step_graph import StepGraph
 
 WIDTH, LAYERS = 64, 2

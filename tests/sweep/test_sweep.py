@@ -22,7 +22,7 @@ from ttrain.core.files import read_json
 from ttrain.sweep import run
 from ttrain.sweep.jobs import STATUS, SweepFolder, read_sweep
 from ttrain.train.logging.chart import COLORS
-from ttrain.train.logging.events import read_events
+from ttrain.train.logging.metrics import read_events
 from ttrain.train.runs.inspect import read_run
 
 Sweep = Any

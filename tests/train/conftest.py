@@ -16,18 +16,15 @@ import pytest
 from tests.conftest import cache_home
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Kind
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
-from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import MetricsFile, cut_metrics
-from ttrain.train.loop.checkpoints import Checkpoints
-from ttrain.train.loop.context import RunContext
+from ttrain.train.logging.metrics import Meter, MetricsFile, cut_metrics
+from ttrain.train.loop.checkpoints import Checkpoints, RunContext
 from ttrain.train.loop.evaluate import Evaluation, EvaluationResult
-from ttrain.train.loop.guards import LearningGuard
-from ttrain.train.loop.loop import Loop, StepLog
-from ttrain.train.loop.nonfinite import NonFiniteGuard
+from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard
+from ttrain.train.loop.loop import Loop
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
@@ -220,7 +217,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
         def rates(number: int) -> dict[str, float]:
             return {"lr": 0.5 * (1 - number / 100) * progress.lr_factor}
 
-        loop = Loop(context, reader, step, rates, evaluation, checkpoints, StepLog(context, Meter()), guards)
+        loop = Loop(context, reader, step, rates, evaluation, checkpoints, Meter(), guards)
         if losses is not None:  # of its evaluations, in place of what they would find
             results = map(EvaluationResult, losses)
             loop.evaluation = lambda stopped: next(results)  # type: ignore[assignment]

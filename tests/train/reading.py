@@ -11,8 +11,7 @@ from safetensors.numpy import load_file
 
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
 from ttrain.train.checkpoint.retention import list_checkpoints
-from ttrain.train.logging.events import read_events
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import read_events, read_metrics
 
 
 def losses(run: Path | str) -> list[tuple[int, str, float]]:

@@ -16,7 +16,7 @@ from ttrain.device.ttnn.runtime.environment import opening_failure
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.models.settings import GPTConfig, MLPConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
-from ttrain.train.forecast.out_of_memory import shrinking_keys
+from ttrain.train.forecast.limits import shrinking_keys
 from ttrain.train.settings import TrainConfig
 
 DRAM = (

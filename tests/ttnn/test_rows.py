@@ -15,7 +15,7 @@ from ttrain.device.base import Device
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.testing import cases_of, verdict
-from ttrain.testing.trials import OpTrial, run_trials
+from ttrain.testing.verifier import OpTrial, run_trials
 
 EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
 NOT_RECORDED = {*EXCHANGES, "block_norms", "token_windows"}  # by a step of a mesh: of ranks, and of ids that lie there

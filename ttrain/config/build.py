@@ -8,7 +8,7 @@ small config as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.base import Engine
 from ttrain.engine.settings import EngineConfig
-from ttrain.engine.state import State, StateTensor
+from ttrain.engine.state import State
 from ttrain.models.base import Model
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.lora import attach
@@ -218,11 +218,10 @@ def build_session(
     guard: GuardConfig,
     engine: EngineConfig,
     training: bool = True,
-    further: Sequence[StateTensor] = (),
     ranks: Ranks | None = None,
     resident: Resident | None = None,
 ) -> Session:
-    """The model on the device, its values still unset, and `further` tensors beside it.
+    """The model on the device, its values still unset.
 
     Without `training` there are neither gradients nor the optimizer's tensors.
     """
@@ -246,7 +245,7 @@ def build_session(
         frees=device.arenas and device.host is None and device.chips == 1,
         uniform_compute=device.uniform_compute,
     )
-    state = State(device, [*graph.state_tensors(training), *further])
+    state = State(device, graph.state_tensors(training))
     return Session(graph, state, build_engine(engine, device, state))
 
 

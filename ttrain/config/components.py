@@ -18,7 +18,7 @@ from ttrain.optim import settings as optim
 from ttrain.parallel.place import rank_here
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import LoggerConfig, WandbConfig
-from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.child import VARIABLE
 
 # Tables of names -> (config, target) that families of devices hold in their own folders.
 FAMILIES = ("ttrain.device.ttnn.settings:DEVICES",)

@@ -20,7 +20,6 @@ from ttrain.models.settings import GPTConfig
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.train.forecast.settings import PlanConfig, ProfileConfig
 from ttrain.train.runs.record import command_line, override
 from ttrain.train.settings import (
     GuardConfig,
@@ -31,7 +30,16 @@ from ttrain.train.settings import (
     SuperviseConfig,
     TrainConfig,
 )
-from ttrain.train.task_settings import EvalConfig, ExportConfig, ReportConfig, RunsConfig, SampleConfig, VerifyConfig
+from ttrain.train.task_settings import (
+    EvalConfig,
+    ExportConfig,
+    PlanConfig,
+    ProfileConfig,
+    ReportConfig,
+    RunsConfig,
+    SampleConfig,
+    VerifyConfig,
+)
 
 
 @dataclass

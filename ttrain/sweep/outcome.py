@@ -19,8 +19,7 @@ from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.sweep.jobs import PRUNED, Job, SweepFolder
 from ttrain.train.logging.chart import Series, line_chart
-from ttrain.train.logging.meter import loop_speed
-from ttrain.train.logging.metrics import METRICS, read_metrics
+from ttrain.train.logging.metrics import METRICS, loop_speed, read_metrics
 
 _LOG_BYTES = 1 << 18
 _WIDE = 10.0  # an axis that spans more than this factor is drawn on a logarithmic scale

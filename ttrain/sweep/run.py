@@ -34,7 +34,7 @@ from ttrain.sweep.jobs import (
     now,
 )
 from ttrain.sweep.search import Grid, Search
-from ttrain.train.logging.events import Events
+from ttrain.train.logging.metrics import Events
 from ttrain.train.runs.record import override
 from ttrain.train.runs.run_directory import RECORD
 from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit, say

@@ -12,8 +12,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.units import counted, format_bytes, format_count
-from ttrain.tasks.evaluating.measures import measure_choices, measure_texts
-from ttrain.tasks.evaluating.scorer import opened
+from ttrain.tasks.evaluating.measures import measure_choices, measure_texts, opened
 from ttrain.train.runs.run_directory import chosen_model
 
 ROOT = Path("outputs/eval")

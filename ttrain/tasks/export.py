@@ -23,12 +23,20 @@ from ttrain.models.weight_checks import Weights
 from ttrain.nn.settings import LoraConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
 from ttrain.train.checkpoint.adapters import merged, peft_names, write_peft
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.hub_folder import find_folder
-from ttrain.train.checkpoint.progress import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.checkpoint.weights_file import Metadata, same_tokenizer
-from ttrain.train.runs.export import require_new, weight_state, whole_folder, write_run, write_weights
-from ttrain.train.runs.export_folder import Written, model_card, write_folder
+from ttrain.train.runs.export_folder import (
+    Written,
+    model_card,
+    require_new,
+    weight_state,
+    whole_folder,
+    write_folder,
+    write_run,
+    write_weights,
+)
 from ttrain.train.runs.export_gguf import export_problem, gguf_notice, write_gguf
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.warm_start import unrounded

@@ -34,7 +34,7 @@ from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
 from ttrain.train.protocols import Array
 from ttrain.train.runs.resume import check_adapters, check_architecture
-from ttrain.train.sampling.lengths import StepsByLength
+from ttrain.train.sampling.source import StepsByLength
 from ttrain.train.sampling.stream import Stop
 from ttrain.train.task_settings import CheckpointConfig
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.nn.module import ADAPTER
 from ttrain.optim.groups import frozen_count
 from ttrain.tasks.training import expected
-from ttrain.train.forecast.communication import collectives, communication_table
-from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit_text
-from ttrain.train.forecast.out_of_memory import shrinking_keys
+from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit_text, shrinking_keys
 from ttrain.train.forecast.plan_report import PlanReport, op_table, padding, plan_report
 from ttrain.train.forecast.show import product_ways, save_picture, show, show_plan, show_ways
+from ttrain.train.forecast.step_cost import collectives, communication_table
 from ttrain.train.steps.resident import resident_by_default
 from ttrain.train.steps.session import Session
 
@@ -209,8 +207,8 @@ class _Extra:
 
     def _time(self) -> list[Table]:
         config = self.config
-        planned = partial(expected.planned_steps, config, self.dataset)
-        found = expected.expected_time(config, self.session, self.steps, self.report, config.plan.seconds, planned)
+        built = self.session, self.steps, self.report
+        found = expected.expected_time(config, *built, config.plan.seconds, compares=True, dataset=self.dataset)
         if isinstance(found, str):
             return [Table("Expected time of one optimizer step", ("", ""), [], (found,))]
         count, schedule = config.train.steps, expected.schedule_of(config)

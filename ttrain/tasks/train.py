@@ -15,8 +15,8 @@ from ttrain.tasks.training.dry_run import dry_run
 from ttrain.tasks.training.expected import changed
 from ttrain.tasks.training.replicas import run as run_replicas
 from ttrain.tasks.training.start import start_run
-from ttrain.train.forecast.out_of_memory import shrunk
-from ttrain.train.logging.events import Events
+from ttrain.train.forecast.limits import shrunk
+from ttrain.train.logging.metrics import Events
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.summary import unit_of
 

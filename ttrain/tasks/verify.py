@@ -18,8 +18,7 @@ from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.testing.compare import Comparison, verdict, worst_of_each
-from ttrain.testing.trials import MakeEngine
-from ttrain.testing.verifier import Verifier, chosen_ops
+from ttrain.testing.verifier import MakeEngine, Verifier, chosen_ops
 
 VOCABULARY = 65  # of a language model whose config leaves it to a tokenizer
 COLUMNS = ("subject", "quantity", "engine", "cases", "max diff", "mean diff", "ULP", "99 %", "allowed", "cosine", "")

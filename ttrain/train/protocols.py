@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -24,13 +24,3 @@ class StateValues(Protocol):
     def names(self, *kinds: Kind) -> list[str]: ...
     def spec(self, name: str) -> TensorSpec: ...
     def read(self, name: str) -> Array: ...
-
-
-class Dataset(Protocol):
-    """Batches as a pure function of the seed and the number of their first sample."""
-
-    description: dict[str, Any]
-
-    def batch(self, split: Literal["train", "val"], seed: int, first: int, rows: int) -> dict[str, Array]: ...
-    @property
-    def val_samples(self) -> int: ...

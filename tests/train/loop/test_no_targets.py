@@ -21,10 +21,9 @@ from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.sweep.outcome import measured, numbers_of
-from ttrain.tasks.training.targets import empty_rows
+from ttrain.tasks.training.start import empty_rows
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.steps.noise import NoiseScale
-from ttrain.train.steps.step import TrainStep
+from ttrain.train.steps.step import NoiseScale, TrainStep
 
 STEPS, CONTEXT = 40, 16
 DATA = ["data=documents", "data.sources=[chats.jsonl]", "data.template=chatml", "data.loss_on=replies",

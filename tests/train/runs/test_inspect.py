@@ -17,7 +17,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.sweep.outcome import _LAST, columns, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import COLORS, Series, line_chart, smoothed
-from ttrain.train.logging.events import Events
+from ttrain.train.logging.metrics import Events
 from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
 
 

@@ -30,8 +30,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import LlamaConfig
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.tasks.evaluating.measures import encoded_pair, measure_texts
-from ttrain.tasks.evaluating.scorer import opened
+from ttrain.tasks.evaluating.measures import encoded_pair, measure_texts, opened
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.runs import export_folder

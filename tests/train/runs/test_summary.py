@@ -19,10 +19,9 @@ from ttrain.data.tokens import open_tokens
 from ttrain.parallel.ranks import Ranks
 from ttrain.sweep.outcome import numbers_of
 from ttrain.tasks.prepare import prepare
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.forecast import peak
-from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.logging.metrics import Meter, read_metrics
 from ttrain.train.runs.inspect import read_run
 from ttrain.train.runs.summary import draw_loss_curve, extent_line, print_summary, recorded, summarize, summary_lines
 
@@ -124,7 +123,7 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
     def slowed(training: Training) -> Training:
         loop, batch = training.loop, training.dataset.batch
         evaluation, log = loop.evaluation, loop.context.loggers.log
-        loop.log.meter = Meter(clock=lambda: now[0])
+        loop.meter = Meter(clock=lambda: now[0])
 
         def take(seconds: float, value: Any) -> Any:
             now[0] += seconds

@@ -23,8 +23,7 @@ from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, scores_of
-from ttrain.train.sampling.lengths import StepsByLength
-from ttrain.train.sampling.source import TokenSource, print_source, sampling_traces
+from ttrain.train.sampling.source import StepsByLength, TokenSource, print_source, sampling_traces
 from ttrain.train.sampling.stream import Stop
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph

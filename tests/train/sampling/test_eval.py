@@ -21,8 +21,7 @@ from ttrain.cli import main
 from ttrain.config.build import build_model
 from ttrain.core.errors import DataError
 from ttrain.data.library_tokenizer import parse_tokenizer
-from ttrain.tasks.evaluating.measures import encoded_pair, read_questions
-from ttrain.tasks.evaluating.scorer import opened, windows_of
+from ttrain.tasks.evaluating.measures import encoded_pair, opened, read_questions, windows_of
 from ttrain.train.checkpoint.retention import find_checkpoint
 
 CONTEXT = 12

@@ -25,9 +25,9 @@ from ttrain.engine.static import StaticEngine
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
-from ttrain.tasks.evaluating.scorer import Scorer, opened, windows_of
-from ttrain.train.sampling import lengths
-from ttrain.train.sampling.lengths import SHORTEST, length_class
+from ttrain.tasks.evaluating.measures import Scorer, opened, windows_of
+from ttrain.train.sampling import source as sources
+from ttrain.train.sampling.source import SHORTEST, length_class
 
 CONTEXT = 256
 MODELS = {
@@ -83,7 +83,7 @@ def test_classes_are_few_and_hold_their_texts() -> None:
 
 def scored(run: str, monkeypatch: pytest.MonkeyPatch, shortest: int, engine: str) -> tuple[Any, ...]:
     """Loss, likelihoods and drawn text, with rows of at least so many tokens."""
-    monkeypatch.setattr(lengths, "SHORTEST", shortest)
+    monkeypatch.setattr(sources, "SHORTEST", shortest)
     ids = np.random.default_rng(1).integers(97, 122, 700).tolist()
     texts = [ids[:count] for count in (5, 70, 20, 350)]
     pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 300)]

@@ -10,7 +10,7 @@ from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.steps.noise import NoiseScale
+from ttrain.train.steps.step import NoiseScale
 from ttrain.train.steps.step_graph import StepGraph
 
 

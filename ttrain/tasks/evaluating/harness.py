@@ -11,8 +11,7 @@ from tqdm import tqdm
 
 from ttrain.api import load_config
 from ttrain.core.errors import UserError
-from ttrain.tasks.evaluating.measures import encoded_pair
-from ttrain.tasks.evaluating.scorer import opened, windows_of
+from ttrain.tasks.evaluating.measures import encoded_pair, opened, windows_of
 from ttrain.train.sampling.stream import Stop, stream_text
 
 try:

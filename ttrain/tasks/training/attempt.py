@@ -16,29 +16,24 @@ from ttrain.device.base import Device
 from ttrain.engine.base import Step
 from ttrain.models.base import preparation
 from ttrain.tasks.training.expected import pace_of
-from ttrain.tasks.training.rates import train_on
-from ttrain.tasks.training.run import Run
-from ttrain.train.checkpoint.progress import Progress, held_out_hash
+from ttrain.tasks.training.run import Run, train_on
+from ttrain.train.checkpoint.checkpoint import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, checkpoint_bytes, list_checkpoints
-from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
-from ttrain.train.logging.events import Events
+from ttrain.train.forecast.limits import is_out_of_memory, memory_message
 from ttrain.train.logging.loggers import Console, Loggers
-from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import MetricsFile, read_metrics
-from ttrain.train.loop.checkpoints import Checkpoints
-from ttrain.train.loop.context import RunContext
+from ttrain.train.logging.metrics import Events, Meter, MetricsFile, read_metrics
+from ttrain.train.loop.checkpoints import Checkpoints, RunContext
 from ttrain.train.loop.evaluate import Evaluation
-from ttrain.train.loop.guards import LearningGuard, SpikeGuard
+from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.loop import Loop, StepLog
-from ttrain.train.loop.nonfinite import NonFiniteGuard
+from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import Rates, reads_ahead
-from ttrain.train.supervise.heartbeat import Heartbeat
+from ttrain.train.supervise.child import Heartbeat
 
 FIRST = "The first step is under way"
 
@@ -153,7 +148,7 @@ class Attempt:
             rates,
             evaluation,
             checkpoints,
-            StepLog(context, meter),
+            meter,
             guards,
             phases,
             stop,

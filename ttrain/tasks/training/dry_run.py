@@ -17,7 +17,7 @@ from ttrain.device.info import Failed, OutOfResources, info_of
 from ttrain.engine.base import Step
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.retention import is_dry_run
-from ttrain.train.forecast.out_of_memory import plan_needs
+from ttrain.train.forecast.limits import plan_needs
 from ttrain.train.forecast.step_cost import state_bytes
 from ttrain.train.settings import without_phases
 

@@ -25,9 +25,9 @@ from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import check_groups, flat_parameters
 from ttrain.tasks.training.run import Run
 from ttrain.train.forecast import peak
-from ttrain.train.forecast.communication import collectives, exposed_seconds, link_seconds
 from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.plan_report import PlanReport, plan_report
+from ttrain.train.forecast.step_cost import collectives, exposed_seconds, link_seconds
 from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, machine_name, timing
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.resident import choose_resident
@@ -40,7 +40,6 @@ PRESETS, SHOWN = 8, 2  # smaller presets that are planned and offered at most
 SHORTEST = 32  # tokens of a context that is still offered
 
 Steps = Mapping[str, "Step"]
-Planner = Callable[[Mapping[str, Any]], Steps]  # builds the training steps of a config with changes
 
 
 @contextmanager
@@ -62,12 +61,6 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
         resident = choose_resident(config.data, rows, model, device, dataset)
         with closing(build.build_session(model, device, *parts, ranks=ranks, resident=resident)) as session:
             yield session
-
-
-def planned_steps(config: Config, dataset: Dataset | None, changes: Mapping[str, Any]) -> Steps:
-    """Return the training steps of a config with changes, built but never bound."""
-    with planned_session(changed(config, changes), dataset) as session:
-        return session.build_training(further=False)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -92,12 +85,13 @@ def expected_time(
     steps: Steps,
     report: PlanReport,
     seconds: float = 0,
-    planner: Planner | None = None,
+    compares: bool = False,
+    dataset: Dataset | None = None,
 ) -> Estimate | str:
     """Return the expected time of one optimizer step, or why there is none.
 
     Kernels of this machine are timed for so many seconds; with 0 it goes by what was timed before, else by rates.
-    A `planner` is for what other engines take.
+    With `compares` steps are planned for another engine too, with the data where it is known.
     """
     import torch
 
@@ -125,11 +119,12 @@ def expected_time(
         source += f"; engine={own} is taken to launch them as static does"
     times: dict[str, StepTime] = {}
     for engine in ("traced", "static") if own == "traced" else ("static", "traced"):
-        other: Work | None = work
+        other = work
         if times and device.compiles:  # what a device captures are the launches of static
-            other = None if planner is None else Work.of(planner({"engine": engine}), report.per_step)
-        if other is None:
-            continue
+            if not compares:
+                continue
+            with planned_session(changed(config, {"engine": engine}), dataset) as planned:
+                other = Work.of(planned.build_training(further=False), report.per_step)
         # The device is opened only where a kernel has not been timed yet, and there is time for it.
         timer = partial(timing, lambda: closing(build.build_device(named)), other.compiler)
         kernels = KernelTimes(timer, machine, rates, seconds, other.compiler)

@@ -21,7 +21,7 @@ from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device
 from ttrain.tasks.training.run import Run
 from ttrain.tasks.training.start import start_run
-from ttrain.train.forecast.out_of_memory import is_out_of_memory, memory_message
+from ttrain.train.forecast.limits import is_out_of_memory, memory_message
 from ttrain.train.logging.chart import new_figure, smoothed, window
 from ttrain.train.logging.loggers import Console
 from ttrain.train.loop.interrupt import StopRequests

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -110,26 +111,22 @@ def side_by_side(
 
     `failed` is told of every failure; one is raised once the others have ended too.
     """
-    results: dict[int, float | None] = {}
-    failures: list[Exception] = []
 
-    def body(number: int) -> None:
+    def body(number: int) -> float | None:
         baton.take(number)
         try:
-            results[number] = runs[number]()
+            return runs[number]()
         except Exception as error:
-            failures.append(error)
             failed(number, error)
+            raise
         finally:
             baton.leave(number)
 
-    threads = [threading.Thread(target=body, args=(number,), name=name_of(number)) for number in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(runs), "replica") as threads:
+        ends = [threads.submit(body, number) for number in range(len(runs))]
+    failures = [error for end in ends if (error := end.exception()) is not None]
     if failures and all(isinstance(error, Interrupted) for error in failures):
         raise Interrupted("\n".join(map(str, failures)))
     if failures:
         raise next(error for error in failures if not isinstance(error, Interrupted))
-    return [results[number] for number in range(len(runs))]
+    return [end.result() for end in ends]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from ttrain.config import build
+from ttrain.config.build import build_schedule
 from ttrain.config.schema import Config
+from ttrain.config.validate import section_type
 from ttrain.core.units import format_count
 from ttrain.data.batches import Dataset, Indexed
 from ttrain.data.end_token import named_end
@@ -18,26 +21,95 @@ from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
 from ttrain.models.base import Model
 from ttrain.optim.groups import frozen_count
+from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
 from ttrain.tasks.training.notices import notices
-from ttrain.tasks.training.rates import Rate
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
-from ttrain.train.forecast.out_of_memory import shrinking_keys
+from ttrain.train.forecast.limits import shrinking_keys
 from ttrain.train.forecast.plan_report import plan_report
 from ttrain.train.forecast.show import product_ways, show_ways
 from ttrain.train.runs import resume as resuming
-from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import environment_record
+from ttrain.train.runs.resume import Origin
 from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.runs.summary import extent_line
 from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, encode_prompt, whole_text_scores
-from ttrain.train.sampling.lengths import length_class
+from ttrain.train.sampling.source import length_class
 from ttrain.train.sampling.stream import Stop, end_id, print_text, special_tokens, stream_text
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
+
+_SAME = 0.1  # a change by less than this share of the larger rate is none that anyone has to be told of
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The learning rate over the steps of a run."""
+
+    peak: float
+    schedule: ScheduleConfig
+    steps: int
+
+    @property
+    def end(self) -> int:
+        """The step at which the schedule ends."""
+        return self.schedule.steps or self.steps
+
+    def at(self, step: int) -> float:
+        """The peak times the schedule at a step, counted from 1."""
+        return self.peak * build_schedule(self.schedule, self.steps)(step)
+
+
+def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str | None:
+    """A sentence where a resumed run's rate is far from what it was and from what it would have become, else None.
+
+    `saved` is the config of the checkpoint, as plain nested dicts.
+    """
+    step = progress.step
+    if step == 0 or step >= rate.steps:
+        return None
+    kind = section_type("schedule", saved["schedule"]["name"])
+    schedule = rate.schedule if kind is None else kind(**saved["schedule"])  # one that is not registered any more
+    before = Rate(saved["optimizer"]["lr"], schedule, saved["train"]["steps"])
+    last, planned, new = before.at(step), before.at(step + 1), rate.at(step + 1)
+    if _close(new, last) or _close(new, planned):
+        return None
+    end, old_end = rate.end, before.end
+    why = f", as the schedule now ends at step {end} instead of {old_end}; schedule.steps={old_end} keeps its end"
+    return (
+        f"the learning rate goes from {last * progress.lr_factor:.2e} at step {step} to "
+        f"{new * progress.lr_factor:.2e} at step {step + 1}{why if end != old_end else ''}."
+    )
+
+
+def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
+    """Overrides of a command that trains for as long again, and what the learning rate does then, where it depends.
+
+    The schedule keeps its end, so that the rate goes on where it is; where that is 0, it is stretched.
+    """
+    step, schedule = progress.step, rate.schedule
+    more = 2 * max(rate.steps, step)
+    kept = rate.at(step + 1)
+    stretched = replace(rate, schedule=replace(schedule, steps=more)).at(step + 1)
+    overrides = f"train.steps={more}"
+    if _close(kept, stretched):
+        return overrides, None
+    factor, fixed = progress.lr_factor, schedule.steps is not None
+    if kept > 0:
+        return overrides + ("" if fixed else f" schedule.steps={rate.end}"), (
+            f"goes on at {kept * factor:.2e}; with schedule.steps={more} it would begin at {stretched * factor:.2e}"
+        )
+    return overrides + (f" schedule.steps={more}" if fixed else ""), (
+        f"rises from {rate.at(step) * factor:.2e} to {stretched * factor:.2e}, as the schedule then ends at step {more}"
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= _SAME * max(one, other)
+
 
 _CHARACTERS = 60  # at least of a held-out text that a sample continues, where there are as many
 _TOKENS = 1024  # at most that are looked at for it

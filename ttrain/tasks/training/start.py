@@ -6,52 +6,34 @@ They find what to resume, merge the config, open the data, build the model and c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import ttrain
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
-from ttrain.core.errors import CheckpointError, ConfigError
-from ttrain.data.batches import Dataset
+from ttrain.core.errors import CheckpointError, ConfigError, DataError
+from ttrain.data.batches import Dataset, TokenDataset
 from ttrain.data.library_tokenizer import parse_tokenizer
-from ttrain.data.settings import DataConfig, TextConfig
-from ttrain.models.base import Model
+from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
+from ttrain.models.base import Model, valid_targets
 from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
-from ttrain.tasks.training.rates import Rate, rate_jump
-from ttrain.tasks.training.run import Run, sample_prompt
-from ttrain.tasks.training.targets import check_targets
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.tasks.training.run import Rate, Run, rate_jump, sample_prompt
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.runs import resume as resuming
-from ttrain.train.runs.origin import Origin
 from ttrain.train.runs.record import package_versions
-from ttrain.train.runs.resume import ResumePoint
+from ttrain.train.runs.resume import Origin, ResumePoint
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, part_of, read_config
 from ttrain.train.steps.phases import PhaseSchedule
-from ttrain.train.supervise.heartbeat import Heartbeat
+from ttrain.train.supervise.child import Heartbeat
 
 _PLACES = ("source", "notices")  # what a machine may have of its own in the description of the data
-
-
-class Resumed(NamedTuple):
-    """The run or the checkpoint that a run goes on from; all None for a new one."""
-
-    held: RunDirectory | None = None  # the run directory that this attempt goes on in
-    point: ResumePoint | None = None  # the checkpoint
-    config: dict[str, Any] | None = None  # the config that the command line changes
-    notes: Sequence[str] = ()  # what to tell of it
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run, this one or another."""
-        return self.point.run if self.point is not None else None if self.held is None else self.held.path
 
 
 def start_run(config: Config, stack: ExitStack, world: World | None = None) -> Run:
@@ -61,14 +43,14 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
     """
     Heartbeat.of_process().beat()
     world = world or World()
-    resumed = find_resumed(config, stack, world)
-    config, world.ranks = merge_config(config, resumed, world.ranks)
-    dataset = open_data(config, resumed, world)
+    origin = find_origin(config, stack, world)
+    config, world.ranks = merge_config(config, origin, world.ranks)
+    dataset = open_data(config, origin, world)
     model, stored = build_model(config, dataset, world)
-    return check_all(config, stored, dataset, model, resumed, world)
+    return check_all(config, stored, dataset, model, origin, world)
 
 
-def find_resumed(config: Config, stack: ExitStack, world: World) -> Resumed:
+def find_origin(config: Config, stack: ExitStack, world: World) -> Origin:
     """Return what the run goes on from. Raises UserError where it can't, or where ranks differ."""
     if world.ranks.count > 1:
         _agree(config, world)
@@ -81,29 +63,29 @@ def find_resumed(config: Config, stack: ExitStack, world: World) -> Resumed:
     base, notes = _saved_config(point, held)
     if base is None and config.resume == "auto":
         notes.append(f"resume=auto: {config.run.dir} holds no run yet; a new one starts, as command and defaults say.")
-    return Resumed(held, point, base, notes)
+    return Origin(held, point, base, notes=notes)
 
 
-def merge_config(config: Config, resumed: Resumed, ranks: Ranks) -> tuple[Config, Ranks]:
+def merge_config(config: Config, origin: Origin, ranks: Ranks) -> tuple[Config, Ranks]:
     """Return the config of the run: what it recorded, with what the command line gives on top; and ranks that know it.
 
     Raises ConfigError where the two together break a rule.
     """
-    if resumed.config is not None:
-        if resumed.point is not None:
-            resuming.check_sources(resumed.config, config)
-        config = continued(resumed.config, config)
+    if origin.config is not None:
+        if origin.point is not None:
+            resuming.check_sources(origin.config, config)
+        config = continued(origin.config, config)
     parallel = config.parallel
     ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
-    if resumed.point is None:
+    if origin.point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
-    return dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, resumed)), ranks
+    return dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, origin)), ranks
 
 
-def open_data(config: Config, resumed: Resumed, world: World) -> Dataset:
+def open_data(config: Config, origin: Origin, world: World) -> Dataset:
     """Return the dataset. Raises DataError, and CheckpointError where its tokenizer is not that of the run."""
-    data = _with_tokenizer(config.data, getattr(config.model, "from_", None), resumed.point)
-    refuse = partial(_check_tokenizer, resumed.point)
+    data = _with_tokenizer(config.data, getattr(config.model, "from_", None), origin.point)
+    refuse = partial(_check_tokenizer, origin.point)
     with world.leader_first():
         dataset = build.build_dataset(data, config.model, config.train.length_schedule, refuse)
     known, tokenizer = getattr(config.model, "from_", None) or config.train.init_from, dataset.tokenizer
@@ -126,12 +108,10 @@ def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, 
 
 
 def check_all(
-    config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, resumed: Resumed, world: World
+    config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, origin: Origin, world: World
 ) -> Run:
     """Return the run, once its parts fit each other and what it goes on from. Raises CheckpointError or UserError."""
-    point, train, lora = resumed.point, config.train, config.lora
-    notes = [*resumed.notes]
-    warm = adapter = jump = None
+    point, train, lora, jump = origin.point, config.train, config.lora, None
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
@@ -140,16 +120,16 @@ def check_all(
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     if point is None:
         sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
-        warm = build.build_warm_start(*sections, model, tokens)
-        adapter = build.build_adapters(lora, model)
-        if resumed.config is not None:
-            changes = resuming.config_difference(resumed.config, stored)
-            notes += (f"Changed since the run started: {change}" for change in changes)
+        origin.warm = build.build_warm_start(*sections, model, tokens)
+        origin.adapter = build.build_adapters(lora, model)
+        if origin.config is not None:
+            changes = resuming.config_difference(origin.config, stored)
+            origin.notes += (f"Changed since the run started: {change}" for change in changes)
     shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
     rate = Rate(config.optimizer.lr, config.schedule, train.steps)
     if point is not None:
         jump = rate_jump(point.checkpoint.config, rate, Progress.from_dict(point.checkpoint.progress))
-    chosen = chosen_model(resumed.run) if config.source.merged else config.source.choices.get("model")
+    chosen = chosen_model(origin.run) if config.source.merged else config.source.choices.get("model")
     return Run(
         config,
         stored,
@@ -158,7 +138,7 @@ def check_all(
         model_name=chosen or config.model.name,
         shorter=shorter,
         prompt=prompt,
-        origin=Origin(resumed.held, point, warm, adapter, notes),
+        origin=origin,
         rate=rate,
         warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty],
         world=world,
@@ -191,9 +171,9 @@ def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple
     return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
 
 
-def _branched(schedule: ScheduleConfig, steps: int, resumed: Resumed) -> ScheduleConfig:
+def _branched(schedule: ScheduleConfig, steps: int, origin: Origin) -> ScheduleConfig:
     """Fill in the checkpoint's step as the start of a decay, where the schedule asks. A branch keeps its own."""
-    point = resumed.point
+    point = origin.point
     if schedule.decay_from != 0:
         return schedule
     if point is None:
@@ -201,7 +181,7 @@ def _branched(schedule: ScheduleConfig, steps: int, resumed: Resumed) -> Schedul
             "schedule.decay_from=0: is the step that a run branches off from, and this one starts anew. Give "
             "resume=<run or checkpoint>, or the number of a step."
         )
-    known = None if resumed.held is None else (resumed.config or {})["schedule"].get("decay_from")
+    known = None if origin.held is None else (origin.config or {})["schedule"].get("decay_from")
     step = known or point.checkpoint.step
     if step >= (end := schedule.steps or steps):
         raise ConfigError(
@@ -239,3 +219,68 @@ def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
     # As it is read now: older checkpoints keep settings of a file that are off by now.
     stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
     resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
+
+
+_ROWS, _TOKENS = 4096, 1 << 20  # at most that are looked at,
+_MORE = 16  # and times as many where none of these has a target
+
+
+def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows: int) -> tuple[int, int]:
+    """Look at the first `rows` samples of a split, or at as many of them as take about a second.
+
+    More are looked at where none of those has a target. Return how many were, and how many of them have none.
+    """
+    length = max(dataset.fields["targets"].size, 1)
+    at_once = max(1, min(64, _TOKENS // length))
+    most, done, empty = max(at_once, min(_ROWS, _TOKENS // length)), 0, 0
+    while done < min(rows, most if done > empty else _MORE * most):
+        count = min(at_once, rows - done)
+        batch = dataset.batch(split, seed, done, count)
+        empty += sum(not valid_targets({"targets": row}) for row in batch["targets"])
+        done += count
+    return done, empty
+
+
+def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> list[str]:
+    """Return what to tell of rows without a target. Raises DataError where no row that a run reads has one."""
+    if isinstance(dataset, TokenDataset) or dataset.fields["targets"].dtype.is_floating:  # all have targets
+        return []
+    found, data, train, seed = [], config.data, config.train, config.run.seed
+    samples = schedule.read(0, train.steps).samples
+    for length in dict.fromkeys(phase.length for phase in schedule.phases):
+        shorter: Any = dataset.at(length, 0, 0) if train.length_schedule else dataset  # type: ignore[attr-defined]
+        look = empty_rows(shorter, "train", seed, samples)
+        of = f"training sequences of {length} tokens" if train.length_schedule else "training sequences"
+        found += _told(look, samples, of, "nothing is learnt of them", data)
+    held_out = min(dataset.val_samples, train.eval_sequences or dataset.val_samples)
+    more = ", or give a larger " + ("data.held_out" if held_out == dataset.val_samples else "train.eval_sequences")
+    look = empty_rows(dataset, "val", seed, held_out)
+    return [*found, *_told(look, held_out, "held-out sequences", "val/loss says nothing of them", data, more)]
+
+
+def _told(look: tuple[int, int], samples: int, of: str, so: str, data: DataConfig, more: str = "") -> list[str]:
+    rows, empty = look
+    if not empty:
+        return []
+    why, fix = _reason(data)
+    first = "" if rows == samples else "first "
+    if empty < rows:
+        count = f"{empty:,} of the {first}{rows:,} {of} that are read"
+        return [f"{count} have no target, so {so}: {why}. To mend it, {fix}."]
+    raise DataError(
+        f"none of the {first}{rows:,} {of} that are read has a target, so there would be no loss: {why}. "
+        f"To go on, {fix}{more}."
+    )
+
+
+def _reason(data: DataConfig) -> tuple[str, str]:
+    """Return why a row has no target, and what helps."""
+    if isinstance(data, DocumentsConfig) and data.loss_on == "replies":
+        whole = "" if data.long_documents == "skip" else ", or leave longer documents out with data.long_documents=skip"
+        return "no part of a reply lies in them (data.loss_on=replies)", f"give a larger model.context{whole}"
+    if isinstance(data, DocumentsConfig) and data.attention == "document":
+        return (
+            "each of their documents has one token (data.attention=document)",
+            "leave such documents out, or give data.attention=sequence",
+        )
+    return f"data={data.name} gives no target of zero or more", "look at the targets of its batches"

@@ -10,8 +10,7 @@ from ttrain.config.schema import Given
 from ttrain.parallel.place import place
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.settings import SuperviseConfig
-from ttrain.train.supervise.child import PROGRAM, say
-from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.child import PROGRAM, VARIABLE, say
 from ttrain.train.supervise.supervisor import Supervisor, continuing
 
 _ENOUGH_FAILURES = 2  # in a row, to try fewer ranks

@@ -1,15 +1,18 @@
-"""The largest micro-batch and context whose plan fits into memory, found by planning a few of them."""
+"""Memory: how much there is, the largest micro-batch and context that fit, and what takes less where it ran out."""
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ttrain.core.units import format_bytes
+from ttrain.optim.settings import OptimizerConfig
+from ttrain.train.forecast.step_cost import state_bytes
+from ttrain.train.settings import TrainConfig
 
 TRIES = 14  # plans per limit, at most
 CEILING = 2**20
@@ -53,9 +56,11 @@ def _multiple(value: int, step: int) -> int:
 
 
 def device_memory(name: str) -> tuple[int, str] | None:
-    """(bytes, where the number is from) of this machine's own, without opening it; None if it can't be told."""
+    """(bytes, where the number is from) of this machine's own; None if it can't be told."""
     if name == "cuda":
-        return _gpu_memory()
+        import torch
+
+        return (torch.cuda.get_device_properties(0).total_memory, "the driver") if torch.cuda.is_available() else None
     if name != "cpu":
         return None
     limit, total = _control_group_limit(), int(psutil.virtual_memory().total)
@@ -79,18 +84,82 @@ def _control_group_limit() -> int | None:
         return None
 
 
-def _gpu_memory() -> tuple[int, str] | None:
-    """Return the memory of the first GPU from the driver's tool, since asking torch would initialise CUDA."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
-        return int(listed[0]) * 2**20, "the driver"
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None
-
-
 def limit_text(limit: Limit, what: str) -> str:
     """A limit for people."""
     if not limit.value:
         return f"none: not even the least {what} fits"
     return f"{limit.value}{' or more' if limit.capped else ''} ({format_bytes(limit.nbytes)})"
+
+
+# What torch (CPU and CUDA), the runtimes of cards and C++ say where an allocation fails.
+_SAYINGS = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "cannot allocate memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, or an error that it was raised from, says that memory ran out."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, MemoryError) or type(seen).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(seen, RuntimeError | OSError) and any(words in str(seen).lower() for words in _SAYINGS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def memory_message(error: BaseException, device: str, steps: Mapping[str, Any], keys: list[str]) -> str:
+    """Return a message with the error, the plan's peak by class, and the `keys` that shrink it."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    need = plan_needs(steps) or "How much the step needs was not planned; task=plan tells it."
+    return f"Out of memory on {device}: {said}. {need} To need less, give {', or '.join(keys)}."
+
+
+def plan_needs(steps: Mapping[str, Any]) -> str:
+    """A sentence with what the largest plan of the steps needs, by class; empty where nothing was planned."""
+    plans = [step.plan for step in steps.values() if getattr(step, "plan", None) is not None]
+    if not plans:
+        return ""
+    peak = max(plans, key=lambda plan: plan.arena_bytes)
+    classes = {str(kind): size for kind, size in state_bytes(peak).items() if size}
+    classes |= {"values of a step": peak.arena_bytes}
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in classes.items())
+    return f"The plan needs {format_bytes(sum(classes.values()))}: {listed}."
+
+
+def shrinking_keys(
+    train: TrainConfig,
+    model: Any,
+    precision: str,
+    engine: str,
+    optimizer: OptimizerConfig | None = None,
+    chips: int = 1,
+) -> list[str]:
+    """Overrides, the one that changes least first."""
+    keys = []
+    smaller = shrunk(train, chips)
+    if smaller is not None:
+        rows = smaller.batch_size // smaller.gradient_accumulation
+        keys.append(f"train.gradient_accumulation={smaller.gradient_accumulation} (a micro-batch of {rows})")
+    if engine == "dynamic":
+        keys.append("engine=static")
+    if getattr(model, "recompute", None) == "none":
+        keys.append("model.recompute=block")
+    if precision == "fp32":
+        keys.append("precision=bf16")
+    keeps = optimizer is not None and getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
+    if optimizer is not None and keeps and optimizer.state_dtype is None and precision != "bf16_true":
+        keys.append("optimizer.state_dtype=bf16")
+    if getattr(model, "context", None):
+        keys.append("a smaller model.context")
+    return [*keys, "a smaller model"]
+
+
+def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:
+    """Half the micro-batch and twice the accumulation: the same sum of gradients.
+
+    None where it can't be halved, or shared by the chips then.
+    """
+    gradient_accumulation = 2 * train.gradient_accumulation
+    if train.batch_size % (gradient_accumulation * chips):
+        return None
+    return replace(train, gradient_accumulation=gradient_accumulation)

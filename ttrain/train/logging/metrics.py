@@ -1,11 +1,20 @@
-"""metrics.jsonl: one JSON object per recorded step, appended and never rewritten, except when a resume cuts it."""
+"""The two records of a run, of one JSON object per line, appended and never rewritten, and the speed of its steps.
+
+metrics.jsonl has a line per recorded step; only a resume cuts it. events.jsonl tells what happened: every attempt,
+restart, failed save, skipped step and rollback has a line with the time, the kind, a message for people, and the step
+where there is one. The processes that watch a run append to the same file.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partialmethod
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,3 +89,97 @@ def _is_before(metrics: Metrics, step: int, evaluated: bool) -> bool:
 
 def _is_metrics(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("step"), int)
+
+
+EVENTS = "events.jsonl"
+
+Event = dict[str, Any]
+
+
+class Events:
+    """Appends to the events of a run. A line that can't be written is lost, never the run."""
+
+    def __init__(self, run: Path | None, say: Callable[[str], None] = lambda message: None) -> None:
+        """Append to the events of `run`, or nowhere where it is None. `say` shows a message to the user."""
+        self._path, self._say = None if run is None else run / EVENTS, say
+
+    def tell(self, kind: str, message: str, step: int | None = None, mark: str = "", **facts: Any) -> None:
+        """Add a line, and show its message."""
+        self.add(kind, message, step, **facts)
+        self._say(mark + message)
+
+    warn = partialmethod(tell, mark="WARNING: ")
+
+    def add(self, kind: str, message: str, step: int | None = None, **facts: Any) -> None:
+        """Add a line; `facts` are further JSON values."""
+        event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
+        event |= ({} if step is None else {"step": step}) | {"message": message} | facts
+        if self._path is None:
+            return
+        try:
+            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(json.dumps(event, ensure_ascii=False) + "\n")
+        except OSError:
+            return
+
+
+def read_events(run: Path) -> Iterator[Event]:
+    """Yield every complete line of a run's events."""
+    lines = read_lines(run / EVENTS)
+    return (event for _, event in lines if isinstance(event, dict) and isinstance(event.get("kind"), str))
+
+
+def loop_speed(tokens: float | None, seconds: float | None) -> float | None:
+    """Tokens per second over the time of the loop; None where either is not known yet."""
+    return round(tokens / seconds, 1) if tokens and seconds else None
+
+
+@dataclass(eq=False)
+class Meter:
+    """Times the loop from the start of a step to its rest: evaluations and saves between them do not count."""
+
+    flops_per_step: float | None = None
+    peak_flops: float | None = None  # FLOP/s, which give mfu
+    memory: Callable[[], int] | None = None  # tells the bytes in use on the device
+    clock: Callable[[], float] = time.perf_counter
+    timed: Callable[[float], None] = lambda seconds: None  # is given the seconds of every step
+
+    def __post_init__(self) -> None:
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self._started = self._stopped = 0.0
+
+    def restart(self, flops_per_step: float) -> None:
+        """Forget the steps so far; those that follow take another number of operations."""
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        self.flops_per_step = flops_per_step if self.flops_per_step else None
+
+    def start(self) -> None:
+        self._started = self.clock()
+
+    def stop(self, tokens: int) -> float:
+        """End the timing of one step. Return its seconds."""
+        self._stopped = self.clock()
+        seconds = self._stopped - self._started
+        self._steps, self._tokens, self._seconds = self._steps + 1, self._tokens + tokens, self._seconds + seconds
+        self.timed(seconds)
+        return seconds
+
+    def rest(self) -> float:
+        """End what follows a step, such as a line of metrics. Return its seconds, which count for the next."""
+        seconds = self.clock() - self._stopped
+        self._seconds += seconds
+        return seconds
+
+    def read(self) -> Metrics:
+        """Means over the steps since the last call: tokens/s, ms per step, mfu; and bytes of memory now."""
+        seconds, steps = max(self._seconds, 1e-9), max(self._steps, 1)
+        metrics: Metrics = {
+            "tokens_per_s": round(self._tokens / seconds, 1),
+            "step_ms": round(1e3 * seconds / steps, 4),
+        }
+        if self.flops_per_step and self.peak_flops:
+            metrics["mfu"] = round(self.flops_per_step * self._steps / seconds / self.peak_flops, 4)
+        if self.memory is not None:
+            metrics["memory_bytes"] = self.memory()
+        self._steps, self._tokens, self._seconds = 0, 0, 0.0
+        return metrics

@@ -14,20 +14,49 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, TtrainError
 from ttrain.core.files import sync_file
+from ttrain.engine.state import State
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint import retention, save
-from ttrain.train.checkpoint.checkpoint import Checkpoint, step_name
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Checkpoint, Progress, step_name
 from ttrain.train.checkpoint.save import CheckpointContent, Files
-from ttrain.train.loop.context import RunContext
+from ttrain.train.logging.loggers import Loggers
+from ttrain.train.logging.metrics import Events
 from ttrain.train.protocols import StateValues
-from ttrain.train.runs.record import override
-from ttrain.train.settings import GuardConfig
+from ttrain.train.runs.record import START, override
+from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.settings import GuardConfig, TrainConfig
+
+
+@dataclass
+class RunContext:
+    """The config, the files and the progress of one attempt."""
+
+    config: TrainConfig
+    state: State
+    run: RunDirectory
+    loggers: Loggers
+    progress: Progress = field(default_factory=Progress)
+    world: World = field(default_factory=World)
+    held_out: str = ""  # SHA-256 of the data that evaluations read
+    command: str = START  # starts every command that continues the run
+
+    @cached_property
+    def events(self) -> Events:
+        """The run's events.jsonl; its notes are shown on the console too."""
+        return Events(self.run.events, self.loggers.console.say)
+
+    def check_held_out(self) -> None:
+        """Drop the losses that were measured on other held-out data, with a warning."""
+        note = self.progress.measure_on(self.held_out)
+        if note is not None:
+            self.events.warn("held_out", note, self.progress.step)
+
 
 _MOST_FAILURES = 2  # in a row
 _NICENESS = 10  # of the thread that saves: a tenth of a processor that a step wants as well

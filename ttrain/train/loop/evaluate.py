@@ -13,9 +13,10 @@ import numpy as np
 
 from ttrain.core.errors import DataError, NonFiniteError
 from ttrain.core.waiting import Waiting
+from ttrain.data.batches import Dataset
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import World
-from ttrain.train.protocols import Dataset, Inputs, Outputs
+from ttrain.train.protocols import Inputs, Outputs
 
 BITS_PER_BYTE = "bits_per_byte"
 _BYTES = "bytes"  # among counts
@@ -48,7 +49,6 @@ class Evaluation:
     say: Callable[[str], None] | None = None  # is told how far an evaluation is that takes long
     count_bytes: Callable[[Batch], int] | None = None  # of a batch's targets
     world: World = field(default_factory=World)
-    what: str = "held-out data"
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Evaluation:
 
         Raises NonFiniteError, and DataError where there is no target at all.
         """
-        with Waiting(f"Evaluating on {self.what}", self.say) as waiting, self.around():
+        with Waiting("Evaluating on held-out data", self.say) as waiting, self.around():
             return self._evaluated(stopped, waiting)
 
     def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
@@ -69,7 +69,7 @@ class Evaluation:
             self._counts = Counter({name: int(count) for name, count in counted.items()})
             self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
             if not self.tokens:
-                raise DataError(f"{self.what} has no target in {self.samples} sample(s), so there is no loss of it.")
+                raise DataError(f"held-out data has no target in {self.samples} sample(s), so there is no loss of it.")
         if self._counts is None:
             return None
         sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
@@ -78,7 +78,7 @@ class Evaluation:
         found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
         loss = found.pop("loss")
         if not math.isfinite(loss):
-            raise NonFiniteError(f"the loss on {self.what} is {loss}")
+            raise NonFiniteError(f"the loss on held-out data is {loss}")
         if self.bytes:
             entropy = next((value for name, value in found.items() if name.endswith("/ce")), loss)
             found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes

@@ -12,15 +12,12 @@ import psutil
 
 from ttrain.core.errors import Interrupted, NonFiniteError
 from ttrain.core.units import format_duration
-from ttrain.train.checkpoint.progress import Progress
-from ttrain.train.logging.meter import Meter
-from ttrain.train.logging.metrics import Metrics
-from ttrain.train.loop.checkpoints import Checkpoints
-from ttrain.train.loop.context import RunContext
+from ttrain.train.checkpoint.checkpoint import Progress
+from ttrain.train.logging.metrics import Meter, Metrics
+from ttrain.train.loop.checkpoints import Checkpoints, RunContext
 from ttrain.train.loop.evaluate import Evaluation
-from ttrain.train.loop.guards import LearningGuard, SpikeGuard
+from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard, first_bad_state
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.nonfinite import NonFiniteGuard, first_bad_state
 from ttrain.train.runs.record import continue_command
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
@@ -41,7 +38,7 @@ class Loop:
     rates: Callable[[int], Rates]  # learning rates of a step by their inputs
     evaluation: Evaluation
     checkpoints: Checkpoints
-    log: StepLog
+    meter: Meter  # times the steps
     guards: Sequence[NonFiniteGuard | SpikeGuard | LearningGuard] = ()
     phases: Phases | None = None  # where training sequences or batches grow
     stop: StopRequests = field(default_factory=StopRequests)
@@ -85,13 +82,13 @@ class Loop:
             step = progress.step + 1
             self.heartbeat()
             self._turn(step)
-            self.log.meter.start()
+            self.meter.start()
             yield step
 
     def _after(self, step: int, result: StepResult, rates: Rates) -> None:
         """Log a step and ask the guards. A step counts unless one of them went back to a checkpoint."""
         context, progress = self.context, self.context.progress
-        self.log(step, result, rates)
+        self._log(step, result, rates)
         if any(guard(step, result, rates) for guard in self.guards):
             for guard in self.guards:
                 guard.forget()
@@ -103,7 +100,7 @@ class Loop:
             if not self._started:
                 self._started = True
                 self._tell_start(step)
-        progress.seconds += self.log.meter.rest()
+        progress.seconds += self.meter.rest()
 
     def _tell_start(self, step: int) -> None:
         """Tell how long the start took, imports included, and the kernels that it compiled or found compiled."""
@@ -119,7 +116,7 @@ class Loop:
         if phase is None or self.phases is None:
             return
         self.heartbeat()
-        self.log.meter.restart(flops_per_step(self.phases.session.graph))
+        self.meter.restart(flops_per_step(self.phases.session.graph))
         note = f"From step {step} on, a step trains on {phase.text()}."
         self.context.events.tell("phase", note, step, length=phase.length, rows=phase.rows)
 
@@ -194,25 +191,18 @@ class Loop:
         command = continue_command(self.context.command, self.context.run.path)
         return Interrupted(f"Stopped by {signal_name} after step {step}; the state is saved. Continue with: {command}")
 
-
-class StepLog:
-    """Times every step and logs those that are due."""
-
-    def __init__(self, context: RunContext, meter: Meter) -> None:
-        self._context, self.meter = context, meter
-
-    def __call__(self, step: int, result: StepResult, rates: Rates) -> None:
+    def _log(self, step: int, result: StepResult, rates: Rates) -> None:
         """Count a step, and log it every `train.log_every` steps, at the end, or where it is not finite."""
-        progress, config = self._context.progress, self._context.config
+        progress, config = self.context.progress, self.context.config
         progress.seconds += self.meter.stop(result.tokens)
         progress.tokens += result.tokens
         if result.loss is not None and math.isfinite(result.loss):
             progress.train_loss = result.loss
         if not result.finite or step % config.log_every == 0 or step == config.steps:
-            self._context.loggers.log(self._metrics(step, result, rates))
+            self.context.loggers.log(self._metrics(step, result, rates))
 
     def _metrics(self, step: int, result: StepResult, rates: Rates) -> Metrics:
-        progress = self._context.progress
+        progress = self.context.progress
         return {
             "step": step,
             "train/loss": result.loss,

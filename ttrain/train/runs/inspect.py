@@ -12,9 +12,7 @@ from typing import Any
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import lock_file, read_json
 from ttrain.train.checkpoint.retention import list_checkpoints
-from ttrain.train.logging.events import Event, read_events
-from ttrain.train.logging.meter import loop_speed
-from ttrain.train.logging.metrics import METRICS, read_metrics
+from ttrain.train.logging.metrics import METRICS, Event, loop_speed, read_events, read_metrics
 from ttrain.train.runs.run_directory import LOCK, RECORD, part_of, read_attempts, read_config
 
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.units import counted, format_bytes, format_count, format_duration
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.checkpoint.progress import Progress
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.chart import Series, draw, new_figure
-from ttrain.train.logging.meter import loop_speed
+from ttrain.train.logging.metrics import loop_speed
 from ttrain.train.runs.record import START, continue_command, override
 
 if TYPE_CHECKING:

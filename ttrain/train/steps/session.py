@@ -14,9 +14,8 @@ from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
-from ttrain.train.steps.noise import NoiseScale
 from ttrain.train.steps.resident import IndexBatches
-from ttrain.train.steps.step import Ahead, TrainStep
+from ttrain.train.steps.step import Ahead, NoiseScale, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
 

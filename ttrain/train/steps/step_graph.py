@@ -26,10 +26,9 @@ from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.noise import NOISE_NORM
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
-from ttrain.train.steps.step import in_order
+from ttrain.train.steps.step import NOISE_NORM, in_order
 
 COPY = "/compute"  # likewise, of what layers read
 GRADIENT = "/gradient"  # after the path of a parameter
@@ -64,7 +63,6 @@ class StepGraph:
     optimizer: Optimizer
     rows: int  # of one micro-batch
     gradient_accumulation: int = 1  # micro-batches that a step of this rank's slices has at most
-    eval_rows: int | None = None  # None takes rows
     guarded: bool = False  # the update is a step of its own, which runs only where the gradients are finite
     chips: int = 1  # that share a batch: each works on `rows` of its own, and gradients are summed over all of them
     watched: bool = False  # also output the norm of the activations that the loss reads
@@ -202,7 +200,7 @@ class StepGraph:
 
     def trace_evaluate(self, graph: Graph) -> None:
         """The loss without dropout; changes nothing."""
-        graph.output("loss", self._over_all_chips(self._loss(graph, self.eval_rows or self.rows, training=False)))
+        graph.output("loss", self._over_all_chips(self._loss(graph, self.rows, training=False)))
 
     def trace_logits(self, graph: Graph) -> None:
         """Scores of the next token after a text. Raises ConfigError for a model without a vocabulary."""

@@ -19,11 +19,10 @@ from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_U
 from ttrain.core.files import read_json
 from ttrain.core.units import format_duration
 from ttrain.train.checkpoint.retention import list_checkpoints
-from ttrain.train.logging.events import Events
+from ttrain.train.logging.metrics import Events
 from ttrain.train.runs.record import override
 from ttrain.train.settings import SuperviseConfig
-from ttrain.train.supervise.child import Child, PassOn, describe_exit
-from ttrain.train.supervise.heartbeat import VARIABLE
+from ttrain.train.supervise.child import VARIABLE, Child, PassOn, describe_exit
 
 _POLL_SECONDS = 0.1
 LONGEST_WAIT = 300.0  # seconds before a restart
