@@ -73,6 +73,7 @@ def _losses(
     built: dict[str, Any] = {}
     rates: list[float] = []
     losses: list[float] = []
+    diverged = False
     try:
         with closing(run.open(device)) as session:
             with Waiting("Placing the model and building its steps", console.say):
@@ -88,16 +89,14 @@ def _losses(
             console.start(0, settings.steps)
             for number in range(1, settings.steps + 1):
                 result, rate = run_step(number), rate_of(settings, number)
-                if not result.finite:
-                    return rates, losses, True
+                if diverged := not result.finite:
+                    break
                 if result.loss is not None:
                     rates.append(rate)
                     losses.append(result.loss)
                 console.log({"train/loss": result.loss, "lr": rate})
                 console.advance()
-                if has_diverged(losses, settings):
-                    return rates, losses, True
-                if stop.requested is not None:
+                if (diverged := has_diverged(losses, settings)) or stop.requested is not None:
                     break
     except Exception as error:
         if not is_out_of_memory(error):
@@ -105,7 +104,7 @@ def _losses(
         raise OutOfMemory(memory_message(error, device.name, built, run.shrinking_keys())) from error
     finally:
         console.close()
-    return rates, losses, False
+    return rates, losses, diverged
 
 
 def rate_of(settings: LrFinderConfig, step: int) -> float:
