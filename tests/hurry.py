@@ -16,14 +16,14 @@ def hurry() -> None:
     from ttrain.device.torch.info import Torch
     from ttrain.device.torch.native import toolchain
     from ttrain.device.ttnn.info import Tenstorrent
-    from ttrain.train.forecast import peak
+    from ttrain.train.forecast import step_time
     from ttrain.train.runs import summary
 
     for info in (Torch, Tenstorrent):  # to compile every little step would take most of the time
         real = info.best_engine
         info.best_engine = wraps(real)(lambda self, config: ("static", "tests compile what they say"))  # type: ignore[method-assign]
     summary.draw_loss_curve = lambda *_: False  # type: ignore[assignment]
-    peak._FIRST = peak._AGAIN = 0.0
-    peak._SIZES["cpu"], peak._MOVED = 256, 2**20
+    step_time._FIRST = step_time._AGAIN = 0.0
+    step_time._SIZES["cpu"], step_time._MOVED = 256, 2**20
     toolchain.FLAGS = (*toolchain.FLAGS, *QUICKLY)
     gc.freeze()

@@ -15,8 +15,8 @@ from ttrain.config.registry import register
 from ttrain.config.schema import Config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
-from ttrain.parallel.place import rank_zero_only
 from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.settings import rank_zero_only
 from ttrain.parallel.world import World
 from ttrain.train.steps.step import StepResult
 

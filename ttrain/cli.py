@@ -32,7 +32,7 @@ from ttrain.core.errors import (
 )
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
-from ttrain.parallel.place import place, rank_here, rank_zero_only
+from ttrain.parallel.settings import place, rank_here, rank_zero_only
 
 _ABSENT = object()
 DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from ttrain import ops
-from ttrain.bench.engines import EngineContender
+from ttrain.bench.contender import EngineContender
 from ttrain.bench.report import notes, print_result, table
 from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio
 from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.base import EngineCounters
 from ttrain.graph import Graph
-from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.step_time import Rates
 
 
 def result(static_ms: float = 0.5, threads: int = 2, precision: str = "fp32") -> dict[str, Any]:

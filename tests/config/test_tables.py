@@ -12,7 +12,7 @@ from ttrain.core import tables
 from ttrain.core.tables import fitted
 from ttrain.sweep import outcome
 from ttrain.tasks import plan, runs
-from ttrain.train.runs.inspect import RunInfo
+from ttrain.train.runs.run_directory import RunInfo
 
 
 def test_a_table_that_fits_has_one_line_a_row() -> None:

@@ -32,9 +32,8 @@ from ttrain.device.ttnn.cost.step_time import CardStep, estimate, split_time
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.graph import Graph, Kind, Node
 from ttrain.train.forecast import step_cost, step_time
-from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.show import memory_over_time
-from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, timing
+from ttrain.train.forecast.step_time import KernelTimes, Rates, host_estimate, host_time, timing
 
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "model.vocabulary=29"]
 

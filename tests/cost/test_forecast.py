@@ -22,8 +22,8 @@ from ttrain.tasks.training.expected import (
     schedule_of,
     single_changes,
 )
-from ttrain.train.forecast import peak
-from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast import step_time as peak
+from ttrain.train.forecast.step_time import Rates
 
 HOUR = 3600.0
 LONG = Forecast(step=147.0, steps=1000, evaluation=600.0, evaluations=4)

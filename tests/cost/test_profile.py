@@ -13,7 +13,7 @@ from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph
 from ttrain.train.forecast.node_profile import NodeProfile, part_of
-from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast.step_time import Rates
 
 SMALL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=32", "train.batch_size=2"]
 

@@ -24,7 +24,7 @@ from ttrain.data.tokens import open_tokens
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.loop import Evaluation
 from ttrain.train.steps.step import StepResult, TrainStep
 
 QUIET = [

@@ -29,11 +29,10 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
-from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, Place
 from ttrain.parallel.world import World
-from ttrain.train.loop.evaluate import Evaluation
+from ttrain.train.loop.loop import Evaluation
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.session import Session, averaged
 from ttrain.train.steps.step import TrainStep

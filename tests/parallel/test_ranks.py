@@ -12,8 +12,8 @@ from ttrain.core.errors import ConfigError
 from ttrain.core.spec import flat_offsets
 from ttrain.parallel.distributed import CommunicationThread
 from ttrain.parallel.failure_store import FailureStore
-from ttrain.parallel.place import first_host, place
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
+from ttrain.parallel.settings import first_host, place
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

@@ -23,7 +23,7 @@ from ttrain.sweep import run
 from ttrain.sweep.jobs import STATUS, SweepFolder, read_sweep
 from ttrain.train.logging.chart import COLORS
 from ttrain.train.logging.metrics import read_events
-from ttrain.train.runs.inspect import read_run
+from ttrain.train.runs.run_directory import read_run
 
 Sweep = Any
 

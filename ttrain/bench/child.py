@@ -20,8 +20,7 @@ import psutil
 import torch
 
 from ttrain.bench.baselines import DistributedContender, PyTorchContender
-from ttrain.bench.contender import Contender
-from ttrain.bench.engines import EngineContender
+from ttrain.bench.contender import Contender, EngineContender
 from ttrain.bench.settings import BASELINES
 from ttrain.bench.workload import Case
 from ttrain.config import components, registry  # noqa: F401 - components fills the registry

@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 import ttrain
-from ttrain.bench.contender import loss_difference, problem
-from ttrain.bench.engines import enter_times, modelled
+from ttrain.bench.contender import enter_times, loss_difference, modelled, problem
 from ttrain.bench.results import MOCKED, OURS, PYTORCH, SIMULATED, CaseResult, Result, Row, finite
 from ttrain.bench.settings import BASELINES, BenchConfig
 from ttrain.bench.workload import Case

@@ -34,9 +34,8 @@ from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.base import Optimizer
 from ttrain.optim.groups import learning_rates, trained
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
-from ttrain.parallel.place import place
 from ttrain.parallel.ranks import Ranks
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.logging.loggers import Console, Logger

@@ -15,8 +15,7 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.settings import PRECISIONS, PrecisionConfig
 from ttrain.optim import settings as optim
-from ttrain.parallel.place import rank_here
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, rank_here
 from ttrain.train.settings import LoggerConfig, WandbConfig
 from ttrain.train.supervise.child import VARIABLE
 

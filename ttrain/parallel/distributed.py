@@ -22,9 +22,8 @@ from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.core.options import differences
 from ttrain.device.base import Launch
 from ttrain.parallel.failure_store import FailureStore
-from ttrain.parallel.place import Place
 from ttrain.parallel.ranks import Ranks
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, Place
 from ttrain.parallel.world import Numbers, T, World
 
 _EARLY_SECONDS = 30.0  # for ranks that end early to start

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.engines import modelled
+from ttrain.bench.contender import modelled
 from ttrain.bench.report import print_result
 from ttrain.bench.results import Result
 from ttrain.bench.run import Bench

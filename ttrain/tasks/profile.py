@@ -68,7 +68,7 @@ def _by_device(config: Config) -> Profile:
 
 def _by_node(config: Config) -> NodeProfile:
     """Every other step runs node by node, each of them timed; the steps between tell what that costs."""
-    from ttrain.train.forecast.peak import measured_rates
+    from ttrain.train.forecast.step_time import measured_rates
 
     # A guarded step's update is a step of its own, which would not be seen.
     config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, nonfinite="stop"))

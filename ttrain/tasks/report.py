@@ -20,7 +20,7 @@ from ttrain.core.files import write_chosen
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
 from ttrain.train.logging.chart import Series, line_chart
-from ttrain.train.runs.inspect import RunInfo, read_run
+from ttrain.train.runs.run_directory import RunInfo, read_run
 
 CURVES = (
     ("train/loss", "training loss"),

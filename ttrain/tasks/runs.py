@@ -9,7 +9,7 @@ from ttrain.core.errors import UserError
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import format_count
 from ttrain.core.waiting import waited_for
-from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
+from ttrain.train.runs.run_directory import RunInfo, find_runs, read_run
 
 
 def run(config: Config) -> None:

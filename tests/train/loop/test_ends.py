@@ -17,7 +17,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.library_tokenizer import train_bpe
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.tasks.training.run import _held_out, shown_prompt
-from ttrain.train.runs.inspect import read_run
+from ttrain.train.runs.run_directory import read_run
 from ttrain.train.steps.session import Session
 
 SMALL = ["device=cpu", "device.threads=1", "model.layers=1", "model.heads=2", "model.width=32", "train.batch_size=2",

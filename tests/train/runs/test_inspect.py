@@ -18,7 +18,7 @@ from ttrain.sweep.outcome import _LAST, columns, print_table
 from ttrain.tasks.report import page
 from ttrain.train.logging.chart import COLORS, Series, line_chart, smoothed
 from ttrain.train.logging.metrics import Events
-from ttrain.train.runs.inspect import RunInfo, find_runs, read_run
+from ttrain.train.runs.run_directory import RunInfo, find_runs, read_run
 
 
 def elements(text: str) -> list[tuple[str, dict[str, str]]]:

@@ -21,8 +21,8 @@ from ttrain.tasks.report import _best
 from ttrain.train.checkpoint.checkpoint import held_out_hash
 from ttrain.train.checkpoint.retention import best_checkpoint, find_checkpoint, list_checkpoints
 from ttrain.train.logging.metrics import read_events
-from ttrain.train.runs.inspect import read_run
 from ttrain.train.runs.resume import check_architecture, check_tokenizer, config_difference, find_resume_point
+from ttrain.train.runs.run_directory import read_run
 
 
 @pytest.fixture

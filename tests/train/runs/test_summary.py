@@ -20,9 +20,9 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.sweep.outcome import numbers_of
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.checkpoint import Progress
-from ttrain.train.forecast import peak
+from ttrain.train.forecast import step_time as peak
 from ttrain.train.logging.metrics import Meter, read_metrics
-from ttrain.train.runs.inspect import read_run
+from ttrain.train.runs.run_directory import read_run
 from ttrain.train.runs.summary import draw_loss_curve, extent_line, print_summary, recorded, summarize, summary_lines
 
 

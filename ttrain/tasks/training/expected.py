@@ -24,11 +24,10 @@ from ttrain.engine.base import Step
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import check_groups, flat_parameters
 from ttrain.tasks.training.run import Run
-from ttrain.train.forecast import peak
-from ttrain.train.forecast.peak import Rates
+from ttrain.train.forecast import step_time
 from ttrain.train.forecast.plan_report import PlanReport, plan_report
 from ttrain.train.forecast.step_cost import collectives, exposed_seconds, link_seconds
-from ttrain.train.forecast.step_time import KernelTimes, host_estimate, host_time, machine_name, timing
+from ttrain.train.forecast.step_time import KernelTimes, Rates, host_estimate, host_time, machine_name, timing
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
@@ -110,7 +109,7 @@ def expected_time(
         return f"device={device.name} computes nothing."
     if device.name == "cuda" and not torch.cuda.is_available():
         return "There is no GPU here whose kernels could be timed."
-    rates = peak.measured_rates(device.name, str(config.precision.compute), config.device.index)
+    rates = step_time.measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU
     machine = machine_name(device.name, getattr(device, "threads", None))
     named = replace(config.device, name=device.name)

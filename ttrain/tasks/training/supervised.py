@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttrain.config.schema import Given
-from ttrain.parallel.place import place
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.train.settings import SuperviseConfig
 from ttrain.train.supervise.child import PROGRAM, VARIABLE, say
 from ttrain.train.supervise.supervisor import Supervisor, continuing

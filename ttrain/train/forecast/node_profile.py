@@ -16,8 +16,8 @@ from ttrain.core.units import format_bytes, format_count
 from ttrain.device.base import Device
 from ttrain.device.timing import duration
 from ttrain.graph import Node, Stage
-from ttrain.train.forecast.peak import Rates
 from ttrain.train.forecast.show import show_ways
+from ttrain.train.forecast.step_time import Rates
 
 Span = tuple[Node, float, float]  # a node, and when it began and ended, in seconds
 _LABEL = attrgetter("label")

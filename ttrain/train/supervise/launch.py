@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DONE, EXIT_INTERRUPTED, RankFailed
 from ttrain.parallel.failure_store import Failure, FailureStore
-from ttrain.parallel.place import place
-from ttrain.parallel.settings import ParallelConfig
+from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.train.supervise.child import PROGRAM, Child, PassOn, describe_exit
 
 _HOST = "127.0.0.1"
