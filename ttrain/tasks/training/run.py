@@ -31,9 +31,9 @@ from ttrain.train.forecast.plan_report import plan_report
 from ttrain.train.forecast.show import product_ways, show_ways
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.record import environment_record
-from ttrain.train.runs.resume import Origin
 from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.runs.summary import extent_line
+from ttrain.train.runs.warm_start import Origin
 from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, encode_prompt, whole_text_scores
 from ttrain.train.sampling.source import length_class
 from ttrain.train.sampling.stream import Stop, end_id, print_text, special_tokens, stream_text

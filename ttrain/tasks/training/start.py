@@ -28,8 +28,9 @@ from ttrain.tasks.training.run import Rate, Run, rate_jump, sample_prompt
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.record import package_versions
-from ttrain.train.runs.resume import Origin, ResumePoint
+from ttrain.train.runs.resume import ResumePoint
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, part_of, read_config
+from ttrain.train.runs.warm_start import Origin
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.child import Heartbeat
 

@@ -115,7 +115,7 @@ def _fastest(product: Callable[[], Any], place: Any, seconds: float) -> float:
     """Seconds of the fastest of the products on a device of torch that fit into the time."""
     import torch
 
-    synchronize = partial(torch.cuda.synchronize, place) if place.type == "cuda" else lambda: None
+    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, place) if place.type == "cuda" else lambda: None
     fastest, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop or fastest == float("inf"):
         synchronize()

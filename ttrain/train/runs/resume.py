@@ -1,4 +1,4 @@
-"""Find what a run goes on from and what changed since, and begin an attempt from it or from values of elsewhere."""
+"""Find the checkpoint that a run continues from, and what changed since it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,18 @@ from ttrain.core.names import one_slip
 from ttrain.core.options import as_keys, differences
 from ttrain.models.identity import ALL, differing, whole
 from ttrain.nn.settings import LoraConfig
-from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.checkpoint import (
     MANIFEST,
     UNFINISHED,
     Checkpoint,
-    Progress,
     read_checkpoint,
     read_manifest,
     step_name,
 )
-from ttrain.train.checkpoint.retention import hold, newest_complete, refuse_dry_run, remove_unfinished, set_aside_after
+from ttrain.train.checkpoint.retention import hold, newest_complete, refuse_dry_run, set_aside_after
 from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
-from ttrain.train.logging.wandb_logger import note_earlier_attempts
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of
-from ttrain.train.runs.warm_start import WarmStart
-from ttrain.train.steps.session import Session
 
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
@@ -224,53 +219,3 @@ def take_up(
         changes += data_difference(point.run, data)
     notes += [f"Changed since the checkpoint: {'; '.join(changes)}"] if changes else []
     return {"resumed_from": checkpoint.path.name, "dropped_metrics": dropped, "changes": changes}, notes
-
-
-@dataclass
-class Origin:
-    """Sources of the state, the progress and the files of an attempt."""
-
-    held: RunDirectory | None = None  # the run that this attempt continues
-    point: ResumePoint | None = None
-    config: dict[str, Any] | None = None  # the recorded config that the command line changes; None for a new run
-    warm: WarmStart | None = None  # where a new run takes its first values from
-    adapter: PeftAdapter | None = None  # and those of its adapters
-    notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run that it goes on from, this one or another."""
-        return self.point.run if self.point is not None else None if self.held is None else self.held.path
-
-    def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
-        """Give the state its first values, a new run's optimizer tensors are zero. Return what to tell of it."""
-        if self.point is not None:
-            return self.point.checkpoint.load(session.state)
-        session.initialize(seed)
-        if self.warm is not None:
-            self.warm.apply(session.state)
-        if self.adapter is not None:
-            self.adapter.apply(session.state, session.graph.model)
-        return ()
-
-    def begin(
-        self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
-    ) -> tuple[Progress, dict[str, Any], list[str]]:
-        """Set the state, and make the run's files go on from it. Return how far it is, what to record, what to tell."""
-        progress = Progress() if self.point is None else Progress.from_dict(self.point.checkpoint.progress)
-        if not run.leads:
-            self.set_values(session, seed)
-            return progress, {}, []
-        remove_unfinished(run.checkpoints)
-        note_earlier_attempts(run.path)
-        notes = [*self.notes, *self.set_values(session, seed)]
-        if self.point is not None:
-            attempt, told = take_up(self.point, run, progress.evaluated_at == progress.step, stored, data)
-            return progress, attempt, [*told, *notes]
-        cut_metrics(run.metrics, 0)
-        attempt = {} if self.warm is None else self.warm.record()
-        notes += [] if self.warm is None else self.warm.lines()
-        if self.adapter is not None:
-            attempt["adapters_from"] = str(self.adapter.folder)
-            notes.append(f"Adapters start as those of {self.adapter.folder}.")
-        return progress, attempt, notes

@@ -1,11 +1,14 @@
-"""First values of a new run from another run, a checkpoint or a file of weights: what fits by name and shape."""
+"""The beginning of an attempt: a run or checkpoint that it continues, first values from elsewhere, or nothing.
+
+Those are of another run, a checkpoint or a file of weights: what fits by name and shape.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,16 @@ from ttrain.engine.state import State
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weights, bf16_bits
 from ttrain.nn.module import ADAPTER
-from ttrain.train.checkpoint.adapters import as_for
+from ttrain.train.checkpoint.adapters import PeftAdapter, as_for
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
+from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.checkpoint.weights_file import Metadata, read_file, read_metadata, same_tokenizer, weights_of
+from ttrain.train.logging.metrics import cut_metrics
+from ttrain.train.logging.wandb_logger import note_earlier_attempts
+from ttrain.train.runs.resume import ResumePoint, find_resume_point, take_up
+from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.steps.session import Session
 
 _SHOWN = 20  # rows of the table of what does not fit
 
@@ -162,8 +172,6 @@ def _compared(
 
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
     """Values by our paths, each read when it is asked for, and what the source says besides."""
-    from ttrain.train.runs.resume import find_resume_point
-
     if path.is_file() or holds_model(path):
         content = read_file(path)
         metadata = read_metadata(path, content)  # first: of another architecture no name fits
@@ -178,3 +186,53 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
     checkpoint = point.checkpoint
     values = as_for(model, checkpoint.weights(averages=True), checkpoint.config.get("lora") or {})
     return Weights.widened(values), Metadata(checkpoint.config.get("model"), checkpoint.tokenizer)
+
+
+@dataclass
+class Origin:
+    """Sources of the state, the progress and the files of an attempt."""
+
+    held: RunDirectory | None = None  # the run that this attempt continues
+    point: ResumePoint | None = None
+    config: dict[str, Any] | None = None  # the recorded config that the command line changes; None for a new run
+    warm: WarmStart | None = None  # where a new run takes its first values from
+    adapter: PeftAdapter | None = None  # and those of its adapters
+    notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that it goes on from, this one or another."""
+        return self.point.run if self.point is not None else None if self.held is None else self.held.path
+
+    def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
+        """Give the state its first values, a new run's optimizer tensors are zero. Return what to tell of it."""
+        if self.point is not None:
+            return self.point.checkpoint.load(session.state)
+        session.initialize(seed)
+        if self.warm is not None:
+            self.warm.apply(session.state)
+        if self.adapter is not None:
+            self.adapter.apply(session.state, session.graph.model)
+        return ()
+
+    def begin(
+        self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
+    ) -> tuple[Progress, dict[str, Any], list[str]]:
+        """Set the state, and make the run's files go on from it. Return how far it is, what to record, what to tell."""
+        progress = Progress() if self.point is None else Progress.from_dict(self.point.checkpoint.progress)
+        if not run.leads:
+            self.set_values(session, seed)
+            return progress, {}, []
+        remove_unfinished(run.checkpoints)
+        note_earlier_attempts(run.path)
+        notes = [*self.notes, *self.set_values(session, seed)]
+        if self.point is not None:
+            attempt, told = take_up(self.point, run, progress.evaluated_at == progress.step, stored, data)
+            return progress, attempt, [*told, *notes]
+        cut_metrics(run.metrics, 0)
+        attempt = {} if self.warm is None else self.warm.record()
+        notes += [] if self.warm is None else self.warm.lines()
+        if self.adapter is not None:
+            attempt["adapters_from"] = str(self.adapter.folder)
+            notes.append(f"Adapters start as those of {self.adapter.folder}.")
+        return progress, attempt, notes
