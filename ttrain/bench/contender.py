@@ -1,6 +1,7 @@
 """Contenders of a benchmark: each can be built and then does one optimizer step after the other.
 
-All have to do the same work. Losses, and how far weights moved, are compared over the first steps.
+All have to do the same work. Losses, and how far weights moved, are compared over the first steps. The engines of
+ttrain are contenders; their times on hardware that is not here come from the model of its family.
 """
 
 from __future__ import annotations

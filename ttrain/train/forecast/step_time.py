@@ -3,6 +3,9 @@
 Each distinct kernel of a plan is timed on example inputs or zeros, one that takes long in a single launch, and its best
 time is kept. Where the time for measuring is over, the rest is estimated from operations and bytes. A few kernels whose
 time is known are timed again by every plan, since the machine may have been busy before.
+
+The peak of a device in FLOP/s, which mfu is relative to, is measured with a large matrix product. With the bytes per
+second of its memory the peak bounds the time of any kernel from below.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ run.json        one environment record per attempt (an attempt is one start or r
 metrics.jsonl   one line per recorded step: the truth that loggers are views of
 checkpoints/    see checkpoint.py
 plan.txt  summary.json  loss.png
+
+What is known of a run is read from there without loading a model.
 """
 
 from __future__ import annotations
