@@ -38,7 +38,7 @@ def run(
     """What `python -m module words` does in a folder, with more variables in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = forks().Process(target=_work, args=(module, words, cwd, {**os.environ, **environment}, said))
+        process = forks().Process(target=run_as_main, args=(module, words, cwd, {**os.environ, **environment}, said))
         process.start()
         process.join(seconds)
         code = process.exitcode
@@ -48,7 +48,10 @@ def run(
         return subprocess.CompletedProcess([module, *words], code, *(file.read_text("utf-8") for file in said))
 
 
-def _work(module: str, words: Sequence[str], cwd: Path, environment: Mapping[str, str], said: Sequence[Path]) -> None:
+def run_as_main(
+    module: str, words: Sequence[str], cwd: Path, environment: Mapping[str, str], said: Sequence[Path]
+) -> None:
+    """What such a process does; `said` are files for its two streams, to which it appends."""
     for number, file in enumerate(said, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()

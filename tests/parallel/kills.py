@@ -12,14 +12,13 @@ import argparse
 import json
 import os
 import random
-import signal
 import sys
 import time
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tests.parallel.forks import LIMIT, Forks, import_all
+from tests.parallel.forks import LIMIT, Forks
 
 SETTINGS = [
     "data=text", "model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "model.dropout=0.1",
@@ -95,7 +94,7 @@ def kill_one(forks: Forks, run: Path, generator: random.Random) -> bool:
         if forks.poll():
             return False
         time.sleep(0.002)
-    os.kill(generator.choice(forks.ids), signal.SIGKILL)
+    generator.choice(forks.processes).kill()
     return True
 
 
@@ -129,7 +128,6 @@ def main() -> int:
     os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     generator = random.Random(0)
     (folder / "text.txt").write_text("".join(f"{generator.choice(WORDS)} \n" for _ in range(2000)))
-    import_all()
     begin = time.monotonic()
     whole = started(folder, "whole", options.steps, "none", 1)
     found = disturbed(folder, options.kills, options.steps, options.seed)

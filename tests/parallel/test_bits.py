@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.forked import forks
+from tests.parallel.forks import free_port
 from tests.parallel.ranks_worker import CASES, SLICES, Case, cases_of, session_of, work
 from ttrain.config import build
 from ttrain.core.spec import DType
@@ -18,12 +18,6 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.train.forecast.plan_report import plan_report
 
 COUNTS = (1, 2, 4)
-
-
-def free_port() -> int:
-    with socket.socket() as given:
-        given.bind(("127.0.0.1", 0))
-        return int(given.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
