@@ -283,24 +283,15 @@ def check_the_plugin() -> None:
 
     from ttrain.config import build
 
-    overrides = [
-        "plugins=[my_parts]",
-        "model=bigram",
-        "optimizer=adagrad",
-        "data.path=book.txt",
-        "train.steps=5",
-        "train.batch_size=4",
-        "model.context=16",
-        "model.width=8",
-        "train.log_every=1",
-        "optimizer.clip_norm=0.5",
-    ]
+    sizes = "train.steps=5 train.batch_size=4 model.context=16 model.width=8 train.log_every=1 optimizer.clip_norm=0.5"
+    overrides = ["plugins=[my_parts]", "model=bigram", "optimizer=adagrad", "data.path=book.txt", *sizes.split()]
     losses = {}
     for device in ("cpu", "my-cpu"):
         assert main([*overrides, f"device={device}", f"run.dir=outputs/{device}", "optimizer.weight_decay=0.01"]) == 0
         lines = [json.loads(line) for line in Path("outputs", device, "metrics.jsonl").read_text("utf-8").splitlines()]
         losses[device] = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses["cpu"] == losses["my-cpu"]
+    assert main([*overrides, "model.widht=8"]) == 2
 
     from my_board import BoardConfig  # type: ignore[import-not-found]
 
@@ -343,14 +334,6 @@ def test_no_command_hides_outside_a_shell_block() -> None:
         found = [line for line in outside.splitlines() if re.match(r"\s*(\$ |python -m ttrain|ttrain .*=)", line)]
         hidden += [f"{name_of(page)}: {line}" for line in found]
     assert not hidden, "put these into a ```sh block"
-
-
-def test_reasons_are_needed() -> None:
-    """Every row of the two tables speaks of a command that some page has."""
-    lines = [command.line for page in PAGES for command in commands(page)] + [line for line, _ in EXAMPLES]
-    plain = [" ".join(shlex.split(line)) for line in lines]
-    unused = [known for known in OTHER_PROGRAMS if not any(line.startswith(known) for line in [*plain, *lines])]
-    assert not unused
 
 
 def anchors(page: Path) -> set[str]:

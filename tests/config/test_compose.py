@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +16,15 @@ from ttrain.config.files import packaged
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
-from ttrain.data.settings import RegressionConfig
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.settings import GPTConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
+ON_A_FILE = (
+    "data=text data=tokens recipe=gpt2-124m recipe=gpt2-124m-ddp recipe=char-0.8m recipe=speedrun-char "
+    "recipe=speedrun-nano recipe=nano-adamw recipe=agillm_large_cpu recipe=agillm_large_n300"
+)
 # What an option needs beside its own name to be complete.
 NEEDS = {
-    "data=text": ["data.path=x"],
-    "data=tokens": ["data.path=x"],
     "data=documents": ["data.sources=[x]"],
     "data=regression": ["model=mlp"],
     "task=sample": ["run.dir=x"],
@@ -31,18 +34,11 @@ NEEDS = {
     "task=prepare": ["prepare.dir=x"],
     "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
-    "recipe=gpt2-124m": ["data.path=x"],
-    "recipe=gpt2-124m-ddp": ["data.path=x"],
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
-    "recipe=char-0.8m": ["data.path=x"],
-    "recipe=speedrun-char": ["data.path=x"],
-    "recipe=speedrun-nano": ["data.path=x"],
-    "recipe=nano-adamw": ["data.path=x"],
+    **{option: ["data.path=x"] for option in ON_A_FILE.split()},
     "recipe=smollm2-135m-finetune": ["model.from=null", "data.sources=[x]"],
     "recipe=smollm2-135m-lora": ["model.from=null", "data.sources=[x]"],
-    "recipe=agillm_large_cpu": ["data.path=x"],
-    "recipe=agillm_large_n300": ["data.path=x"],
 }
 
 
@@ -90,20 +86,33 @@ def test_defaults() -> None:
     assert config.model.preset == "0.8M"
 
 
-def test_a_key_that_no_yaml_mentions_can_be_set_without_plus() -> None:
-    config = load(["optimizer.eps=1e-9", "optimizer.lr_multipliers.head=0.5", "+model.tied=false"])
-    assert isinstance(config.optimizer, AdamWConfig)
-    assert (config.optimizer.eps, config.optimizer.lr_multipliers, config.model.tied) == (1e-9, {"head": 0.5}, False)
+OVERFIT = {"train.batch_size": 8, "data.limit": 8, "schedule.warmup": 0}
+PROMPTS = ("def f(x, y):\n    # ${z}", " spaced ", "", "null", "a,b", "[1,", 'say "hi" \\', "é漢")
+COMPOSED: list[tuple[list[str], dict[str, Any]]] = [
+    # A key that no YAML mentions needs no plus.
+    (["optimizer.eps=1e-9"], {"optimizer.eps": 1e-9}),
+    (["optimizer.lr_multipliers.head=0.5"], {"optimizer.lr_multipliers": {"head": 0.5}}),
+    (["+model.tied=false"], {"model.tied": False}),
+    (["optimizer=sgd", "optimizer.momentum=0.5"], {"optimizer": SGDConfig(momentum=0.5)}),
+    (["model=mlp", "train.batch_size=${data.examples}"], {"train.batch_size": 8192, "data.name": "regression"}),
+    (["model=gpt2"], {"model.preset": "124M"}),
+    (["model=gpt2", "model.preset=1.5B"], {"model.preset": "1.5B"}),
+    (["device=null"], {"device.name": "null"}),
+    (["+device=null"], {"device.name": "null"}),
+    *(([override, "recipe=char-10.7m"], OVERFIT) for override in ("debug=overfit", "+debug=overfit")),
+    (["recipe=char-10.7m", "debug=fast", "train.steps=7"], {"train.steps": 7}),  # the command line wins
+    (["train.steps=1e3", 'optimizer.lr="0.5"', "train.batch_size='8'"], {"train.steps": 1000, "optimizer.lr": 0.5}),
+    # Texts are taken as they stand, also those that Hydra's grammar can't read.
+    *(([f"sample.prompt={prompt}"], {"sample.prompt": prompt}) for prompt in PROMPTS),
+    *(([f"data.path={path}"], {"data.path": path}) for path in ("données/texte (1).txt", "a&b;c.txt", "C:\\new")),
+    (["data.path=~/x y.txt"], {"data.path": os.path.expanduser("~/x y.txt")}),
+]
 
 
-def test_options_and_what_they_bring() -> None:
-    assert isinstance(load(["optimizer=sgd", "optimizer.momentum=0.5"]).optimizer, SGDConfig)
-    config = load(["model=mlp", "train.batch_size=${data.examples}"])
-    assert isinstance(config.model, MLPConfig) and isinstance(config.data, RegressionConfig)
-    assert config.train.batch_size == 8192
-    assert load(["model=gpt2"]).model.preset == "124M"
-    assert load(["model=gpt2", "model.preset=1.5B"]).model.preset == "1.5B"
-    assert load(["device=null"]).device.name == load(["+device=null"]).device.name == "null"
+@pytest.mark.parametrize(("overrides", "expected"), COMPOSED)
+def test_values_that_a_command_gives(overrides: list[str], expected: dict[str, Any]) -> None:
+    config = load(overrides)
+    assert {key: attrgetter(key)(config) for key in expected} == expected
 
 
 @pytest.mark.parametrize("written", ["null", "'null'"])
@@ -112,47 +121,15 @@ def test_null_is_a_device_in_a_yaml_file(tmp_path: Path, written: str) -> None:
     assert load(config_name="mine", config_dir=tmp_path).device.name == "null"
 
 
-@pytest.mark.parametrize("override", ["debug=overfit", "+debug=overfit"])
-def test_debug_presets_with_and_without_plus(override: str) -> None:
-    config = load([override, "recipe=char-10.7m"])
-    assert (config.train.batch_size, config.data.limit, config.schedule.warmup) == (8, 8, 0)
-
-
-def test_the_command_line_wins_over_recipe_and_debug() -> None:
-    assert load(["recipe=char-10.7m", "debug=fast", "train.steps=7"]).train.steps == 7
-
-
-def test_whole_floats_are_integers_and_quoted_numbers_are_numbers() -> None:
-    config = load(["train.steps=1e3", 'optimizer.lr="0.5"', "train.batch_size='8'"])
-    assert (config.train.steps, config.optimizer.lr, config.train.batch_size) == (1000, 0.5, 8)
-
-
-@pytest.mark.parametrize(
-    "prompt", ["def f(x, y):\n    # ${z}", " spaced ", "", "null", "a,b", "[1,", 'say "hi" \\', "é漢"]
-)
-def test_a_prompt_is_taken_as_it_stands(prompt: str) -> None:
-    assert load([f"sample.prompt={prompt}"]).sample.prompt == prompt
-
-
-@pytest.mark.parametrize("path", ["données/texte (1).txt", "a&b;c.txt", "C:\\new", "~/x y.txt"])
-def test_a_path_that_hydras_grammar_cannot_read(path: str) -> None:
-    assert load([f"data.path={path}"]).data.path == os.path.expanduser(path)  # type: ignore[attr-defined]
-
-
-def test_options_can_be_chosen_on_top_of_a_config_of_ones_own(tmp_path: Path) -> None:
+def test_a_user_folder_adds_options_and_configs_on_top_of_which_options_are_chosen(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {steps: 7}\n", "utf-8")
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nlr: 0.25\n", "utf-8")
+    assert load(["optimizer=mine"], config_dir=tmp_path).optimizer == AdamWConfig(lr=0.25)
     config = load(["engine=dynamic", "+debug=overfit"], "mine", tmp_path)
     assert (config.engine.name, config.train.steps) == ("dynamic", 7)
     assert "engine" in config.source.explicit
     assert "train.steps" not in load(["engine=dynamic"], "mine", tmp_path).source.explicit
-
-
-def test_a_user_folder_adds_options_and_configs(tmp_path: Path) -> None:
-    (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer" / "mine.yaml").write_text("defaults: [adamw]\nlr: 0.25\n", "utf-8")
-    config = load(["optimizer=mine"], config_dir=tmp_path)
-    assert isinstance(config.optimizer, AdamWConfig)
-    assert config.optimizer.lr == 0.25
 
 
 def test_a_config_survives_the_way_through_plain_values() -> None:

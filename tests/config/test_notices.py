@@ -57,33 +57,34 @@ def test_what_is_seldom_meant_is_told(overrides: tuple[str, ...], told: str | No
     assert told is None or told in found[0]
 
 
-def rate_of(overrides: tuple[str, ...]) -> Rate:
-    config = load(overrides)
+def rate_of(overrides: str) -> Rate:
+    config = load(overrides.split())
     return Rate(config.optimizer.lr, config.schedule, config.train.steps)
+
+
+TO_ZERO = "schedule=linear schedule.min_lr_ratio=0"
 
 
 @pytest.mark.parametrize(
     ("before", "now", "step", "told"),
     [
         # (1 - r) from 1 to 0.1: the end of 100 steps, then the step after it of a line over 200 steps.
-        (("schedule=linear",), ("train.steps=200",), 100, (1e-4, 1e-3 * (1 - 0.9 * 100 / 199))),
-        (("schedule=linear",), ("train.steps=200", "schedule.steps=100"), 100, None),
-        (("schedule=linear",), (), 50, None),
-        (("schedule=linear",), ("train.steps=105",), 50, None),  # a rate 2 percent higher
-        (("schedule=linear",), ("optimizer.lr=5e-4",), 99, (1e-3 * (1 - 0.9 * 98 / 99), 5e-5)),
-        (("schedule=linear", "schedule.min_lr_ratio=0"), ("train.steps=101",), 100, None),
-        (("schedule=linear", "schedule.min_lr_ratio=0"), ("train.steps=200",), 100, (0.0, 1e-3 * (1 - 100 / 199))),
-        (("schedule=constant",), ("train.steps=200",), 100, None),
-        (("schedule=linear", "schedule.warmup=50"), (), 10, None),
-        (("schedule=wsd",), ("train.steps=200",), 100, (1e-4, 1e-3)),
-        (("schedule=linear",), (), 100, None),  # all is done
+        ("schedule=linear", "train.steps=200", 100, (1e-4, 1e-3 * (1 - 0.9 * 100 / 199))),
+        ("schedule=linear", "train.steps=200 schedule.steps=100", 100, None),
+        ("schedule=linear", "", 50, None),
+        ("schedule=linear", "train.steps=105", 50, None),  # a rate 2 percent higher
+        ("schedule=linear", "optimizer.lr=5e-4", 99, (1e-3 * (1 - 0.9 * 98 / 99), 5e-5)),
+        (TO_ZERO, "train.steps=101", 100, None),
+        (TO_ZERO, "train.steps=200", 100, (0.0, 1e-3 * (1 - 100 / 199))),
+        ("schedule=constant", "train.steps=200", 100, None),
+        ("schedule=linear schedule.warmup=50", "", 10, None),
+        ("schedule=wsd", "train.steps=200", 100, (1e-4, 1e-3)),
+        ("schedule=linear", "", 100, None),  # all is done
     ],
 )
-def test_a_resume_tells_a_rate_that_jumps(
-    before: tuple[str, ...], now: tuple[str, ...], step: int, told: tuple[float, float] | None
-) -> None:
-    base = ("train.steps=100", "optimizer.lr=1e-3", *before)
-    note = rate_jump(to_dict(load(base)), rate_of((*base, *now)), Progress(step, lr_factor=0.5))
+def test_a_resume_tells_a_rate_that_jumps(before: str, now: str, step: int, told: tuple[float, float] | None) -> None:
+    base = f"train.steps=100 optimizer.lr=1e-3 {before}"
+    note = rate_jump(to_dict(load(base.split())), rate_of(f"{base} {now}"), Progress(step, lr_factor=0.5))
     if told is None:
         assert note is None
     else:
@@ -95,29 +96,19 @@ def test_a_resume_tells_a_rate_that_jumps(
 @pytest.mark.parametrize(
     ("given", "step", "overrides", "rate"),
     [
-        (("schedule=linear",), 100, "train.steps=200 schedule.steps=100", "goes on at 1.00e-04; with"),
-        (("schedule=linear", "schedule.steps=100"), 100, "train.steps=200", "goes on at 1.00e-04; with"),
-        (
-            ("schedule=linear",),
-            40,
-            "train.steps=200 schedule.steps=100",
-            f"goes on at {1e-3 * (1 - 0.9 * 40 / 99):.2e}",
-        ),
-        (("schedule=linear", "schedule.min_lr_ratio=0"), 100, "train.steps=200", "rises from 0.00e+00 to 4.97e-04"),
-        (
-            ("schedule=linear", "schedule.min_lr_ratio=0", "schedule.steps=100"),
-            100,
-            "train.steps=200 schedule.steps=200",
-            "rises from 0.00e+00 to 4.97e-04",
-        ),
-        (("schedule=constant",), 100, "train.steps=200", None),
+        ("schedule=linear", 100, "train.steps=200 schedule.steps=100", "goes on at 1.00e-04; with"),
+        ("schedule=linear schedule.steps=100", 100, "train.steps=200", "goes on at 1.00e-04; with"),
+        ("schedule=linear", 40, "train.steps=200 schedule.steps=100", f"goes on at {1e-3 * (1 - 0.9 * 40 / 99):.2e}"),
+        (TO_ZERO, 100, "train.steps=200", "rises from 0.00e+00 to 4.97e-04"),
+        (f"{TO_ZERO} schedule.steps=100", 100, "train.steps=200 schedule.steps=200", "rises from 0.00e+00 to 4.97e-04"),
+        ("schedule=constant", 100, "train.steps=200", None),
     ],
 )
-def test_the_command_that_trains_on(given: tuple[str, ...], step: int, overrides: str, rate: str | None) -> None:
+def test_the_command_that_trains_on(given: str, step: int, overrides: str, rate: str | None) -> None:
     """Where a rate is left, the command leads to no jump; what the other choice would do is told."""
-    base = ("train.steps=100", "optimizer.lr=1e-3", *given)
+    base = f"train.steps=100 optimizer.lr=1e-3 {given}"
     found, told = train_on(rate_of(base), Progress(step))
     assert found == overrides
     assert told == rate or (told is not None and rate is not None and told.startswith(rate))
-    jump = rate_jump(to_dict(load(base)), rate_of((*base, *found.split())), Progress(step))
+    jump = rate_jump(to_dict(load(base.split())), rate_of(f"{base} {found}"), Progress(step))
     assert (jump is not None) == (told is not None and told.startswith("rises"))

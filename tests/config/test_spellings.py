@@ -27,39 +27,73 @@ def refused(*arguments: str) -> list[str]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("--optimizer.clip_norm=None", None),
-        ('--optimizer.clip_norm="null"', None),
-        ("--data.path=None", None),
-        ("--train.keep_best=False", False),
-        ("--train.keep_best='False'", False),
-        ('--optimizer.betas="[0.5, 0.6]"', [0.5, 0.6]),
-        ("--optimizer.betas=(0.5, 0.6)", [0.5, 0.6]),
-        ("--optimizer.freeze=\"['a', 'b']\"", ["a", "b"]),
-        ("--optimizer.lr_multipliers={'a': 1e-3, 'b': 2}", {"a": 0.001, "b": 2.0}),
-        ("--resume=None", "none"),
-        ("resume=null", "none"),
-    ],
-)
-def test_what_an_agent_passes_is_read_by_the_type_of_its_key(argument: str, expected: Any) -> None:
+ANY_TEXT = ("None", "True", "null", "[1, 2]", "“quoted” – text", "{'a': 1}")
+READ: dict[str, Any] = {
+    # As an agent passes it, read by the type of its key.
+    "--optimizer.clip_norm=None": None,
+    '--optimizer.clip_norm="null"': None,
+    "--data.path=None": None,
+    "--train.keep_best=False": False,
+    "--train.keep_best='False'": False,
+    '--optimizer.betas="[0.5, 0.6]"': [0.5, 0.6],
+    "--optimizer.betas=(0.5, 0.6)": [0.5, 0.6],
+    "--optimizer.freeze=\"['a', 'b']\"": ["a", "b"],
+    "--optimizer.lr_multipliers={'a': 1e-3, 'b': 2}": {"a": 0.001, "b": 2.0},
+    "--resume=None": "none",
+    "resume=null": "none",
+    # Text stays as it is, also words that other keys read; a key that has to have a value has one.
+    **{f"--{key}={text}": text for key in ("sample.prompt", "data.separator") for text in ANY_TEXT},
+    "runs.root=True": "True",
+    "runs.root=None": "None",
+    "run.dir='[1]'": "[1]",
+    # Numbers, spaces, quotes and dashes.
+    "train.steps=1e4": 10_000,
+    "train.steps = 7": 7,
+    "train.steps=“7”": 7,
+    "optimizer.lr=1e−3": 0.001,
+    "-train.steps=7": 7,
+    "—train.steps=7": 7,
+    "–-train.steps=7": 7,
+    "data.path=a b": "a b",
+    "data.path=‘a’": "‘a’",
+}
+
+
+@pytest.mark.parametrize("argument", READ)
+def test_a_value_as_people_and_programs_write_it(argument: str) -> None:
     found = value(argument)
-    assert found == expected
-    assert type(found) is type(expected)
+    assert found == READ[argument] and type(found) is type(READ[argument])
 
 
-@pytest.mark.parametrize("text", ["None", "True", "null", "[1, 2]", "“quoted” – text", "{'a': 1}"])
-@pytest.mark.parametrize("key", ["sample.prompt", "data.separator"])
-def test_text_that_may_be_any_text_stays_as_it_is(key: str, text: str) -> None:
-    assert value(f"--{key}={text}") == text
+def test_the_last_value_counts_and_an_option_may_be_named_as_its_file() -> None:
+    assert value("train.steps=5", "train.steps=6") == 6
+    for group, option in (("model", "gpt2"), ("recipe", "agillm_tiny")):
+        assert load([f"{group}={option}.yaml"]).source.choices[group] == option
 
 
-def test_a_text_key_keeps_words_that_other_keys_read() -> None:
-    assert value("train.steps=5", "train.steps=6") == 6  # the last counts
-    assert value("runs.root=True") == "True"
-    assert value("runs.root=None") == "None"  # it has to have a value, so this is one
-    assert value("run.dir='[1]'") == "[1]"
+TOLD = {
+    "--lr": "--lr: unknown flag. Give optimizer.lr=<value>.",
+    "--train.batch-size": "A key is given as train.batch_size=<value>, with an equals sign.",
+    "train.steps:5": "Did you mean 'train.steps=5'?",
+    "sample": "Did you mean 'task=sample'?",
+    "version": "Did you mean '--version'?",
+    "=5": "'=5': expected key=value",
+    "": "'': expected key=value",
+    "train.steps=1000,": "'train.steps=1000,': the value can't be read. It must be an integer.",
+    "model=Nano-GPT": "model=Nano-GPT: no such option. Did you mean 'nano-gpt'?",
+    "optimizer.freeze=None": "Write optimizer.freeze=[].",
+    "~hydra.run.dir": "hydra.run.dir: has no effect with ttrain. .*run.dir=<folder>",
+    "hydra.sweeper.n_trials=2": "hydra.sweeper.n_trials: has no effect with ttrain. .*sweep.trials",
+    "hydra/launcher=joblib": "hydra/launcher: has no effect with ttrain. .*sweep.parallel=<jobs>",
+    "hydra.foo=1": "hydra.foo: has no effect with ttrain. .*Leave it out.",
+}
+
+
+@pytest.mark.parametrize("argument", TOLD)
+def test_what_is_not_understood_is_told_as_it_should_be(argument: str) -> None:
+    """Keys of Hydra that have a row of their own are among what went."""
+    (problem,) = refused(argument)
+    assert all(part in problem for part in TOLD[argument].split(".*"))
 
 
 def test_none_in_a_file_is_read_like_on_the_command_line(tmp_path: Path) -> None:
@@ -73,74 +107,12 @@ def test_a_group_of_which_none_may_be_chosen() -> None:
     assert refused("--model=None")[0].startswith("model=None: no such option.")
 
 
-@pytest.mark.parametrize(
-    ("argument", "expected"),
-    [
-        ("train.steps=1e4", 10_000),
-        ("train.steps = 7", 7),
-        ("train.steps=“7”", 7),
-        ("optimizer.lr=1e−3", 0.001),
-        ("-train.steps=7", 7),
-        ("—train.steps=7", 7),
-        ("–-train.steps=7", 7),
-        ("data.path=a b", "a b"),
-        ("data.path=‘a’", "‘a’"),
-    ],
-)
-def test_numbers_spaces_quotes_and_dashes(argument: str, expected: Any) -> None:
-    assert value(argument) == expected
-
-
-@pytest.mark.parametrize(
-    ("argument", "part"),
-    [
-        ("--lr", "--lr: unknown flag. Give optimizer.lr=<value>."),
-        ("--train.batch-size", "A key is given as train.batch_size=<value>, with an equals sign."),
-        ("train.steps:5", "Did you mean 'train.steps=5'?"),
-        ("sample", "Did you mean 'task=sample'?"),
-        ("version", "Did you mean '--version'?"),
-        ("=5", "'=5': expected key=value"),
-        ("", "'': expected key=value"),
-        ("train.steps=1000,", "'train.steps=1000,': the value can't be read. It must be an integer."),
-        ("model=Nano-GPT", "model=Nano-GPT: no such option. Did you mean 'nano-gpt'?"),
-        ("optimizer.freeze=None", "Write optimizer.freeze=[]."),
-    ],
-)
-def test_what_is_not_understood_is_told_as_it_should_be(argument: str, part: str) -> None:
-    (problem,) = refused(argument)
-    assert part in problem
-
-
-@pytest.mark.parametrize(
-    ("override", "group", "option"),
-    [("model=gpt2.yaml", "model", "gpt2"), ("recipe=agillm_tiny.yaml", "recipe", "agillm_tiny")],
-)
-def test_an_option_may_be_named_as_its_file(override: str, group: str, option: str) -> None:
-    assert load([override]).source.choices[group] == option
-
-
 def test_an_option_given_as_a_path(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [nano-gpt]\n", "utf-8")
     (problem,) = refused(f"model={tmp_path}/model/mine.yaml")
     assert problem.endswith(f"For a file of yours give --config-dir {tmp_path} model=mine.")
     assert "Did you mean 'gpt2'?" in refused("model=conf/model/gpt2.yaml")[0]
-
-
-@pytest.mark.parametrize(
-    ("override", "instead"),
-    [
-        ("~hydra.run.dir", "run.dir=<folder>"),
-        ("hydra.sweeper.n_trials=2", "sweep.trials"),
-        ("hydra/launcher=joblib", "sweep.parallel=<jobs>"),
-        ("hydra.foo=1", "Leave it out."),
-    ],
-)
-def test_a_key_of_hydra_that_does_nothing_is_refused_with_ours(override: str, instead: str) -> None:
-    """Those that have a row of their own are among what went."""
-    (problem,) = refused(override)
-    assert problem.startswith(f"{override.partition('=')[0].lstrip('+~')}: has no effect with ttrain.")
-    assert instead in problem
 
 
 @pytest.mark.parametrize("text", ["hydra: {run: {dir: x}}", "hydra: {job: {name: x}}"])

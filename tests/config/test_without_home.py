@@ -15,6 +15,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.folders import cache_folder, settle_without_home
+from ttrain.device.torch.native import Toolchain
 
 REPO = Path(__file__).parents[2]
 MOVED = (
@@ -58,6 +59,9 @@ def test_nothing_is_settled_where_there_is_a_home_or_folders_are_given(temporary
     os.environ["HOME"] = str(tmp_path)
     assert settle_without_home() is None
     assert cache_folder() == tmp_path / ".cache" / "ttrain"
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path / "xdg")
+    assert cache_folder() == tmp_path / "xdg" / "ttrain" == Toolchain().folder.parent
+    del os.environ["XDG_CACHE_HOME"]
     assert not temporary.exists()
     os.environ |= {"HOME": "/dev/null", "TTRAIN_CACHE": "/somewhere", "MPLCONFIGDIR": "/else"}
     assert settle_without_home() is None
