@@ -16,17 +16,11 @@ from ttrain.device.torch.kernels.common import TORCH_DTYPES, Bind, Context, kern
 from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value, op
 from ttrain.plan.lifetime import overwritable
 from ttrain.testing.cases import Arrays, cases_of, draw, input_specs, output_name, record
-from ttrain.testing.compare import Tolerance, tolerance, ulp_errors
+from ttrain.testing.compare import Tolerance, compare, tolerance, verdict
 
 
 def as_torch(array: np.ndarray | None) -> torch.Tensor | None:
     return None if array is None else torch.from_numpy(np.array(array))
-
-
-def reference(op: Op, case: Case, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Outputs of the op's reference in fp64."""
-    results = op.reference(*tensors, **case.attributes)
-    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 _DRAWN: dict[tuple[int, int, DType], tuple[Op, Case, Arrays, list[torch.Tensor]]] = {}
@@ -40,8 +34,8 @@ def drawn(op: Op, case: Case, dtype: DType) -> tuple[Arrays, list[torch.Tensor]]
         for array in arrays.values():
             if array is not None:
                 array.setflags(write=False)
-        expected = reference(op, case, [as_torch(array) for array in arrays.values()])
-        _DRAWN[key] = op, case, arrays, expected
+        results = op.reference(*map(as_torch, arrays.values()), **case.attributes)
+        _DRAWN[key] = op, case, arrays, list(results) if isinstance(results, list | tuple) else [results]
     return _DRAWN[key][2:]
 
 
@@ -184,9 +178,7 @@ class Interpreter:
 
     def launch(self, node: Node) -> None:
         ins = [None if value is None else self.buffers[value] for value in node.inputs]
-        self.launch_on(node, ins, [self.buffers[output] for output in node.outputs])
-
-    def launch_on(self, node: Node, ins: Sequence[Buffer | None], outs: Sequence[Buffer]) -> None:
+        outs = [self.buffers[output] for output in node.outputs]
         fp64 = any(value.spec.dtype is DType.FP64 for value in node.values)
         if fp64 and node.op.name == "update" and self.device.name == "cuda":
             pytest.skip("no fp64 learning rate in aten's fused optimizers on CUDA")
@@ -244,18 +236,8 @@ def bind_node(
 
 
 def assert_within(got: np.ndarray, expected: np.ndarray, dtype: DType, allowed: Tolerance, what: str) -> None:
-    """Fail with the worst element where an error exceeds the tolerance; NaN and infinity always do."""
-    assert got.shape == expected.shape, f"{what}: shape {got.shape}, expected {expected.shape}"
-    if not expected.size:
-        return
-    errors = ulp_errors(got, expected, dtype)
-    worst = int(np.argmax(errors))
-    most = float(np.quantile(errors, 0.99, method="lower"))
-    assert errors.flat[worst] <= allowed.peak and most <= allowed.most, (
-        f"{what}: {errors.flat[worst]:.1f} ULP of {dtype} at {np.unravel_index(worst, got.shape)} "
-        f"(got {got.flat[worst]!r}, expected {expected.flat[worst]!r}; allowed {allowed.peak}), "
-        f"99 % within {most:.1f} (allowed {allowed.most})"
-    )
+    """Fail where an error exceeds the tolerance; NaN and infinity always do."""
+    verdict([compare(got, expected, dtype, allowed, subject=what, quantity="")])
 
 
 def assert_equals_reference(

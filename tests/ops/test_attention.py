@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import pytest
 import torch
 
 from tests.ops.harness import Interpreter, launch_row
+from tests.ops.test_functional import assert_equals_torch
 from ttrain import ops
-from ttrain.autodiff import backward
 from ttrain.core.attention_mask import AttentionMask, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.kernels.common import Call, Context
 from ttrain.device.torch.kernels.explicit import Block, ScoreBias
-from ttrain.graph import Graph
+from ttrain.graph import Graph, Value
 
 BATCH, TIME, HEADS, WIDTH = 2, 11, 6, 4
 SHAPE = (BATCH, TIME, HEADS * WIDTH)
@@ -38,9 +39,7 @@ SETTINGS: list[dict[str, Any]] = [
 STARTS = torch.tensor([[0] * 4 + [4] * 6 + [10], [0] + [1] * 10])  # of the document that each token of a row is in
 
 
-def in_torch(given: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
-    kv_heads = how.get("kv_heads", HEADS)
-
+def in_torch(how: Mapping[str, Any], q: Any, k: Any, v: Any, bias: Any = None) -> torch.Tensor:
     def by_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(1, 2).repeat_interleave(HEADS // heads, 1)
 
@@ -49,35 +48,29 @@ def in_torch(given: Mapping[str, torch.Tensor], **how: Any) -> torch.Tensor:
     hidden = (key > last) | ((key - query).abs() >= how.get("window", TIME))
     if "documents" in how:
         hidden = hidden | (STARTS[:, None, :, None] != STARTS[:, None, None, :])
-    bias = given.get("bias", torch.zeros(1, 1, TIME, TIME, dtype=torch.float64)).masked_fill(hidden, float("-inf"))
-    q, k, v = by_heads(given["q"], HEADS), by_heads(given["k"], kv_heads), by_heads(given["v"], kv_heads)
-    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, scale=how.get("scale"))
+    bias = torch.zeros(1, 1, TIME, TIME, dtype=torch.float64) if bias is None else bias
+    kv_heads = how.get("kv_heads", HEADS)
+    y = torch.nn.functional.scaled_dot_product_attention(
+        by_heads(q, HEADS), by_heads(k, kv_heads), by_heads(v, kv_heads), bias.masked_fill(hidden, float("-inf")),
+        scale=how.get("scale"),
+    )  # fmt: skip
     return y.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
 def test_forward_and_every_gradient_equal_torchs(how: dict[str, Any]) -> None:
-    generator, settings = np.random.default_rng(5), {**how}
-    narrow = (BATCH, TIME, how.get("kv_heads", HEADS) * WIDTH)
-    shapes = {"q": SHAPE, "k": narrow, "v": narrow, **({"bias": settings.pop("bias")} if "bias" in how else {})}
-    arrays = {name: generator.standard_normal(shape) for name, shape in shapes.items()}
-    arrays["dy"] = generator.standard_normal(SHAPE)
-    graph = Graph()
-    values = {name: graph.input(name, TensorSpec(array.shape, DType.FP64)) for name, array in arrays.items()}
-    if settings.pop("documents", False):
-        settings["positions"] = graph.input("positions", TensorSpec((BATCH, TIME), DType.INT64))
-        arrays["positions"] = (torch.arange(TIME) - STARTS).numpy()
-    y = ops.attention(values["q"], values["k"], values["v"], heads=HEADS, bias=values.get("bias"), **settings)
-    gradients = backward(ops.reduce_sum(y * values["dy"], (0, 1, 2)), [values[name] for name in shapes])
-    interpreter = Interpreter(TorchDevice("cpu", threads=1))
-    interpreter.run(graph, arrays)
+    settings = {key: value for key, value in how.items() if key not in ("bias", "documents")}
 
-    leaves = {name: torch.from_numpy(arrays[name]).requires_grad_(True) for name in shapes}
-    expected = in_torch(leaves, **how)
-    wanted = torch.autograd.grad(expected, list(leaves.values()), torch.from_numpy(arrays["dy"]))
-    np.testing.assert_allclose(interpreter.read(y), expected.detach().numpy(), rtol=1e-9, atol=1e-12)
-    for name, gradient, right in zip(shapes, gradients, wanted, strict=True):
-        np.testing.assert_allclose(interpreter.read(gradient), right.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
+    def ours(q: Value, k: Value, v: Value, bias: Value | None = None) -> Value:
+        if "documents" in how:
+            settings["positions"] = q.graph.input("positions", TensorSpec((BATCH, TIME), DType.INT64))
+        return ops.attention(q, k, v, heads=HEADS, bias=bias, **settings)
+
+    narrow = (BATCH, TIME, how.get("kv_heads", HEADS) * WIDTH)
+    generator, shapes = np.random.default_rng(5), [SHAPE, narrow, narrow, *([how["bias"]] if "bias" in how else [])]
+    feeds = {"positions": (torch.arange(TIME) - STARTS).numpy()}
+    given = [generator.standard_normal(shape) for shape in shapes]
+    assert_equals_torch(ours, partial(in_torch, how), given, feeds, Interpreter(TorchDevice("cpu", threads=1)))
 
 
 def test_grouped_heads_copy_no_keys_and_rows_without_conditions_stay() -> None:

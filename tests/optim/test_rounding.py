@@ -148,26 +148,6 @@ def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -
     assert found.mean() == pytest.approx(exact.mean(), rel=0.01)
 
 
-def test_the_mean_of_many_roundings_is_the_exact_update() -> None:
-    size, draws = 512, 400
-    update = Updates(Vector(size), SGD(SGDConfig(stochastic_rounding=True, clip_norm=None)), master=BF16)
-    start = torch.from_numpy(gradient("w", (size,), 1)).bfloat16().float().numpy()
-    values = torch.from_numpy(gradient("g", (size,), 2)).bfloat16().float().numpy()
-    exact = start.astype(np.float64) - 1e-3 * values
-    update.write({"weight/gradient": values})
-    total, seen = np.zeros(size), set()
-    for draw in range(draws):
-        update.write({"weight": start})
-        update.run(1, lr=1e-3, rounding_seed=draw)
-        new = update.state.read("weight")
-        seen.add(new.tobytes())
-        total += new
-    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
-    assert np.abs(total / draws - exact).max() < 5 * spacing.max() * 0.5 / np.sqrt(draws)
-    assert ((total / draws - exact) / spacing).mean() == pytest.approx(0, abs=5 * 0.5 / np.sqrt(draws * size))
-    assert len(seen) == draws
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_not_finite_stays_so(engine: str, value: float) -> None:

@@ -70,20 +70,21 @@ def lion(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, st
     return decayed(p, lr, 0.5) - lr * (0.9 * m + 0.1 * g).sign()
 
 
+def adam(g: Tensor, kept: dict[str, Tensor], step: int) -> Tensor:
+    """The change of AdamW at a rate of 1."""
+    m, v = (kept.get(key, torch.zeros_like(g)) for key in "mv")
+    kept |= {"m": 0.9 * m + 0.1 * g, "v": 0.95 * v + 0.05 * g**2}
+    return kept["m"] / (1 - 0.9**step) / ((kept["v"] / (1 - 0.95**step)).sqrt() + 1e-8)
+
+
 def cautious(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
-    m, v = (kept.get(key, torch.zeros_like(p)) for key in "mv")
-    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
-    kept |= {"m": m, "v": v}
-    change = m / (1 - 0.9**step) / ((v / (1 - 0.95**step)).sqrt() + 1e-8)
+    change = adam(g, kept, step)
     agreeing = (change * p >= 0) & (p.dim() > 1)
     return p - lr * (change + 0.5 * torch.where(agreeing, p, 0))
 
 
 def adamw(name: str, p: Tensor, g: Tensor, kept: dict[str, Tensor], lr: float, step: int) -> Tensor:
-    m, v = (kept.get(key, torch.zeros_like(p)) for key in "mv")
-    kept |= {"m": 0.9 * m + 0.1 * g, "v": 0.95 * v + 0.05 * g**2}
-    change = kept["m"] / (1 - 0.9**step) / ((kept["v"] / (1 - 0.95**step)).sqrt() + 1e-8)
-    return decayed(p, lr, 0.5) - lr * change
+    return decayed(p, lr, 0.5) - lr * adam(g, kept, step)
 
 
 def newton_schulz(x: Tensor) -> Tensor:

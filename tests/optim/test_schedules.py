@@ -62,13 +62,6 @@ def test_the_last_step_has_the_final_factor_to_the_bit(name: str, min_lr_ratio: 
     assert build(name, min_lr_ratio=min_lr_ratio, warmup=7)(STEPS) == min_lr_ratio
 
 
-def test_wsd_stays_at_the_peak_until_the_decay() -> None:
-    """A fifth of the 100 steps is below the peak, the last of them at the end."""
-    factor = build("wsd", min_lr_ratio=0.0, decay=0.2, warmup=10)
-    assert {factor(step) for step in range(11, 81)} == {1.0}
-    assert [factor(step) for step in range(81, 101)] == pytest.approx([1 - k / 20 for k in range(1, 21)])
-
-
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_an_only_step_after_the_warmup_is_at_the_peak(name: str, warmup: int) -> None:
