@@ -47,23 +47,28 @@ def specs(table: Mapping[str, Value]) -> dict[str, TensorSpec]:
     return {name: value.spec for name, value in table.items()}
 
 
-def reference(node: Node, inputs: list[Tensor | None]) -> list[Tensor]:
-    """The node's outputs, computed in fp64, in their dtypes and in memory of their own."""
+def reference(node: Node, inputs: list[Tensor | None], exact: bool = False) -> list[Tensor]:
+    """The node's outputs, computed in fp64, in their dtypes or left `exact`, and in memory of their own."""
     attributes: Any = node.attributes
     wide = [x.double() if x is not None and x.is_floating_point() else x for x in inputs]
     results = node.op.reference(*wide, **attributes)
     results = [results] if isinstance(results, torch.Tensor) else list(results)
     pairs = zip(results, node.outputs, strict=True)
-    return [result.detach().to(DTYPES[out.spec.dtype]).reshape(out.shape).clone() for result, out in pairs]
+    return [
+        result.detach().to(result.dtype if exact else DTYPES[out.spec.dtype]).reshape(out.shape).clone()
+        for result, out in pairs
+    ]
 
 
-def run_plainly(graph: Graph, inputs: Tensors, state: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def run_plainly(
+    graph: Graph, inputs: Tensors, state: Tensors, exact: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(outputs, new state) where every value has memory of its own."""
     values: dict[Value, Tensor] = {value: inputs[name].clone() for name, value in graph.inputs.items()}
     values.update({value: state[name].clone() for name, value in graph.state.items()})
     newest = dict(graph.state)
     for node in graph.nodes:
-        results = reference(node, [None if value is None else values[value] for value in node.inputs])
+        results = reference(node, [None if value is None else values[value] for value in node.inputs], exact)
         values.update(zip(node.outputs, results, strict=True))
         for index, source in node.op.aliases(node).items():
             for name, value in newest.items():

@@ -146,16 +146,8 @@ def test_an_overlap_is_found_and_both_blocks_are_named(placed: list[Block], data
     assume(pairs)
     one, other = data.draw(st.sampled_from(pairs))
     one.offset = other.offset + data.draw(st.integers(0, other.nbytes - 1))
-    with pytest.raises(PlanError, match="overlaps"):
+    with pytest.raises(PlanError, match=r"b\d+ \(bytes \d+ to \d+, launches .*\) overlaps b\d+ \(bytes"):
         check_overlap(placed)
-
-
-def test_the_error_tells_bytes_and_launches() -> None:
-    one, other = Block("one", 100, 0, 3, 0), Block("other", 50, 3, 5, 64)
-    with pytest.raises(PlanError) as error:
-        check_overlap([one, other])
-    said = "other (bytes 64 to 114, launches 3 to 5) overlaps one (bytes 0 to 100, launches 0 to 3)."
-    assert str(error.value) == said
 
 
 def test_a_block_without_a_place_is_named() -> None:
@@ -174,9 +166,3 @@ def test_a_stack_as_backward_makes_it_packs_without_a_gap() -> None:
     stack = [Block(f"kept{i}", 1000 * (i % 3 + 1), i, 2 * depth - i) for i in range(depth)]
     stack += [Block(f"scratch{i}", 500, i, i) for i in range(2 * depth)]
     assert pack(stack) == peak(stack)[0]
-
-
-def test_empty_blocks_take_nothing() -> None:
-    empty = [Block("a", 0, 0, 9), Block("b", 0, 0, 9)]
-    assert pack(empty) == 0 and pack([]) == 0
-    check_overlap(empty)
