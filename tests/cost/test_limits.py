@@ -33,11 +33,8 @@ def test_the_largest_is_found_with_few_plans(growth: str, start: int, step: int)
     assert found.value >= 0.9 * best - step and len(planned) <= TRIES
 
 
-def test_nothing_fits() -> None:
+def test_nothing_fits_or_a_ceiling_ends_the_search() -> None:
     assert largest(lambda n: 100 + n, 64, 50).value == 0
-
-
-def test_a_ceiling_ends_the_search() -> None:
     found = largest(lambda n: 1, 16, 50)
     assert found.capped and found.value == CEILING
 

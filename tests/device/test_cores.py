@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -115,23 +116,13 @@ V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
         ("x86_64", V3, "x86-64", []),
         ("aarch64", "fp asimd sve bf16", None, ["asimd", "sve", "bf16"]),
         ("aarch64", "fp asimd sve bf16", "armv8-a", ["asimd"]),
-        (
-            "x86_64",
-            V3,
-            "x86-64-v4",
-            r"this processor \(A\) does not have avx512bw, avx512cd, .*Give a lower kind of x86",
-        ),
+        ("x86_64", V3, "x86-64-v4", r"this processor \(A\) does not have avx512bw, avx512cd, .*Give a lower kind"),
         ("x86_64", V3, "znver3", "TTRAIN_MARCH=znver3 is not known on x86_64. .*: native .*, x86-64, .*x86-64-v4[.]"),
         ("aarch64", "asimd", "x86-64-v3", "TTRAIN_MARCH=x86-64-v3 is not known on aarch64. .*armv8-a[.]"),
     ],
 )
 def test_kernels_use_what_the_processor_and_the_kind_asked_for_both_have(
-    machine: str,
-    flags: str,
-    given: str | None,
-    expected: list[str] | str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: str, flags: str, given: str | None, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A list of extensions, or the words of a refusal."""
     (tmp_path / "cpuinfo").write_text(f"model name : A\nflags : {flags}\n\nmodel name : of another core\nflags : sse\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_rank import PACKAGE, imported_modules, modules, name_of
+from tests.test_import_rank import PACKAGE, modules, name_of
 from ttrain.config import components, registry
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.device.info import DeviceInfo, Failed, info_of
@@ -24,25 +24,11 @@ def outside() -> list[Path]:
     return [path for path in modules() if FOLDER not in path.parents]
 
 
-def test_nothing_outside_its_folder_imports_the_family() -> None:
-    found = {
-        name_of(path): name
-        for path in outside()
-        for name in imported_modules(path.read_text("utf-8"), name_of(path))
-        if name.startswith("ttrain.device.ttnn")
-    }
-    assert len(outside()) > 200 and not found
-
-
-def test_nothing_outside_its_folder_asks_for_its_name() -> None:
+def test_nothing_outside_its_folder_imports_it_or_asks_for_its_name() -> None:
+    assert len(outside()) > 200
     found = {name_of(path): len(WORDS.findall(path.read_text("utf-8"))) for path in outside()}
     assert {name: count for name, count in found.items() if count} == NAMED_HERE
     assert all(name.startswith("ttrain.device.") and ":" in name for name in components.FAMILIES)
-
-
-@pytest.mark.parametrize("text", ["device=n300", "if name == 'tt':", "Tenstorrent", "import ttnn", "a Wormhole chip"])
-def test_every_name_is_seen(text: str) -> None:
-    assert WORDS.search(text)
 
 
 def test_registered_devices_have_a_family_and_each_family_is_told_once() -> None:

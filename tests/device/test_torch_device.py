@@ -79,15 +79,12 @@ def test_bf16_is_rounded_to_nearest_even_and_comes_back_as_fp32(device: TorchDev
         assert back.dtype == np.float32 and back.tolist() == [1.0, 1 + 2**-6, 2.0]
 
 
-def test_a_frozen_device_names_who_froze_it(device: TorchDevice) -> None:
+def test_a_frozen_device_names_who_froze_it_and_a_closed_one_gives_no_memory(device: TorchDevice) -> None:
     device.freeze("step train")
     with pytest.raises(CaptureError, match="after step train was captured"):
         device.allocate_arena(64, "a moment")
     device.freeze(None)
     device.allocate_arena(64, "a moment")
-
-
-def test_a_closed_device_gives_no_memory(device: TorchDevice) -> None:
     device.close()
     device.close()
     with pytest.raises(TtrainError, match="was closed"):

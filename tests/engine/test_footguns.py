@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
+from tests.native.conftest import require_compiler
 from ttrain import ops
 from ttrain.autodiff import backward
-from ttrain.core.errors import CaptureError, UserError
+from ttrain.core.errors import CaptureError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
@@ -44,12 +45,7 @@ def open_computing(kind: str) -> Any:
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device on this machine")
         return cuda(DeviceConfig(name="cuda"))
-    from ttrain.device.torch.native.toolchain import find_compiler
-
-    try:
-        find_compiler()
-    except UserError as error:
-        pytest.skip(f"no C++ compiler: {error}")
+    require_compiler()
     return cpu(DeviceConfig(name="cpu", threads=1))
 
 

@@ -73,9 +73,6 @@ def test_another_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path.write_text(text, "utf-8")
     with pytest.raises(UserError, match=said):
         read_report(path)
-
-
-def test_no_report_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"wrote no report.*profile.csv=<file>"):
         find_report(tmp_path)
 

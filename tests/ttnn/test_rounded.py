@@ -52,16 +52,17 @@ def test_engines_are_bit_equal_and_state_is_bf16(model: str, optimizer: str) -> 
     assert not any(is_bf16(array) for array in weights)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_pure_bf16_rounded_stochastically(optimizer: str) -> None:
+@pytest.mark.parametrize(("optimizer", "stochastic"), [("adamw", True), ("sgd", True), ("adamw", False)])
+def test_pure_bf16_trains_alike(optimizer: str, stochastic: bool) -> None:
+    """A fused update takes its rates as numbers, so a captured step that rounds to nearest computes it otherwise."""
     make = OPTIMIZERS[optimizer]
     master = run(gpt(DType.BF16, **SMALL), make(), golden())
     static, traced = (
-        run(pure(gpt(DType.BF16, **SMALL)), make(stochastic_rounding=True), golden(), engine=engine)
+        run(pure(gpt(DType.BF16, **SMALL)), make(stochastic_rounding=stochastic), golden(), engine=engine)
         for engine in ("static", "traced")
     )
-    np.testing.assert_allclose(static.losses, master.losses, rtol=2e-2)
-    assert same(static, traced)
+    np.testing.assert_allclose([static.losses, traced.losses], [master.losses] * 2, rtol=2e-2)
+    assert same(static, traced) or not stochastic
     assert all(is_bf16(array) for array in traced.state.values())
 
 

@@ -152,17 +152,6 @@ def test_bf16_with_fp32_masters_trains_alike(name: str) -> None:
     np.testing.assert_allclose(case.golden(DType.BF16).losses, case.run(cpu()).losses, rtol=5e-3)
 
 
-def test_pure_bf16_trains() -> None:
-    """The fused update takes its rates as numbers, so a captured step computes it otherwise."""
-    losses = [run(gpt(DType.BF16), adamw(), golden(), steps=4).losses]
-    for engine in ("static", "traced"):
-        model = gpt(DType.BF16)
-        for parameter in model.parameters().values():
-            parameter.master = DType.BF16
-        losses.append(run(model, adamw(), golden(), engine=engine, steps=4).losses)
-    np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=2e-2)
-
-
 def evaluated(model: Any, steps: Any, number: int) -> list[float]:
     """Steps of one engine keep their tensors apart: whoever runs in between, training goes on as without."""
     given, weight = batch(model, 2, number), {"loss_weight": 1 / 37}
