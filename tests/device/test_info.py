@@ -33,7 +33,7 @@ def test_nothing_outside_its_folder_imports_it_or_asks_for_its_name() -> None:
 
 def test_registered_devices_have_a_family_and_each_family_is_told_once() -> None:
     found = registry.infos()
-    assert len(found) == len({type(info) for info in found}) == 2
+    assert len(found) == len({type(info) for info in found}) == 3
     assert [registry.component("device", name).config for name in NAMES] == [TenstorrentConfig] * len(NAMES)
     assert {info.title for info in found if info.profiles} == {"Tenstorrent"}
     assert registry.info_that(lambda info: "bf8" in info.precisions).example in NAMES
