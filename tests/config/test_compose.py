@@ -62,7 +62,7 @@ def test_every_shipped_yaml_composes_and_passes_the_checks(override: str) -> Non
 
 
 def test_the_number_of_shipped_yaml_files_is_known() -> None:
-    assert len(shipped_options()) == 83
+    assert len(shipped_options()) == 85
     assert set(ALWAYS_THERE) < set(shipped_options())
 
 
@@ -78,7 +78,7 @@ def test_defaults() -> None:
     config = load()
     assert config.source.choices == {
         "task": "train", "data": "stdlib", "model": "nano-gpt", "optimizer": "adamw", "schedule": "cosine",
-        "precision": "fp32", "engine": "static", "device": "auto", "parallel": "none", "logger": "console",
+        "precision": "fp32", "engine": "auto", "device": "auto", "parallel": "none", "logger": "console",
         "bench": "gpt",
     }  # fmt: skip
     assert (config.run.dir, config.resume, config.plugins) == (None, "none", [])
