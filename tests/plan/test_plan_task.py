@@ -29,7 +29,7 @@ def planned(capsys: pytest.CaptureFixture[str]) -> Planned:
 
 
 def test_the_summary_is_plain_text_where_nobody_looks_at_a_terminal(planned: Planned) -> None:
-    text = planned("device=cpu", "train.batch_size=4")
+    text = planned("device=cpu", "engine=static", "train.batch_size=4")
     first = "Plan of nano-gpt on cpu, engine static, fp32; 4 examples per optimizer step; vocabulary 29.\nIt fits: "
     assert text.startswith(first)
     titles = "Parameters", "One optimizer step", "Memory", "Arena of each step", "Largest buffers at the peak of train"
