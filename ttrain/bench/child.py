@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,14 @@ class Measured:
 
     contender: Contender
 
-    def make(self, plugins: Sequence[str], name: str, case: Case, *parts: Any) -> None:
-        """Make the contender from its name, case, device, engine and mode."""
-        registry.load_plugins(list(plugins))
-        self._parts, self.contender = (name, parts), make_contender(name, case, *parts)
-        self._cuda = parts[0].name == "cuda" or (parts[0].name == "auto" and torch.cuda.is_available())
+    def make(
+        self, plugins: Sequence[str], name: str, case: Case, device: DeviceConfig, engine: EngineConfig, mode: str
+    ) -> None:
+        """Make the contender, see `make_contender`."""
+        registry.load_plugins(plugins)
+        self._made = partial(make_contender, name, device=device, engine=engine, mode=mode)
+        self.contender = self._made(case=case)
+        self._cuda = device.name == "cuda" or (device.name == "auto" and torch.cuda.is_available())
 
     def memory(self) -> dict[str, Any]:
         """Start the contender, do further steps, and return the peaks of memory as well.
@@ -59,8 +63,7 @@ class Measured:
         what libraries keep.
         """
         case = self.contender.case
-        name, parts = self._parts
-        small = make_contender(name, replace(case, small=True), *parts)
+        small = self._made(case=replace(case, small=True))
         small.start()
         small.close()
         _ = case.batches

@@ -117,7 +117,8 @@ class DocumentDataset(TokenSequences):
 
     def _long(self) -> Iterator[str]:
         """Tell of documents that do not fit into a sequence."""
-        long, silenced = map(sum, zip(*map(self._too_long, self._ends), strict=True))
+        counts = [self._too_long(split) for split in self._ends]
+        long, silenced = (sum(each) for each in zip(*counts, strict=True))
         if long:
             what = "are left out" if self._config.long_documents == "skip" else "lose their end"
             documents = sum(map(len, self._ends.values()))
@@ -126,7 +127,7 @@ class DocumentDataset(TokenSequences):
             yield f"{silenced} of these lose all that the assistant says, so nothing is learnt of them."
 
     def _too_long(self, split: str) -> tuple[int, int]:
-        """Count the documents that do not fit into a sequence whole, and those of them that lose every target so."""
+        """Return how many documents are longer than a sequence, and how many of these lose every target by that."""
         lengths = np.diff(self._ends[split], prepend=0)
         long = lengths > self.context
         if not self._packs or self._marks is None or self._config.long_documents == "skip":

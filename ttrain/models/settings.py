@@ -81,7 +81,7 @@ class TransformerConfig:
     width: int | None = option(None, "features of the residual stream", minimum=1, changes="shape")
     context: int | None = option(None, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     vocabulary: int | None = option(None, "number of token ids; null takes the tokenizer's", minimum=1, changes="shape")
-    recompute: str = option("none", "what backward computes again", choices=("none", "block"), changes="nothing")
+    recompute: str = option("none", "parts that backward computes again", choices=("none", "block"), changes="nothing")
 
     @property
     def longest(self) -> int:
@@ -269,7 +269,7 @@ class LlamaConfig(DecoderConfig):
         choices=("none", "linear", "llama3"),
     )
     rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
-    rotary_low: float = option(1.0, "llama3: wavelengths above rotary_context / this are stretched fully", above=0)
+    rotary_low: float = option(1.0, "llama3: wavelengths above rotary_context / rotary_low are stretched", above=0)
     rotary_high: float = option(
         4.0,
         "llama3: wavelengths below rotary_context / rotary_high are not stretched, those in between smoothly less",

@@ -23,7 +23,8 @@ class PrecisionConfig:
     name: str = option(
         "fp32",
         "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
-        "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them",
+        "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them; "
+        "auto is bf16 if the device has instructions for it, else fp32",
         choices=(*PRECISIONS, "auto"),
     )
 

@@ -190,7 +190,7 @@ class FailureStore:
         return found.error(reported=found != failure)
 
     def _reason(self, error: RuntimeError) -> TtrainError:
-        """Why a wait failed: as somebody posts it, else as the signs of life of the others tell."""
+        """The reason why a wait failed: as somebody posts it, else as the signs of life of the others tell."""
         self._ends.set()
         until = time.monotonic() + _PATIENCE_SECONDS
         try:

@@ -24,11 +24,15 @@ class TrainConfig:
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     batch_schedule: list[int] = option([], "growing batch sizes, each for phase_steps; empty is batch_size", minimum=1)
-    ema: float | None = option(None, "decay, such as 0.999, of weights averaged for evaluation", minimum=0, below=1)
+    ema: float | None = option(None, "decay of averaged weights, such as 0.999; null averages none", minimum=0, below=1)
     noise_scale: bool = option(False, "record the batch size whose gradient is as much signal as noise")
-    length_schedule: list[int] = option([], "sequence lengths that grow likewise; empty is model.context", minimum=1)
+    length_schedule: list[int] = option(
+        [], "growing sequence lengths, each for phase_steps; empty is model.context", minimum=1
+    )
     phase_steps: int = option(50_000, "steps per entry of batch_schedule and length_schedule", minimum=1)
-    long_hours: float | None = option(1.0, "hours of a forecast above which a run suggests faster settings", above=0)
+    long_hours: float | None = option(
+        1.0, "hours of a forecast above which faster settings are named; null names none", above=0
+    )
     init_from: str | None = option(None, "run, checkpoint, Transformers folder or weights to start from", path=True)
     init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
@@ -41,7 +45,9 @@ class TrainConfig:
     keep_hours: float | None = option(None, "keep one checkpoint per this many hours forever; null keeps none", above=0)
     async_save: bool = option(True, "write checkpoints while training continues")
     log_every: int = option(10, "steps between two lines of metrics.jsonl", minimum=1)
-    early_stop: int | None = option(None, "stop after so many evaluations without a lower val/loss", minimum=1)
+    early_stop: int | None = option(
+        None, "evaluations without a lower val/loss after which the run stops; null never does", minimum=1
+    )
     min_improvement: float = option(0.0, "smallest fall of val/loss that counts as lower", minimum=0)
     peak_tflops: float | None = option(None, "peak of the device in TFLOP/s, for mfu; null measures a matmul", above=0)
 
@@ -186,7 +192,9 @@ class WandbConfig(LoggerConfig):
     name: str = option("wandb", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
     project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
-    mode: str | None = option(None, "null takes WANDB_MODE, else online", choices=("online", "offline", "disabled"))
+    mode: str | None = option(
+        None, "null is WANDB_MODE, or online if logged in", choices=("online", "offline", "disabled")
+    )
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
     tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, separated by commas")
@@ -201,7 +209,7 @@ class WandbConfig(LoggerConfig):
 class SuperviseConfig:
     """Training as a child process that is restarted from its newest checkpoint. `supervise=true` turns it on."""
 
-    enabled: bool | None = option(None, "watch training from a parent process; null: if another supervise key is given")
+    enabled: bool | None = option(None, "watch training from a parent process; null does if a supervise key is given")
     max_restarts: int = option(3, "restarts in a row without a new checkpoint before it gives up", minimum=0)
     backoff: float = option(2.0, "seconds before a restart, doubled up to 300 while there is no progress", minimum=0)
     hang_timeout: float | None = option(1800.0, "seconds without a sign of life before a kill; null waits", above=0)
@@ -226,11 +234,13 @@ class GuardConfig:
     spike_window: int = option(50, "steps of the median; earlier losses are never spikes", minimum=2)
     lr_factor: float = option(0.5, "factor of the learning rate after a rollback", above=0, maximum=1)
     max_rollbacks: int = option(3, "rollbacks of a run before it stops", minimum=1)
-    check_learning: int | None = option(3, "steps after which every trained parameter must have moved", minimum=1)
+    check_learning: int | None = option(3, "steps after which all that is trained has moved; null is off", minimum=1)
 
 
 @dataclass
 class RecoverConfig:
     """Changes that a run may make by itself to continue."""
 
-    oom: str = option("stop", "when out of memory; shrink halves the micro-batch", choices=("stop", "shrink"))
+    oom: str = option(
+        "stop", "when out of memory: stop, or halve the micro-batch, not the batch", choices=("stop", "shrink")
+    )

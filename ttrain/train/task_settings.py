@@ -29,7 +29,9 @@ class CheckpointConfig:
 class SampleConfig(CheckpointConfig):
     """Options for drawing text from a trained model."""
 
-    prompt: str | None = option(None, "text to continue; null: held-out text, or a line break", verbatim=True)
+    prompt: str | None = option(
+        None, "text to continue; null is held-out text, for task=sample a line break", verbatim=True
+    )
     prompts: str | None = option(None, "file of a prompt per line, or .jsonl rows of prompt or messages", path=True)
     results: str | None = option(None, "JSON-lines file for answers to sample.prompts; null is stdout", path=True)
     system: str | None = option(None, "task=chat: system message of the conversation", verbatim=True)
@@ -37,18 +39,27 @@ class SampleConfig(CheckpointConfig):
     stop: list[str] = option([], "texts (\\n is a line break) and special tokens at which a sample ends; not printed")
     temperature: float = option(0.8, "divisor of the logits; 0 takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens; null draws from all", minimum=1)
-    top_p: float | None = option(None, "draw from the likeliest tokens of this total probability", above=0, maximum=1)
+    top_p: float | None = option(
+        None, "draw from the likeliest tokens of this total probability; null draws from all", above=0, maximum=1
+    )
     seed: int = option(1337, "seed of the drawn tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
     mode: str = option(
         "ar",
-        "ar draws a token a pass; with a SAT head, sat draws two, sat_variable 1 or 2, speculative checks 2 by ar",
+        "ar draws a token a pass; with a SAT head, sat draws 2, sat_variable 1 or 2, speculative drafts and checks 2",
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
     cache: bool | None = option(None, "keep keys and values instead of recomputing them; null does if the model can")
     slide: int | None = option(None, "oldest tokens dropped at once beyond the context; null is an eighth", minimum=1)
-    min_p: float | None = option(None, "least share of the likeliest token's probability to draw", above=0, maximum=1)
-    repetition: float = option(1.0, "divide positive logits of seen tokens by this, multiply negative ones", above=0)
+    min_p: float | None = option(
+        None,
+        "draw from tokens of at least this share of the highest probability; null draws from all",
+        above=0,
+        maximum=1,
+    )
+    repetition: float = option(
+        1.0, "divide positive logits of seen tokens by this, multiply negative ones; 1 is off", above=0
+    )
     presence: float = option(0.0, "subtract this from the logits of seen tokens")
     frequency: float = option(0.0, "subtract this from the logits of seen tokens, once per occurrence")
     penalty_window: int | None = option(128, "newest tokens that the three penalties look at; null is all", minimum=1)
@@ -103,11 +114,14 @@ class EvalConfig(CheckpointConfig):
 class ExportConfig(CheckpointConfig):
     """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
-    source: str | None = option(None, ".pt or .safetensors file to export in place of run.dir", path=True)
+    source: str | None = option(
+        None, ".pt or .safetensors file of a model as `model` says, to export in place of run.dir", path=True
+    )
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
-        "original is the first implementation's file, huggingface and peft are folders, gguf is a file for llama.cpp",
+        "original is the first implementation's file, ttrain one of parameters by path, gguf one for llama.cpp; "
+        "huggingface and peft are folders",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")

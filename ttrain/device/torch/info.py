@@ -35,12 +35,9 @@ class Torch(DeviceInfo):
         if is_gpu(config):
             import torch
 
-            has = torch.cuda.is_bf16_supported(including_emulation=False)
-            return (
-                ("bf16", "the GPU computes in bf16")
-                if has
-                else ("fp32", "the GPU has no bf16 units, so bf16 takes longer")
-            )
+            if torch.cuda.is_bf16_supported(including_emulation=False):
+                return "bf16", "the GPU computes in bf16"
+            return "fp32", "the GPU has no bf16 units, so bf16 takes longer"
         found = [name for name in BF16_EXTENSIONS if name in vector_extensions()]
         if found:
             return "bf16", f"the processor has {found[0]}"

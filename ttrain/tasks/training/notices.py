@@ -34,7 +34,7 @@ def notices(config: Config) -> Iterator[str]:
     if alone and not config.lora.rank:
         yield f"{alone[0]} is given without lora.rank, so the whole model is trained."
     best, reason = info_of(config.device).best_precision(config.device)
-    if reason and best == "fp32" != config.precision.name:
+    if reason and best == "fp32" and config.precision.name != "fp32":
         yield f"precision={config.precision.name}: {reason} than precision=fp32. precision=auto takes what is faster."
     yield from idle(config, ("model", "optimizer", "schedule", "train", "sample"))
     yield from _unequal_dropouts(config)

@@ -267,7 +267,8 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from None
     manifest = parsed_object(file, data)
     if manifest.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {manifest['format']!r}; this ttrain reads {FORMAT}.")
+        told = f"{path} has checkpoint format {manifest['format']!r}; this ttrain reads {FORMAT}"
+        raise CheckpointError(f"{told}. Give it to the version that wrote it, or train again.")
     try:
         listed = manifest["files"].items()
         files = {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])} for name, entry in listed}
@@ -277,7 +278,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise CheckpointError(f"{file} lists {name!r}, which is no .safetensors or .json in its own folder only.")
+            raise CheckpointError(f"{file} lists {name!r}, which is no .safetensors or .json file of its folder.")
     if "config.json" not in files:
         raise CheckpointError(f"{file} lists no config.json.")
     if data != sealed({key: value for key, value in manifest.items() if key != "sha256"}).encode():

@@ -71,9 +71,10 @@ def read_architecture(folder: Path) -> dict[str, Any]:
     if config.get("auto_map"):
         raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")
     if config.get("quantization_config"):
-        raise CheckpointError("its weights are quantized, which ttrain does not train. Give the original.")
+        raise CheckpointError("its weights are quantized, which ttrain does not train. Give the original model.")
     if (folder / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(f"it holds adapters too ({ADAPTER_CONFIG}). Give those apart, as lora.from.")
+        told = f"it holds adapters too ({ADAPTER_CONFIG}), which Transformers adds to the model"
+        raise CheckpointError(f"{told}. Move them to a folder of their own and give that as lora.from.")
     name, family = _FAMILIES[kind]
     try:
         sizes = {"name": name, **family.config_from_transformers(config)}

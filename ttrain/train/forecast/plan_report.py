@@ -189,11 +189,18 @@ def _by_kind(state: State, on_host: bool) -> dict[str, int]:
 
 def op_table(step: str, nodes: Sequence[Node]) -> Table:
     """Launched ops of one run of a step: how often, bytes moved and operations, with shares of the whole."""
-    costs = [tuple(cost.values()) for cost in op_costs(nodes)]
-    moved, flops = (sum(cost[place] for cost in costs) for place in (2, 3))
+    costs = op_costs(nodes)
+    moved, flops = (sum(cost[key] for cost in costs) for key in ("nbytes", "flops"))
     rows = [
-        (op, str(count), format_bytes(size), _share(size, moved), format_count(work), _share(work, flops))
-        for op, count, size, work in costs
+        (
+            cost["op"],
+            str(cost["count"]),
+            format_bytes(cost["nbytes"]),
+            _share(cost["nbytes"], moved),
+            format_count(cost["flops"]),
+            _share(cost["flops"], flops),
+        )
+        for cost in costs
     ]
     rows.append(("all", str(len(nodes)), format_bytes(moved), "", format_count(flops), ""))
     return Table(f"Ops of step {step}", ("op", "launches", "bytes moved", "share", "FLOP", "share"), rows)

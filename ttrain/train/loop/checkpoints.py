@@ -204,7 +204,8 @@ class Checkpoints:
         except NonFiniteError as error:
             self._error = NonFiniteError(str(error), content.step)
         except (OSError, CheckpointError) as error:
-            self._error = TtrainError(f"The checkpoint of step {content.step} could not be saved in {folder}: {error}.")
+            why = str(error).rstrip(".")
+            self._error = TtrainError(f"The checkpoint of step {content.step} could not be saved in {folder}: {why}.")
         except Exception as error:  # of any kind: it must not be lost with the thread
             self._error = error
         if self._error is not None:
@@ -253,7 +254,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Return whether the newest save failed, so that its step is not on the disk."""
+        """True if the newest save failed, so that its step is not on the disk."""
         return self._failures > 0
 
     def roll_back(self, step: int, why: str, config: GuardConfig) -> bool:

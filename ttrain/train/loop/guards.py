@@ -240,7 +240,8 @@ class NonFiniteGuard:
     def _after_update(self, step: int, gradient: str) -> str:
         """Describe the first bad tensor of a step whose parameters were updated, so that it can't be repeated."""
         found = _told(first_bad_input(self.reader(step))) or gradient.strip()
-        return f"{found} guard.nonfinite=skip guard.max_skips=1 names the first bad tensor of the step.".strip()
+        again = "A resume with guard.nonfinite=skip guard.max_skips=1 names the first bad tensor of the step."
+        return f"{found} {again}".strip()
 
     def _repeated(self, step: int, rates: Rates) -> str:
         """Repeat a step up to its first bad tensor, and describe that. The state is of no more use afterwards."""

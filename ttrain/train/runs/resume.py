@@ -94,7 +94,8 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
         return ResumePoint(hold(read_manifest(path)) or read_checkpoint(path), owner, named=True)
     if (path / "checkpoints").is_dir():
         return _newest_of(path, must_exist=True)
-    raise CheckpointError(f"resume={resume} is neither a run nor a checkpoint: no checkpoints/, no {MANIFEST}.")
+    lacks = f"it has neither checkpoints/ nor {MANIFEST}"
+    raise CheckpointError(f"resume={resume} is neither a run nor a checkpoint: {lacks}.")
 
 
 def _require_meant(run: Path) -> None:
@@ -135,7 +136,7 @@ def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None
     keys = ("rank", "alpha", "targets") if lora.rank or before["rank"] else ()
     pairs = {key: (before[key], getattr(lora, key)) for key in keys}
     if told := "; ".join(f"lora.{key}: {old} there, {new} given" for key, (old, new) in pairs.items() if old != new):
-        raise CheckpointError(f"{path} has other adapters: {told}. Leave these keys, or use train.init_from.")
+        raise CheckpointError(f"{path} has other adapters: {told}. Leave these keys out, or use train.init_from.")
 
 
 def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:

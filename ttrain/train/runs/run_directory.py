@@ -94,7 +94,8 @@ class RunDirectory:
         elif (self.path / _STARTING).exists():  # killed before it was a run
             shutil.rmtree(self.checkpoints, ignore_errors=True)
         elif theirs := [*_entries(self.checkpoints)[:1], *(file for file in files if file.exists())]:
-            raise UserError(f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}. Give a new folder.")
+            told = f"run.dir={self.path} holds {theirs[0].name} but no {RECORD}, so it is not a run"
+            raise UserError(f"{told}, and a run would write over it. Give run.dir=<a new folder>.")
 
     def _has_nothing_to_lose(self) -> bool:
         """True if the run that is there has neither checkpoint nor summary nor a recorded step with a finite loss."""

@@ -177,7 +177,8 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         metadata = read_metadata(path, content)  # first: of another architecture no name fits
         return Weights.widened(weights_of(path, model, content, strict=whole)), metadata
     if not path.exists():
-        raise CheckpointError(f"train.init_from={path} does not exist. Give a run, a checkpoint, or a file of weights.")
+        give = "Give a run, a checkpoint, a folder of Transformers, or a .pt or .safetensors file"
+        raise CheckpointError(f"train.init_from={path} does not exist. {give}.")
     try:
         point = find_resume_point(str(path), None)
     except CheckpointError as error:

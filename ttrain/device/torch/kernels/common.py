@@ -122,7 +122,9 @@ class Call:
         """Take scratch memory, whose values are not known."""
         assert not self.launches, "scratch memory is taken before anything is emitted"
         if not self.planning:
-            return next(self._work)
+            given = next(self._work)
+            assert given.shape == tuple(shape) and given.dtype is dtype, "a launch takes other scratch than was planned"
+            return given
         found = torch.empty(shape, dtype=dtype, device="meta")
         self.taken.append(spec_of(found))
         return found
@@ -155,8 +157,14 @@ def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways
         return known(tuple(ins), tuple(outs), tuple(attributes.items()))
 
     way = (lambda *node: planned(*node).way) if ways and context.on_cpu else None
-    outside: Callable[..., int] = lambda *node: planned(*node).outside  # noqa: E731
-    return Kernel(bound, delivery, lambda *node: list(planned(*node).taken), outside=outside, way=way, **facts)
+    return Kernel(
+        bound,
+        delivery,
+        workspace=lambda *node: list(planned(*node).taken),
+        outside=lambda *node: planned(*node).outside,
+        way=way,
+        **facts,
+    )
 
 
 def row(op: str, delivery: Delivery = Delivery.OUT, **facts: Any) -> Callable[[Bind], Bind]:
