@@ -278,7 +278,7 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file} is not a manifest of ttrain: {str(manifest)[:80]!r}.") from None
     for name in files:
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise CheckpointError(f"{file} lists {name!r}, which is no .safetensors or .json file of its folder.")
+            raise CheckpointError(f"{file} lists {name!r}; it may list .safetensors and .json in its own folder only.")
     if "config.json" not in files:
         raise CheckpointError(f"{file} lists no config.json.")
     if data != sealed({key: value for key, value in manifest.items() if key != "sha256"}).encode():
