@@ -174,6 +174,48 @@ def composed(command: str) -> Config:
         return composer.typed(overrides)
 
 
+Told = Callable[..., str]
+
+
+@pytest.fixture
+def told(request: pytest.FixtureRequest) -> Told:
+    """Run a command in this process: `told("task=plan", code=2)` -> its words on stderr, never a traceback."""
+
+    def run(*overrides: str, code: int = 0) -> str:
+        from ttrain.cli import main
+
+        capsys = request.getfixturevalue("capsys")  # now, lest a test can't have another
+        capsys.readouterr()
+        found = main([*overrides])
+        errors: str = capsys.readouterr().err
+        assert found == code and "Traceback" not in errors, errors
+        return errors
+
+    return run
+
+
+@pytest.fixture
+def refused(told: Told) -> Told:
+    """Run a command that exits with 2 and leaves no file: `refused("the words", "task=plan", ...)` -> all it says."""
+
+    def run(words: str, *overrides: str) -> str:
+        before = sorted(Path().iterdir())
+        errors = told(*overrides, code=2)
+        assert words in errors, errors
+        assert sorted(Path().iterdir()) == before
+        return errors
+
+    return run
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture
 def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
     """What plugins register during the test is gone after it: options, ops, and the modules that lie under tmp_path."""

@@ -440,8 +440,10 @@ def test_a_damaged_cache_is_named_and_what_a_killed_process_left_removed(cache: 
     ended = subprocess.Popen(["true"])
     ended.wait()
     left = folder.rename(cache / f".{folder.name}.{platform.node()}.{ended.pid}.tmp")
+    foreign = left.with_name(f".{folder.name}.{platform.node()}.{os.getppid()}.tmp")  # of a process that is at work
+    foreign.mkdir()
     opened(source)
-    assert folder.is_dir() and not left.exists()
+    assert folder.is_dir() and not left.exists() and foreign.exists()
 
 
 def test_a_source_that_changes_while_it_is_read(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import cache_home
+from tests.conftest import Told
 from ttrain.cli import main
 from ttrain.data.regression import RegressionDataset
-from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
 
 TINY = [
@@ -24,8 +23,8 @@ TINY = [
 class Train:
     """`train("run.dir=a", ...)` -> exit code."""
 
-    def __init__(self, request: pytest.FixtureRequest) -> None:
-        self.request = request
+    def __init__(self, command: Told) -> None:
+        self.command = command
 
     def __call__(self, *overrides: str) -> int:
         return main([*TINY, *overrides])
@@ -34,21 +33,10 @@ class Train:
         """What it writes to stderr where it exits so; never a traceback."""
         return self.command(*TINY, *overrides, code=code)
 
-    def command(self, *overrides: str, code: int = 0) -> str:
-        """The same of any command."""
-        capsys = self.request.getfixturevalue("capsys")  # now, lest a test can't have another
-        capsys.readouterr()
-        assert main([*overrides]) == code
-        errors: str = capsys.readouterr().err
-        assert "Traceback" not in errors, errors
-        return errors
-
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Train:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
-    return Train(request)
+def train(inside: Path, told: Told) -> Train:
+    return Train(told)
 
 
 @pytest.fixture
@@ -74,14 +62,6 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     return spoil
-
-
-def tensors(run: str | Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint."""
-    from safetensors.numpy import load_file
-
-    files = find_checkpoint(Path(run), "last").path.glob("*.safetensors")
-    return {name: array.tobytes() for file in files for name, array in load_file(file).items()}
 
 
 def losses(run: str | Path) -> list[tuple[int, float | None]]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.conftest import losses, tensors
+from tests.faults.conftest import losses
+from tests.train.conftest import ArrayState
+from tests.train.reading import tensors
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.tasks.training import supervised
@@ -77,18 +79,13 @@ class Run:
         return [event["kind"] for event in read_events(self.folder)]
 
 
-class _Nothing:
-    def names(self, *kinds: Any) -> list[str]:
-        return []
-
-
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(module, "_DUMP_SECONDS", 0.2)
     made = Run(tmp_path / "run")
     for step in (10, 20):
-        save_checkpoint(made.folder, _Nothing(), CheckpointContent(step, {}))  # type: ignore[arg-type]
+        save_checkpoint(made.folder, ArrayState({}), CheckpointContent(step, {}))
         (made.folder / f"step_{step:08d}").rename(made.folder / f"made_{step}")
     return made
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from tests.conftest import cache_home, composed
@@ -195,7 +196,6 @@ def test_a_folder_that_is_held_or_cannot_be_written(sweep: Sweep) -> None:
 
 
 def test_a_search_learns_from_its_jobs_and_is_continued(sweep: Sweep) -> None:
-    pytest.importorskip("optuna", reason="the package optuna is not installed")
     overrides = ("optimizer.lr=tag(log,interval(0.001,1))", "run.seed=choice(1,101)", "sweep.search=tpe")
     assert sweep(*overrides, "sweep.trials=6") == 1
     path = only_sweep()
@@ -218,7 +218,6 @@ def test_a_search_learns_from_its_jobs_and_is_continued(sweep: Sweep) -> None:
 
 
 def test_a_small_space_is_searched_once(sweep: Sweep) -> None:
-    pytest.importorskip("optuna", reason="the package optuna is not installed")
     overrides = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=5")
     assert sweep(*overrides) == 0  # two values only: proposals that are known are not run again
     assert len(started()) == 2
@@ -229,7 +228,6 @@ PRUNED = ("optimizer.lr=interval(0.1,1)", "train.steps=100", "train.eval_every=1
 
 def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, capfd: Any) -> None:
     """The same draws with and without: the best is the best of all, and what is pruned is worse than it."""
-    pytest.importorskip("optuna", reason="the package optuna is not installed")
     overrides = (*PRUNED, "run.seed=110", "sweep.trials=6")
     Path("fast").touch()
     assert sweep(*overrides, "sweep.dir=whole") == 0
@@ -257,7 +255,6 @@ def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, c
 
 def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
     """What finished or was pruned is not repeated; the job that ran goes on."""
-    optuna = pytest.importorskip("optuna", reason="the package optuna is not installed")
     overrides = [*PRUNED, "run.seed=111", "sweep.trials=5", "sweep.prune=median", "sweep.dir=mine"]
     program = f"""
 from ttrain.config.compose import Composer
@@ -290,7 +287,6 @@ with Composer() as composer: run.run_sweep(composer, {overrides!r})
 
 
 def test_a_search_without_its_journal_is_refused(sweep: Sweep) -> None:
-    pytest.importorskip("optuna", reason="the package optuna is not installed")
     overrides = ("engine=dynamic,static", "sweep.search=random", "sweep.trials=2", "sweep.dir=mine")
     assert sweep(*overrides) == 0
     journal = Path("mine/search.journal")
@@ -354,8 +350,6 @@ def best_command(capfd: pytest.CaptureFixture[str]) -> str:
 def test_another_config_is_another_sweep_and_the_best_job_keeps_it(
     sweep: Sweep, capfd: pytest.CaptureFixture[str], search: list[str]
 ) -> None:
-    if search:
-        pytest.importorskip("optuna", reason="the package optuna is not installed")
     for steps in (3, 4):
         Path(f"steps_{steps}.yaml").write_text(f"defaults: [config, _self_]\ntrain: {{steps: {steps}}}\n", "utf-8")
         lr = "interval(0.1,0.2)" if search else "0.1,0.2"

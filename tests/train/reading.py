@@ -1,8 +1,9 @@
-"""Helpers that read what a run left."""
+"""Helpers that read what a run left, and write what it reads."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,16 @@ def arrays(run: Path | str, step: int | None = None, files: str = "*") -> dict[s
 
 def tensors(run: Path | str, step: int | None = None) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in arrays(run, step).items()}
+
+
+def write_rows(path: Path | str, rows: Iterable[Any]) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_documents(**counts: int) -> None:
+    """Documents of one to eight words in files of these names."""
+    generator = np.random.default_rng(0)
+    for name, count in counts.items():
+        words = [f"{name}{number} " + "word " * int(generator.integers(1, 9)) for number in range(count)]
+        write_rows(f"{name}.jsonl", [{"text": text} for text in words])

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
-from tests.train.sampling.test_decode import CONTEXT, VOCABULARY, Reading, small_gpt, tokens
-from tests.train.sampling.test_decode_agillm import Opened
+from tests.train.sampling.test_decode import CONTEXT, VOCABULARY, Opened, Reading, small_gpt, tokens
 from tests.ttnn.runs import ENGINES, golden, llama
 from ttrain.core.spec import DType
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
+import builtins
+import errno
 import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from tests.models.session import open_cpu
 from tests.train.conftest import ArrayState
-from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
+from ttrain.core.errors import CheckpointError, TtrainError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 from ttrain.train.checkpoint import retention
 from ttrain.train.checkpoint import save as module
-from ttrain.train.checkpoint.checkpoint import read_checkpoint, sealed
-from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
+from ttrain.train.checkpoint.checkpoint import match, read_checkpoint
+from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
+from ttrain.train.checkpoint.save import CheckpointContent, host_copy, save_checkpoint
+from ttrain.train.logging.metrics import read_events
+from ttrain.train.loop.checkpoints import Checkpoints, RunContext, yield_processor
+from ttrain.train.runs.resume import find_resume_point, hold_run
+from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.settings import TrainConfig
 
 
 def made(seed: int = 0, width: int = 6) -> ArrayState:
@@ -30,7 +45,7 @@ def made(seed: int = 0, width: int = 6) -> ArrayState:
     return ArrayState(arrays)
 
 
-def content(step: int = 100, val_loss: float | None = None) -> CheckpointContent:
+def content(step: int = 100, val_loss: float | None = 1.5) -> CheckpointContent:
     return CheckpointContent(step, {"model": {"name": "gpt"}}, {"step": step}, '{"tokenizer": "ü"}', val_loss)
 
 
@@ -67,31 +82,6 @@ def test_other_shapes_and_names_are_refused_before_anything_is_copied(tmp_path: 
     assert all(np.array_equal(other.arrays[name], array) for name, array in before.items())
 
 
-SHARD = "parameters-00001-of-00001.safetensors"
-
-
-def _flip(file: Path) -> None:
-    damaged = bytearray(file.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    file.write_bytes(damaged)
-
-
-DAMAGES: list[tuple[str, Any, str]] = [
-    (SHARD, lambda file: os.truncate(file, 60), "truncated"),
-    *((name, _flip, "SHA-256") for name in (SHARD, "manifest.json")),
-    ("optimizer-00001-of-00001.safetensors", os.unlink, "missing"),
-    ("manifest.json", os.unlink, "not a complete checkpoint"),
-]
-
-
-@pytest.mark.parametrize(("name", "damage", "message"), DAMAGES)
-def test_what_was_cut_changed_removed_or_linked(tmp_path: Path, name: str, damage: Any, message: str) -> None:
-    path = save_checkpoint(tmp_path, made(), content()).path
-    damage(path / name)
-    with pytest.raises(CheckpointError, match=message):
-        read_checkpoint(path)
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "null", '{"format": 2}', '{"format": 9, "files": {}}', "\x00\xff", "[" * 9999]
 )
@@ -100,59 +90,6 @@ def test_damaged_manifest(tmp_path: Path, text: str) -> None:
     (path / "manifest.json").write_text(text)
     with pytest.raises(CheckpointError):
         read_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    "name", ["../../outside.json", "/etc/passwd", "a/b.json", "..", "weights.pkl", "manifest.json", ".json"]
-)
-def test_names_that_leave_the_folder_or_the_formats_are_refused(tmp_path: Path, name: str) -> None:
-    path = save_checkpoint(tmp_path, made(), content()).path
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]
-    manifest["files"][name] = {"bytes": 1, "sha256": "0"}
-    (path / "manifest.json").write_text(sealed(manifest))
-    with pytest.raises(CheckpointError, match="own folder only"):
-        read_checkpoint(path)
-
-
-def test_nan_is_not_saved(tmp_path: Path) -> None:
-    state = made()
-    state.arrays["b.weight"][0, 0] = np.inf
-    with pytest.raises(NonFiniteError, match=r"b\.weight"):
-        save_checkpoint(tmp_path, state, content())
-    assert list(tmp_path.iterdir()) == []
-
-
-CALLS = [*(("fsync", at) for at in range(1, 8)), *(("replace", at) for at in range(1, 4))]
-
-
-@pytest.mark.parametrize(("name", "at"), CALLS)
-def test_a_kill_at_any_point_of_a_save_leaves_a_complete_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, at: int
-) -> None:
-    """SIGKILL runs no handler and no cleanup, so this patches the cleanup away."""
-    save_checkpoint(tmp_path, made(0), content(50))
-    original, calls = getattr(os, name), itertools.count(1)
-
-    def call(*arguments: Any) -> Any:
-        if next(calls) == at:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, call)
-        patch.setattr(module.shutil, "rmtree", lambda *_, **__: None)
-        with contextlib.suppress(KeyboardInterrupt):
-            save_checkpoint(tmp_path, made(1), content(100))
-            retention.prune_checkpoints(tmp_path, keep_last=1, keep_best=False)
-    newest, skipped = retention.newest_complete(tmp_path)
-    assert newest is not None and newest.step in (50, 100)
-    assert all("cut off" in reason for _, reason in skipped)
-    state, expected = made(2), made(0 if newest.step == 50 else 1)
-    newest.load(state)
-    assert all(np.array_equal(state.arrays[key], array) for key, array in expected.arrays.items())
-    again = save_checkpoint(tmp_path, made(3), content(100))
-    assert retention.newest_complete(tmp_path)[0] == again
 
 
 def test_a_disk_that_writes_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,3 +146,331 @@ def test_space_for_two_is_asked_for_at_the_start(tmp_path: Path, monkeypatch: py
     retention.check_space(tmp_path, size)
     with pytest.raises(CheckpointError, match="free"):
         retention.check_space(tmp_path, size + 1)
+
+
+# checkpoints of bf16 state, and of parameters that are frozen on one side only
+
+SHAPES = {"up.weight": (7, 3), "up.bias": (7,)}
+KINDS = {"": Kind.PARAMETER, "/gradient": Kind.GRADIENT, "/moment": Kind.OPTIMIZER}
+
+
+def state(weights: DType, moments: DType, frozen: tuple[str, ...] = ()) -> State:
+    dtypes = {"": weights, "/gradient": weights, "/moment": moments}
+    named = [(path, slot) for slot in KINDS for path in SHAPES if not (slot and path in frozen)]
+    specs = {f"{path}{slot}": (TensorSpec(SHAPES[path], dtypes[slot]), KINDS[slot]) for path, slot in named}
+    return State(open_cpu(), [StateTensor(name, *spec) for name, spec in specs.items()])
+
+
+def filled(made: State, seed: int = 0) -> State:
+    generator = np.random.default_rng(seed)
+    for name in made.names():
+        made.write(name, generator.standard_normal(made.spec(name).shape).astype(np.float32))
+    return made
+
+
+def bf16(array: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(array).bfloat16().float().numpy()
+
+
+def values(made: State) -> dict[str, np.ndarray]:
+    return {name: made.read(name) for name in made.names(Kind.PARAMETER, Kind.OPTIMIZER)}
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["at once", "from a host copy"])
+@pytest.mark.parametrize("weights", [DType.FP32, DType.BF16])
+def test_a_checkpoint_holds_the_dtypes_of_the_state(tmp_path: Path, weights: DType, copied: bool) -> None:
+    from safetensors import safe_open
+
+    source = filled(state(weights, DType.BF16))
+    saved = save_checkpoint(tmp_path, host_copy(source) if copied else source, CheckpointContent(3, {}))
+    stored, size = {}, 0
+    for file in saved.path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as shard:
+            stored |= {name: shard.get_slice(name).get_dtype() for name in shard.keys()}  # noqa: SIM118
+        size += file.stat().st_size
+    expected = {"": "F32" if weights is DType.FP32 else "BF16", "/moment": "BF16"}
+    assert stored == {f"{path}{slot}": dtype for slot, dtype in expected.items() for path in SHAPES}
+    tensors = sum(source.spec(name).nbytes for name in values(source))
+    assert tensors < size < tensors + 2000
+    again = state(weights, DType.BF16)
+    assert read_checkpoint(saved.path).load(again) == ()
+    assert all(np.array_equal(array, values(again)[name]) for name, array in values(source).items())
+    assert all(np.array_equal(array, source.read(name)) for name, array in saved.weights().items())
+
+
+def test_numbers_stay_in_a_wider_dtype_and_are_rounded_to_nearest_in_a_narrower_one(tmp_path: Path) -> None:
+    narrow, wide = filled(state(DType.BF16, DType.BF16), 1), filled(state(DType.FP32, DType.FP32), 2)
+    files = [
+        save_checkpoint(tmp_path / str(i), made, CheckpointContent(1, {})) for i, made in enumerate((narrow, wide))
+    ]
+    into_wide, into_narrow = state(DType.FP32, DType.FP32), state(DType.BF16, DType.BF16)
+    files[0].load(into_wide)
+    files[1].load(into_narrow)
+    for name, array in values(narrow).items():
+        assert np.array_equal(into_wide.read(name), array)
+        assert np.array_equal(into_narrow.read(name), bf16(wide.read(name)))
+
+
+def config(**optimizer: Any) -> dict[str, Any]:
+    return {"optimizer": optimizer}
+
+
+def test_state_of_parameters_that_were_frozen_starts_at_zero_also_over_old_values(tmp_path: Path) -> None:
+    source = filled(state(DType.FP32, DType.FP32, frozen=("up.bias",)))
+    saved = save_checkpoint(tmp_path, source, CheckpointContent(1, config(freeze=["up.bias"])))
+    target = filled(state(DType.FP32, DType.FP32), 5)
+    (note,) = saved.load(target)
+    assert note.startswith("Frozen until now, so their optimizer state starts from zero: up.bias.")
+    assert not target.read("up.bias/moment").any()
+    assert np.array_equal(target.read("up.weight/moment"), source.read("up.weight/moment"))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{}, config(), config(freeze=["up.weight"]), config(freeze="up"), {"optimizer": ["x"]}, config(freeze=[3])],
+)
+def test_what_is_missing_for_no_known_reason_is_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
+    """Whatever a stranger's config holds."""
+    source = filled(state(DType.FP32, DType.FP32, frozen=("up.bias",)))
+    saved = save_checkpoint(tmp_path, source, CheckpointContent(1, stored))
+    target = filled(state(DType.FP32, DType.FP32), 5)
+    before = values(target)
+    with pytest.raises(CheckpointError, match="it lacks up.bias/moment"):
+        saved.load(target)
+    assert all(np.array_equal(array, before[name]) for name, array in values(target).items())
+
+
+def test_tensors_of_another_optimizer_are_refused() -> None:
+    """Not frozen, only unknown: state of parameters that are trained."""
+    made = state(DType.FP32, DType.FP32)
+    wanted = {name: made.spec(name).shape for name in values(made)}
+    for name, frozen in (("up.bias/second", []), ("down.bias", ["down"])):
+        with pytest.raises(CheckpointError, match=f"^it also holds {name}.$"):
+            match({**wanted, name: (7,)}, wanted, made, config(freeze=frozen))
+
+
+# disks that fail, and checkpoints that were damaged: the newest good one loads, nothing else does
+
+
+def constant(value: float = 0.0) -> ArrayState:
+    """Three small tensors, all of one value."""
+    kinds = {"a": Kind.PARAMETER, "b": Kind.PARAMETER, "a/moment": Kind.OPTIMIZER}
+    return ArrayState({name: (kind, np.full((3, 4), value, np.float32)) for name, kind in kinds.items()})
+
+
+class Disk:
+    """Counts every operation of a save that changes the disk, and lets one of them fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.fail_at, self.error = 0, -1, BaseException()
+        for name in ("mkdir", "replace", "fsync", "rmdir"):
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+        original = builtins.open
+
+        def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+            if not set(mode) & set("wax+"):
+                return original(path, mode, *arguments, **options)
+            self._tick()
+            return _File(original(path, mode, *arguments, **options), self)
+
+        monkeypatch.setattr(builtins, "open", opened)
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._tick()
+            return function(*arguments, **options)
+
+        return call
+
+    def _tick(self) -> None:
+        self.count += 1
+        if self.count == self.fail_at:
+            raise self.error
+
+    def write(self, file: Any, data: Any) -> int:
+        """A write that fails has put half of its data down."""
+        try:
+            self._tick()
+        except BaseException:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            raise
+        return int(file.write(data))
+
+
+class _File:
+    def __init__(self, file: Any, disk: Disk) -> None:
+        self._file, self._disk = file, disk
+
+    def write(self, data: Any) -> int:
+        return self._disk.write(self._file, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.close()
+
+
+def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Callable[[int], Checkpoints], ArrayState]:
+    run = RunDirectory.claim(str(folder), "test")
+    (folder / "metrics.jsonl").touch()
+    loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    saved = constant(1.0)
+    context = RunContext(TrainConfig(async_save=False, keep_last=1), saved, run, loggers)
+    writer = Checkpoints(context, lambda progress, loss: content(progress.step))
+
+    def save(step: int) -> Checkpoints:
+        context.progress.step = step
+        writer.save()
+        return writer
+
+    return run, save, saved
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["error", "kill"])
+def test_every_operation_of_a_save_fails_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """The previous checkpoint loads; no space, read-only and I/O errors are told and logged.
+
+    SIGKILL runs no handler and no cleanup, so the cleanup is patched away.
+    """
+    with monkeypatch.context() as patch:
+        run, save, _ = saver(tmp_path / "count", [])
+        disk = Disk(patch)
+        save(1)
+        operations = disk.count
+        run.close()
+    assert operations > 20
+    told = 0
+    for number in range(1, operations + 1):
+        folder, said = tmp_path / str(number), []
+        run, save, saved = saver(folder, said)
+        writer, saved.arrays = save(1), constant(2.0).arrays
+        code = (errno.ENOSPC, errno.EROFS, errno.EIO)[number % 3]
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            disk = Disk(patch)
+            disk.fail_at, disk.error = number, KeyboardInterrupt() if killed else OSError(code, os.strerror(code))
+            if killed:
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+            save(2)
+        newest, skipped = newest_complete(folder / "checkpoints")
+        assert newest is not None and all("cut off" in reason for _, reason in skipped)
+        loaded = constant()
+        newest.load(loaded)
+        assert all((array == float(newest.step)).all() for array in loaded.arrays.values())
+        assert newest.step == 2 or killed or (writer.failed and said)
+        if said:
+            told += 1
+            assert os.strerror(code) in said[0] and said[0].startswith("WARNING")
+            assert [event["kind"] for event in read_events(folder)] == ["save_failed"]
+        save(3)  # the disk is well again
+        assert newest_complete(folder / "checkpoints")[0].step == 3 and not writer.failed  # type: ignore[union-attr]
+        run.close()
+    assert told == 0 if killed else told >= operations - 6  # those that come after the new checkpoint has its place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of single threads")
+def test_the_thread_that_saves_gives_way_and_the_others_do_not(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+
+    def look() -> None:
+        yield_processor()
+        found["saving"] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found["saving"] == max(before, 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def regions(size: int, pieces: int) -> Iterator[int]:
+    """Positions over a whole file: its first and last bytes and one of every piece."""
+    yield from sorted({*range(min(16, size)), *range(0, size, max(size // pieces, 1)), size - 1})
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2; the second is about to be damaged."""
+    folder = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save_checkpoint(folder, constant(float(step)), content(step))
+    return folder
+
+
+def damaged(original: bytes) -> Iterator[tuple[int, bytes | None]]:
+    """A file with bytes flipped, cut off at, or grown; None for one that is gone. With the place of the damage."""
+    for position in regions(len(original), 24):
+        for bit in (0x01, 0xFF):
+            yield position, original[:position] + bytes([original[position] ^ bit]) + original[position + 1 :]
+        yield position, original[:position]
+    yield 1, original + b"\0"
+    yield 1, None
+
+
+def test_every_damage_to_a_file_is_detected(two: Path) -> None:
+    newest, checked = two / "step_00000002", 0
+    for file in sorted(newest.iterdir()):
+        original = file.read_bytes()
+        for position, changed in damaged(original):
+            file.unlink() if changed is None else file.write_bytes(changed)
+            with pytest.raises(CheckpointError):
+                read_checkpoint(newest)
+            checked += 1
+            if position % 16 == 0:
+                found, skipped = newest_complete(two)
+                assert found is not None and found.step == 1
+                assert [path for path, _ in skipped] == [newest] and file.name.split(".")[0] in skipped[0][1]
+        file.write_bytes(original)
+    assert newest_complete(two)[0].step == 2 and checked > 300  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("left", "step"), [("replaced_step_00000002", 2), ("step_00000002", None)])
+def test_a_kill_while_a_checkpoint_takes_its_place(two: Path, left: str, step: int | None) -> None:
+    """Between two renames neither has the name, and the old one gets it back; a first save lets the run begin again."""
+    run = two / "run"
+    shutil.copytree(two / "step_00000002", run / "checkpoints" / f".unfinished_{left}")
+    (run / "run.json").write_text('{"attempts": []}')
+    held = hold_run("auto", str(run)) if step else None
+    point = find_resume_point("auto", str(run))
+    assert (point and point.checkpoint.step) == step and (held is not None) == (step is not None)
+
+
+def test_a_checkpoint_that_is_read_is_not_removed(two: Path) -> None:
+    """As by task=sample of a run that goes on: it goes after a later save."""
+    read, also = (find_checkpoint(two.parent, "1") for _ in range(2))
+    assert prune_checkpoints(two, 1, False) == []
+    loaded = constant()
+    read.load(loaded)
+    assert (loaded.arrays["a"] == 1.0).all()
+    del read
+    assert prune_checkpoints(two, 1, False) == []
+    del also
+    assert [path.name for path in prune_checkpoints(two, 1, False)] == ["step_00000001"]
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_read(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = retention.hold_for_reading, []
+
+    def hold(path: Path) -> Any:
+        if not calls:
+            save_checkpoint(two, constant(3.0), content(3))
+            shutil.rmtree(path.parent)
+        calls.append(path)
+        return original(path)
+
+    monkeypatch.setattr(retention, "hold_for_reading", hold)
+    assert find_checkpoint(two.parent, "last").step == 3 and len(calls) == 2
+
+
+def test_retention_by_steps_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 11):
+        monkeypatch.setattr("time.time", lambda step=step: 1000.0 + 600 * step)  # one every ten minutes
+        save_checkpoint(tmp_path, constant(), CheckpointContent(step, {}, {}, None, abs(step - 7.0)))
+    prune_checkpoints(tmp_path, 1, True, keep_every=4, keep_hours=0.5)
+    kept = [int(path.name[5:]) for path in sorted(tmp_path.iterdir())]
+    assert kept == [1, 4, 7, 8, 10]  # by time 1, 4, 7, 10; by steps 4, 8; the best 7; the last 10

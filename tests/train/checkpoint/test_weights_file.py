@@ -178,17 +178,6 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
         read_parameters(tmp_path / "other.safetensors", model)
 
 
-def test_weights_of_takes_what_is_there_under_the_originals_names(tmp_path: Path) -> None:
-    model, values = small()
-    for transposed in (False, True):
-        weights = model.to_original(values, transposed)
-        del weights["transformer.wpe.weight"], weights["lm_head.weight"]
-        write_safetensors(tmp_path / "w.safetensors", weights)
-        found = weights_in(tmp_path / "w.safetensors", model)
-        assert found.keys() == values.keys() - {"positions.weight"}
-        assert all(np.array_equal(value, values[path]) for path, value in found.items())
-
-
 @pytest.mark.parametrize("write", [write_pt, write_safetensors])
 def test_what_can_not_be_written_is_told_in_the_systems_words(tmp_path: Path, write: Any) -> None:
     (tmp_path / "file").write_text("x")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import ttrain
+from tests.conftest import Told
 from ttrain.cli import main
 from ttrain.config import build
 from ttrain.config.schema import LrFinderConfig
@@ -77,15 +78,13 @@ def test_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, 
     np.testing.assert_allclose(first, by_hand, rtol=1e-6)
 
 
-def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_it_refuses(inside: Path, refused: Told) -> None:
     for overrides, said in (
         (["device=null"], "device=null: computes no values."),
         (["lr_finder.low=1", "lr_finder.high=0.1"], "lr_finder.low=1: must be less than lr_finder.high=0.1."),
         (["optimizer.lr=0"], "optimizer.lr=0: task=lr_finder tries rates in proportion to it."),
     ):
-        assert main([*MLP, *overrides]) == 2
-        assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "results.json").touch()
-    assert main(MLP) == 2 and "lr_finder.out=out: holds results already" in capsys.readouterr().err
+        refused(said, *MLP, *overrides)
+    Path("out").mkdir()
+    Path("out/results.json").touch()
+    refused("lr_finder.out=out: holds results already", *MLP)

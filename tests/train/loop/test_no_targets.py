@@ -10,20 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import Told
 from tests.models.session import Session, token_batch
 from tests.train.conftest import FakeWandb
+from tests.train.reading import write_rows
 from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.config.build import build_dataset
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.models.agillm import AGILLM
-from ttrain.models.settings import AGILLMConfig
+from ttrain.models.gpt import GPT
+from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.sweep.outcome import measured, numbers_of
 from ttrain.tasks.training.start import empty_rows
 from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.steps.step import NoiseScale, TrainStep
+from ttrain.train.steps.step_graph import StepGraph
 
 STEPS, CONTEXT = 40, 16
 DATA = ["data=documents", "data.sources=[chats.jsonl]", "data.template=chatml", "data.loss_on=replies",
@@ -42,7 +46,7 @@ def write_chats(stones: int) -> None:
         [{"role": "user", "content": f"{number} " + "stone " * stones}, {"role": "assistant", "content": "Yes, it is."}]
         for number in range(60)
     ]
-    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    write_rows("chats.jsonl", [{"messages": row} for row in rows])
 
 
 def targets_of(rows: int, split: str = "train") -> np.ndarray:
@@ -123,12 +127,10 @@ def test_each_term_of_a_loss_has_targets_of_its_own(kept: int, expected: str) ->
         (["task=lr_finder", "lr_finder.steps=10"], "none of the 10 training sequences that are read has a target"),
     ],
 )
-def test_a_run_without_any_target_is_refused(overrides: list[str], message: str, capsys: Any) -> None:
+def test_a_run_without_any_target_is_refused(overrides: list[str], message: str, refused: Told) -> None:
     write_chats(300)
-    assert main([*DATA, *QUIET, "train.batch_size=1", "run.dir=run", *overrides]) == 2
-    said = capsys.readouterr().err
-    assert message in said and "model.context" in said and not Path("run").exists()
-    assert ("train.eval_sequences." in said) == ("held-out" in message)
+    said = refused(message, *DATA, *QUIET, "train.batch_size=1", "run.dir=run", *overrides)
+    assert "model.context" in said and ("train.eval_sequences." in said) == ("held-out" in message)
 
 
 def test_more_rows_are_looked_at_where_the_first_have_no_target() -> None:
@@ -143,13 +145,12 @@ def test_more_rows_are_looked_at_where_the_first_have_no_target() -> None:
     assert empty_rows(Late(), "train", 0, 10_000_000)[0] < 6000  # type: ignore[arg-type]
 
 
-def test_the_ramp_leaves_out_steps_without_a_loss(capsys: Any) -> None:
+def test_the_ramp_leaves_out_steps_without_a_loss(told: Told) -> None:
     command = ["task=lr_finder", "lr_finder.steps=40", "lr_finder.high=1e-2", "lr_finder.out=found"]
-    assert main([*DATA, *QUIET, *command, "train.batch_size=1"]) == 0
+    assert "have no target" in told(*DATA, *QUIET, *command, "train.batch_size=1")
     found = json.loads(Path("found/results.json").read_text())
     empty = (targets_of(STEPS) == 0).sum()
     assert len(found["losses"]) == len(found["rates"]) == STEPS - empty and min(found["losses"]) > 1
-    assert "have no target" in capsys.readouterr().err
 
 
 def test_the_noise_is_not_that_of_a_micro_batch_without_targets() -> None:
@@ -170,3 +171,32 @@ def test_a_batch_of_ones_own_without_targets_has_no_loss() -> None:
     with Training(config) as training:
         assert training.step(none).loss is None and training.evaluate(none) is None
         assert (training.step(batch).loss or 0) > 1 and (training.evaluate(batch) or 0) > 1
+
+
+# the gradient-noise scale
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_known_noise_is_found(parts: int) -> None:
+    """Gradients of rows are G plus noise of covariance S: the scale is tr(S) / |G|^2."""
+    generator, rows, size, deviation = np.random.default_rng(0), 32, 400, 0.7
+    mean = generator.standard_normal(size) / 20
+    noise, found = NoiseScale(rows // parts), []
+    for _ in range(300):
+        small = mean + deviation * generator.standard_normal((parts, size)) / np.sqrt(rows / parts)
+        found.append(noise.add(float(np.linalg.norm(small[0] / parts)), float(np.linalg.norm(small.mean(0))), parts))
+    wanted = size * deviation**2 / float(mean @ mean)
+    assert np.mean([each for each in found[100:] if each is not None]) == pytest.approx(wanted, rel=0.15)
+    assert noise.add(float("nan"), 1.0, parts) is None and noise.add(1.0, 1.0, 1) is None
+
+
+def test_the_first_micro_batch_tells_its_norm() -> None:
+    model, optimizer = GPT(GPTConfig(layers=1, heads=2, width=16, context=8, vocabulary=11)), AdamW(AdamWConfig())
+    session = Session(model, optimizer, 2, gradient_accumulation=2)
+    graph = StepGraph(model, optimizer, 2, 2, noise=True)
+    fields, weights = session.prepared(token_batch(11, 2, 8, 1))
+    step = session.engine.build("noise", lambda g: graph.trace_accumulate(g, first=True))
+    told = step({**fields, **weights, "seed": 0})["noise_norm"]
+    whole = np.concatenate([gradient.ravel() for gradient in session.gradients().values()])
+    assert told == pytest.approx(float(np.linalg.norm(whole.astype(np.float64))), rel=1e-6)
+    assert "noise_norm" not in session.steps["accumulate_first"]({**fields, **weights, "seed": 0})

@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.train.reading import attempts, losses, tensors
+from tests.conftest import Told
+from tests.train.reading import attempts, events, losses, tensors
 from ttrain.cli import main
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.library_tokenizer import train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
+from ttrain.tasks.training.run import _held_out, shown_prompt
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.runs.run_directory import read_config
+from ttrain.train.runs.run_directory import read_config, read_run
+from ttrain.train.steps.session import Session
 
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None", "while", "yield"]
 MODEL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.dropout=0.2"]
@@ -31,23 +39,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def command(corpus: Path) -> list[str]:
+    return ["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET]
+
+
 @pytest.fixture
-def train(corpus: Path, inside: Path) -> Any:
+def train(command: list[str], inside: Path) -> Any:
     """Runs the command line in this process: `train("run.dir=..", ...)` -> exit code."""
-    return lambda *overrides: main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, *overrides])
+    return lambda *overrides: main([*command, *overrides])
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps; copy it before changing it."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    assert main(["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET, f"run.dir={run}", "train.steps=4"]) == 0
+    assert main([*command, f"run.dir={run}", "train.steps=4"]) == 0
     return run
 
 
-def test_a_run_leaves_everything_that_it_promises(
-    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_everything_that_it_promises(train: Any, tmp_path: Path, capsys: Any) -> None:
     assert train("train.steps=8", "sample.prompt=de") == 0
     (run,) = (tmp_path / "outputs").glob("*/*")
     assert run.name.endswith("_nano-gpt_cpu_static")
@@ -66,26 +77,10 @@ def test_a_run_leaves_everything_that_it_promises(
     assert {"step", "train/loss", "lr", "grad_norm", "tokens_per_s", "step_ms", "memory_bytes", "mfu"} <= line.keys()
 
 
-def test_three_attempts_equal_one_run_bit_for_bit(train: Any) -> None:
-    """With dropout, gradient_accumulation, warm-up, a moving learning rate and shuffled epochs."""
-    overrides = ["train.gradient_accumulation=2", "data.order=epoch", "schedule.warmup=3", "schedule.steps=20"]
-    assert train(*overrides, "run.dir=whole", "train.steps=13") == 0
-    assert train(*overrides, "run.dir=attempts", "train.steps=5") == 0
-    assert main(["run.dir=attempts", "resume=auto", "train.steps=9"]) == 0
-    os.rename("attempts", "moved")
-    assert main(["resume=moved", "train.steps=13"]) == 0
-    assert tensors(Path("moved"), 13) == tensors(Path("whole"), 13)
-    grid = [entry for entry in losses(Path("moved")) if entry[1] == "train/loss" or entry[0] % 4 == 0 or entry[0] == 13]
-    assert grid == losses(Path("whole"))
-    resumed = [attempt.get("resumed_from") for attempt in attempts("moved")]
-    assert resumed == [None, "step_00000005", "step_00000009"]
-
-
-def test_resume_from_an_older_checkpoint_sets_later_ones_aside(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_an_older_checkpoint_sets_later_ones_aside(train: Any, told: Told) -> None:
     assert train("run.dir=run", "train.steps=12", "train.keep_last=9") == 0
     before, expected = losses(Path("run")), tensors(Path("run"), 12)
-    assert main(["resume=run/checkpoints/step_00000004"]) == 0
-    printed = capsys.readouterr().err
+    printed = told("resume=run/checkpoints/step_00000004")
     assert "Training nano-gpt with" in printed
     assert json.loads(Path("run/summary.json").read_text())["model"] == "nano-gpt"
     assert "Set aside" in printed and "abandoned_after_00000004/step_00000012" in printed
@@ -104,18 +99,6 @@ def test_resume_into_another_directory_leaves_the_first_alone(train: Any) -> Non
     assert [step for step, key, _ in losses(Path("third")) if key == "train/loss"] == [9]
 
 
-def test_overrides_win_and_are_printed(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run.dir=run", "train.steps=4", "optimizer.lr=0.01", "schedule=constant") == 0
-    assert main(["run.dir=run", "resume=auto", "train.steps=6", "optimizer.lr=0.002"]) == 0
-    printed = capsys.readouterr().err
-    assert "optimizer.lr: 0.01 -> 0.002" in printed and "train.steps: 4 -> 6" in printed
-    assert "model" not in printed.split("Changed")[-1].split("\n")[0]
-    rates = [line["lr"] for line in read_metrics(Path("run/metrics.jsonl")) if "lr" in line]
-    assert rates == pytest.approx([0.01] * 4 + [0.002] * 2)
-    assert read_config(Path("run"))["optimizer"]["lr"] == 0.002
-    assert read_config(Path("run"))["train"]["save_every"] == 4
-
-
 def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
     assert train("run.dir=run", "train.steps=4", "engine=dynamic") == 0
     assert train("run.dir=whole", "train.steps=8", "engine=static", "schedule.steps=4") == 0
@@ -132,9 +115,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
         (["run.dir=run", "resume=auto", "data.tokenizer=byte", "model.vocabulary=null"], "another"),
         (["run.dir=run", "resume=auto", "optimizer=sgd"], "does not fit this model and optimizer"),
         (["run.dir=new", "resume=run", "optimizer=sgd"], "Give the optimizer that it was trained with"),
-        (["run.dir=new", "resume=nowhere"], "no such folder"),
         (["run.dir=new", "resume=."], "neither a run nor a checkpoint"),
-        (["run.dir=file/run"], "can't be written"),
         (["run.dir=new", "sample.prompt=☃"], "never saw"),
         (["run.dir=new", "sample.prompt=''"], "sample.prompt is empty"),
         (["task=sample", "run.dir=run", "sample.prompt=☃"], "never saw"),
@@ -147,20 +128,12 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
     ],
 )
 def test_bad_input_is_one_message_and_exit_2(
-    train: Any, trained: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], message: str
+    command: list[str], inside: Path, trained: Path, refused: Told, overrides: list[str], message: str
 ) -> None:
-    Path("file").write_text("in the way")
     shutil.copytree(trained, "run")
-    before = losses(Path("run"))
-    capsys.readouterr()
-    if "resume=auto" in overrides or "task=sample" in overrides:
-        assert main(overrides) == 2
-    else:
-        assert train("train.steps=2", *overrides) == 2
-    errors = capsys.readouterr().err
-    assert message in errors and "Traceback" not in errors
-    assert losses(Path("run")) == before
-    assert not Path("new").exists()
+    alone = "resume=auto" in overrides or "task=sample" in overrides
+    refused(message, *([] if alone else [*command, "train.steps=2"]), *overrides)
+    assert losses(Path("run")) == losses(trained)
 
 
 def test_samples(train: Any, capsys: pytest.CaptureFixture[str], corpus: Path) -> None:
@@ -177,12 +150,10 @@ def test_samples(train: Any, capsys: pytest.CaptureFixture[str], corpus: Path) -
     assert sample("sample.seed=1") == first == sample("sample.seed=1", "engine=dynamic")
     assert sample("sample.seed=2") != first
     assert sample("sample.seed=1", "sample.checkpoint=4") != first
-    greedy = sample("sample.temperature=0")
-    assert greedy == sample("sample.top_k=1", "sample.seed=9") == sample("sample.top_p=1e-9", "sample.seed=8")
-    assert "sample 2 of 2" in sample("sample.count=2")
+    assert sample("sample.temperature=0") == sample("sample.top_k=1", "sample.seed=9")
 
 
-def test_regression_has_no_sample(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_regression_has_no_sample(inside: Path, capsys: Any, refused: Told) -> None:
     overrides = ["model=mlp", "data=regression", "data.examples=256", "model.width=16", "train.steps=40", "run.dir=run"]
     assert main([*overrides, *QUIET, "train.log_every=1", "optimizer.lr=0.01"]) == 0
     printed = capsys.readouterr()
@@ -193,16 +164,14 @@ def test_regression_has_no_sample(inside: Path, capsys: pytest.CaptureFixture[st
     )
     found = [loss for _, key, loss in losses(Path("run")) if key == "train/loss"]
     assert found[-1] < found[0]
-    assert main(["task=sample", "run.dir=run"]) == 2
-    assert "no tokenizer" in capsys.readouterr().err
+    refused("no tokenizer", "task=sample", "run.dir=run")
 
 
 def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
-    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], inside: Path, told: Told
 ) -> None:
-    assert train("device=null", "run.dir=run", "train.length_schedule=[8,16]", "train.phase_steps=2") == 0
-    assert "Dry run: device null computes no values" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    said = told(*command, "device=null", "run.dir=run", "train.length_schedule=[8,16]", "train.phase_steps=2")
+    assert "Dry run: device null computes no values" in said and not Path("run").exists()
 
 
 def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
@@ -214,3 +183,135 @@ def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
     assert [init["id"] for init in fake.inits] == [None, "run1", None, None]
     assert all(init["mode"] == "offline" for init in fake.inits) and len({init["name"] for init in fake.inits}) == 3
     assert [run.exit_codes for run in fake.runs] == [[0], [0], [0], [1]]
+
+
+# how a run ends, as its events and its sample tell it
+
+SMALL = ["device=cpu", "device.threads=1", "model.layers=1", "model.heads=2", "model.width=32", "train.batch_size=2",
+         "train.eval_sequences=2", "train.peak_tflops=1", "data.path=book.txt"]  # fmt: skip
+LINES = [f"{number} times the river ran over the stone and under the bridge of copper" for number in range(300)]
+
+
+@pytest.fixture
+def book(inside: Path) -> None:
+    Path("book.txt").write_text("\n".join(LINES))
+
+
+def test_an_interrupt_while_steps_are_built_is_told_as_one(book: None, monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "build_training", lambda self: (os.kill(os.getpid(), signal.SIGINT), time.sleep(60)))
+        assert main([*SMALL, "train.steps=2", "run.dir=run"]) == 130
+    assert capsys.readouterr().err.endswith("ttrain: interrupted\n")
+    assert events("run")[-1]["kind"] == "interrupted" and "error" not in events("run")[-1]
+    info = read_run(Path("run"))
+    assert info.state == "interrupted" and info.reason.startswith("Stopped by SIGINT before the steps were built")
+    assert main(["task=runs", "runs.root=.", "runs.state=interrupted"]) == 0
+    assert "run  interrupted" in capsys.readouterr().out
+    assert main([*SMALL, "train.steps=2", "run.dir=run", "sample.tokens=1"]) == 0
+    assert read_run(Path("run")).state == "finished" and events("run")[-1]["message"] == "All steps are done."
+
+
+def test_an_early_stop_is_told_as_one(book: None) -> None:
+    stop = ["train.steps=50", "train.eval_every=2", "train.early_stop=2", "train.min_improvement=9"]
+    assert main([*SMALL, *stop, "run.dir=run", "sample.tokens=1"]) == 0
+    event = events("run")[-1]
+    assert event["kind"] == "finished" and event["message"].startswith("Early stop at step 6: val/loss has not fallen")
+    assert read_run(Path("run")).state == "finished"
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
+def test_the_sample_follows_held_out_text_that_is_shown(book: None, tokenizer: str, capsys: Any) -> None:
+    data = [f"data.tokenizer={tokenizer}", "data.vocabulary_size=300", "model.context=256"]
+    assert main([*SMALL, *data, "train.steps=1", "run.dir=run", "sample.tokens=3", "sample.stop=[xyz]"]) == 0
+    out = capsys.readouterr().out
+    head, _, rest = out.partition("\n> ")
+    assert head == "\nA sample of what the model writes after this held-out text:\n"
+    prompt, blank, *_ = rest.split("\n")
+    held_out = "\n".join(LINES)[-len("\n".join(LINES)) // 10 - 1 :]
+    assert 60 <= len(prompt) <= 80 and blank == "" and f"\n{prompt} " in f"\n{held_out}"
+    assert out.count(prompt) == 1  # what the model writes is apart
+    if tokenizer == "char":  # a prompt that is given is shown too
+        given = ["train.steps=1", "run.dir=given", "sample.tokens=3"]
+        assert main([*SMALL, *given, "sample.prompt='the river\nran '", "data.tokenizer=byte"]) == 0
+        told = "\nA sample of what the model writes after this prompt:\n\n> the river\n> ran\n\n"
+        assert told in capsys.readouterr().out
+
+
+class Rows:
+    """One held-out row."""
+
+    fields = {"targets": TensorSpec((8,), DType.INT64)}
+
+    def __init__(self, tokenizer: Any, text: str, learnt_from: int = 0) -> None:
+        self.tokenizer = tokenizer
+        tokens = np.array(tokenizer.encode(text))
+        targets = np.where(np.arange(len(tokens)) + 1 >= learnt_from, np.append(tokens[1:], -1), -1)
+        self._batch = {"tokens": tokens[None], "targets": targets[None]}
+
+    def batch(self, *_: Any) -> dict[str, np.ndarray]:
+        return self._batch
+
+
+@pytest.mark.parametrize(
+    ("text", "learnt_from", "expected"),
+    [
+        ("user: hi\nassistant: Hello there.", 1, "user: hi\nassistant:"),
+        ("ver ran\nover the stone.", 0, "over the"),
+        ("ver ran over the stone", 0, "ran over the"),
+        ("word", 0, "word"),
+        ("一二三四五六", 0, "一二三四五六"),
+    ],
+)
+def test_where_a_prompt_begins_and_ends(text: str, learnt_from: int, expected: str) -> None:
+    bpe: Any = train_bpe(["ver ran\nover the stone. user: hi\nassistant: Hello there."], 280)
+    tokenizers: list[Any] = [bpe] if learnt_from else [bpe, CharTokenizer.of([text]), ByteTokenizer()]
+    if learnt_from:
+        learnt_from = len(bpe.encode(expected))
+    for tokenizer in tokenizers:
+        found = tokenizer.decode(_held_out(Rows(tokenizer, text, learnt_from), None))  # type: ignore[arg-type]
+        assert found.strip(" ") == expected.strip(" ")
+
+
+def test_the_longest_document_of_a_row_is_taken() -> None:
+    row = Rows(ByteTokenizer(), "one|the longest of them all|three")
+    assert bytes(_held_out(row, ord("|"))) == b"longest of them"  # type: ignore[arg-type]
+    shown = [shown_prompt(ByteTokenizer(), list(text)) for text in (b"\n \n", b"A\nB")]
+    assert shown == ["", "> A\n> B"]
+
+
+def test_the_scores_of_a_sample_are_over_short_texts(book: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed for every token anew: over the whole context that would take most of a short run."""
+    shapes: list[tuple[int, ...]] = []
+    build = Session.build_training
+
+    def recorded(self: Session) -> Any:
+        steps = build(self)
+        shapes.append(steps["logits"].inputs["tokens"].shape)
+        return steps
+
+    monkeypatch.setattr(Session, "build_training", recorded)
+    for tokens, length in ((20, 64), (100, 128), (1000, 256)):
+        sizes = [f"sample.tokens={tokens}", "model.context=256", "train.steps=1"]
+        assert main([*SMALL, *sizes, f"run.dir=run{tokens}", "sample.prompt=the"]) == 0
+        assert shapes[-1] == (1, length)
+
+
+def test_the_sample_of_a_run_and_those_of_the_task_stop(book: None, capsys: Any, refused: Told) -> None:
+    sample = ["sample.tokens=60", "sample.prompt=the"]
+
+    def printed(*given: str) -> str:
+        capsys.readouterr()
+        assert main([*given, *sample]) == 0
+        return str(capsys.readouterr().out)
+
+    def of_run(*given: str) -> str:
+        return printed(*SMALL, "train.steps=2", *given).split("> the\n\n")[1].split("\n\nmodel ")[0]
+
+    whole = of_run("run.dir=a")
+    stop = f"sample.stop=['{whole[20]}']"
+    expected = whole.partition(whole[20])[0]
+    assert of_run("run.dir=b", stop) == expected != whole
+    for cache in ("null", "false"):
+        texts = printed("task=sample", "run.dir=a", "sample.count=2", f"sample.cache={cache}", stop)
+        assert texts.startswith(f"--- sample 1 of 2 ---\nthe{expected}\n--- sample 2 of 2 ---\n")
+    refused("an empty text would end every sample at once", "task=sample", "run.dir=a", "sample.stop=['']")

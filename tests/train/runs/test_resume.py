@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.train.reading import losses
+from tests.conftest import Told
+from tests.train.reading import attempts, losses, tensors, write_documents
 from ttrain.cli import main
 from ttrain.config import build
 from ttrain.config.compose import load
@@ -177,25 +179,19 @@ def val_losses(run: str) -> dict[int, float]:
     return {step: loss for step, key, loss in losses(run) if key == "val/loss"}
 
 
-def test_other_text_starts_best_and_patience_anew(texts: None, capsys: Any) -> None:
+def test_other_text_starts_best_anew(texts: None, told: Told) -> None:
     """The first text's losses are all lower than any of the second's."""
-    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=40"]) == 0
-    reached = val_losses("run")[40]
-    overrides = ["run.dir=run", "resume=auto", "data.path=hard.txt", "train.early_stop=3"]
-    overrides += ["train.min_improvement=0.001"]
-    capsys.readouterr()
-    assert main([*overrides, "train.steps=60", "optimizer.lr=0.003"]) == 0
-    told = capsys.readouterr().err
-    assert told.count("The held-out data is not what it was") == 1
-    after = {step: loss for step, loss in val_losses("run").items() if step >= 40}
-    assert reached < min(after.values()) and max(after) >= 52  # so it did not stop by the easy text's loss
+    assert main([*SMALL, "data.path=easy.txt", "run.dir=run", "train.steps=20"]) == 0
+    reached, overrides = val_losses("run")[20], ["run.dir=run", "resume=auto"]
+    said = told(*overrides, "data.path=hard.txt", "train.steps=28", "optimizer.lr=0.003")
+    assert said.count("The held-out data is not what it was") == 1
+    after = {step: loss for step, loss in val_losses("run").items() if step >= 20}
     summary = json.loads(Path("run/summary.json").read_text())
-    assert (summary["best_val_loss"], summary["best_step"]) == min((loss, step) for step, loss in after.items())
-    assert find_checkpoint(Path("run"), "best").step == summary["best_step"]
-    assert _best(read_run(Path("run"))) == f"{summary['best_val_loss']:.4f} at step {summary['best_step']}"
-    capsys.readouterr()
-    assert main(["run.dir=run", "resume=auto", "train.steps=64", "train.early_stop=null"]) == 0
-    assert "held-out data is not" not in capsys.readouterr().err
+    best = min((loss, step) for step, loss in after.items())
+    assert reached < best[0] and (summary["best_val_loss"], summary["best_step"]) == best
+    assert find_checkpoint(Path("run"), "best").step == best[1]
+    assert _best(read_run(Path("run"))) == f"{best[0]:.4f} at step {best[1]}"
+    assert "held-out data is not" not in told(*overrides, "train.steps=32")
 
 
 def attempt(make_training: Any, held_out: str, values: list[float], **settings: Any) -> Any:
@@ -216,3 +212,76 @@ def test_patience_best_and_what_is_kept(make_training: Any) -> None:
     best = best_checkpoint(list_checkpoints(folder)[0])
     assert best is not None and (best.step, best.val_loss) == (8, 7.0)
     assert [event["step"] for event in read_events(second.run_directory.path) if event["kind"] == "held_out"] == [6]
+
+
+# runs on documents
+
+DATA = ["data=documents", "data.sources=[a.jsonl,b.jsonl]", "data.tokenizer=byte"]
+QUIET = [
+    "logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=1", "train.log_every=1", "train.peak_tflops=1",
+    "train.eval_every=null", "train.eval_sequences=2",
+]  # fmt: skip
+TINY = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=16", "train.batch_size=2"]
+
+
+@pytest.fixture
+def documents(inside: Path) -> None:
+    write_documents(a=100, b=100)
+
+
+def test_agillm_resumed_within_a_phase_has_the_same_bits(documents: None) -> None:
+    """Joint objective with dropout, growing sequences; what was trained after the checkpoint is trained again."""
+    sizes = ["model.width=32", "model.heads=2", "model.rank=24", "model.layers=2", "model.context=24"]
+    overrides = ["model=agillm", "model.preset=null", *sizes, "train.batch_size=1", *DATA, *QUIET, "schedule.steps=4"]
+    overrides += ["train.length_schedule=[12,24]", "train.phase_steps=2", "train.save_every=1", "train.keep_last=9"]
+    assert main([*overrides, "train.steps=4", "run.dir=whole"]) == 0
+    assert main([*overrides, "train.steps=3", "run.dir=parts"]) == 0
+    assert main(["resume=parts/checkpoints/step_00000001", "train.steps=4"]) == 0
+    second = attempts("parts")[1]
+    assert second["resumed_from"] == "step_00000001"
+    assert not [change for change in second["changes"] if change.startswith("data")]
+    trained = [[each for each in losses(run) if each[1] == "train/loss"] for run in ("parts", "whole")]
+    ours, expected = tensors("parts"), tensors("whole")
+    assert trained[0] == trained[1] and ours == expected and len(ours) == 3 * 35
+
+
+def test_changed_documents_are_refused_and_other_ones_are_not(documents: None, told: Told, refused: Told) -> None:
+    refused("data.template=robot: ", *DATA, *QUIET, *TINY, "data.template=robot", "run.dir=run")
+    assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
+    with open("a.jsonl", "a") as file:
+        file.write('{"text": "one more"}\n')
+    before = sorted(path.name for path in Path("run").rglob("*"))
+    error = refused("other content of a.jsonl, b.jsonl", "run.dir=run", "resume=auto", "train.steps=4")
+    assert "train.init_from" in error
+    assert sorted(path.name for path in Path("run").rglob("*")) == before
+    other = [DATA[0], "data.sources=[a.jsonl]", DATA[2]]
+    error = told("run.dir=run", "resume=auto", "train.steps=4", *other)
+    assert "Changed since the checkpoint: data.sources: ['a.jsonl', 'b.jsonl'] -> ['a.jsonl'];" in error
+    assert "; data: sha256: " in error
+
+
+def test_touched_but_equal_documents_go_on_and_other_bits_are_told(documents: None, told: Told) -> None:
+    assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
+    os.utime("a.jsonl", ns=(1, 1))
+    more = ["run.dir=run", "resume=auto"]
+    error = told(*more, "train.steps=4")
+    assert "changed since the checkpoint: data" not in error.lower() and "thread" not in error
+    error = told(*more, "train.steps=5", "device.threads=2")
+    assert "kernels ran with 1 thread(s) before and run with 2 now" in error
+    record = json.loads(Path("run", "run.json").read_text())
+    products = record["attempts"][-1]["device"]["products"]
+    assert set(products.values()) == {"aten"}
+    products[next(iter(products))] = "onednn"
+    Path("run", "run.json").write_text(json.dumps(record))
+    error = told(*more, "train.steps=6", "device.threads=2")
+    assert "products are made another way than before (1 onednn -> aten)" in error
+    record["attempts"][-1] |= {"device": ["cpu"], "data": 5}  # a record that somebody has edited tells nothing
+    Path("run", "run.json").write_text(json.dumps(record))
+    assert "last bits" not in told(*more, "train.steps=7")
+
+
+def test_a_plan_tells_the_phases_of_growing_sequences(documents: None, capsys: Any) -> None:
+    grows = ["train.length_schedule=[8,16]", "train.phase_steps=5", "plan.time=false", "train.batch_schedule=[1,2]"]
+    assert main(["task=plan", *DATA, *QUIET, *TINY, *grows, "train.gradient_accumulation=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "phases of 5 steps with sequences x tokens of 1 x 8, 2 x 16; this is the plan of the largest" in printed

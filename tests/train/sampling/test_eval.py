@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import abc
+import io
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.conftest import cache_home
+from tests.conftest import Told, cache_home
 from tests.models.decoder.plain_decoder import PlainDecoder
+from tests.train.reading import write_rows
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
-from ttrain.core.errors import DataError
-from ttrain.data.library_tokenizer import parse_tokenizer
+from ttrain.core.errors import DataError, UserError
+from ttrain.data.library_tokenizer import parse_tokenizer, train_bpe
 from ttrain.tasks.evaluating.measures import encoded_pair, opened, read_questions, windows_of
+from ttrain.tasks.sample import _rows
 from ttrain.train.checkpoint.retention import find_checkpoint
 
 CONTEXT = 12
@@ -43,9 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", cache_home(folder))
-    overrides = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
-    Path("rows.jsonl").write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in overrides))
-    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
+    write_rows("rows.jsonl", [{"text": " ".join(row)} for row in words])
+    write_rows("texts.jsonl", [{"text": text} for text in TEXTS])
 
 
 def trained(name: str, *overrides: str) -> str:
@@ -55,7 +62,7 @@ def trained(name: str, *overrides: str) -> str:
 
 
 def gpt() -> str:
-    return trained("gpt", *SIZES, *DOCUMENTS)
+    return trained("gpt", *SIZES, *DOCUMENTS, "sample.repetition=3")
 
 
 def evaluated(run: str, *overrides: str) -> dict[str, Any]:
@@ -72,15 +79,6 @@ def plain(run: str) -> tuple[Callable[[list[int]], Tensor], Any]:
     ours: Any = build_model(*config.model_parts, tokenizer.vocabulary)
     weights = {name: torch.tensor(np.asarray(value)) for name, value in checkpoint.weights().items()}
     return lambda ids: PlainDecoder(ours.config, weights).logits(torch.tensor([ids]))[0], tokenizer
-
-
-def log_probability(model: Callable[[list[int]], Tensor], before: list[int], after: list[int]) -> tuple[float, bool]:
-    """One token after the other, each from the context that fits."""
-    total, greedy = 0.0, True
-    for number, token in enumerate(after):
-        scores = F.log_softmax(model([*before, *after[:number]])[-1], -1)
-        total, greedy = total + scores[token].item(), greedy and int(scores.argmax()) == token
-    return total, greedy
 
 
 # texts
@@ -162,15 +160,14 @@ def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pyte
     assert main([*command, "eval.text=[none.txt]"]) == 2 and list(Path("outputs/eval").glob("*/*")) == before
 
 
-def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(refused: Told) -> None:
     Path("book.txt").write_text("the cat sat on the mat. " * 40)
     run = trained("letters", *SIZES, "data.path=book.txt", "train.steps=1")
     Path("two.jsonl").write_text('{"text": "the cat"}\n{"text": "the Cat"}\n')
-    assert main(["task=eval", f"run.dir={run}", "eval.text=[two.jsonl]", "device=cpu"]) == 2
-    assert "two.jsonl:2: the char tokenizer of 11 ids never saw 'C'" in capsys.readouterr().err
+    command = ["task=eval", f"run.dir={run}", "device=cpu"]
+    refused("two.jsonl:2: the char tokenizer of 11 ids never saw 'C'", *command, "eval.text=[two.jsonl]")
     given = ask({"ctx": "the", "endings": ["cat", "mat"], "label": 0}, {"ctx": "t", "endings": ["X", "a"], "label": 0})
-    assert main(["task=eval", f"run.dir={run}", given, "device=cpu"]) == 2
-    assert "questions.jsonl:2: the char tokenizer of 11 ids never saw 'X'" in capsys.readouterr().err
+    refused("questions.jsonl:2: the char tokenizer of 11 ids never saw 'X'", *command, given)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +199,12 @@ QUESTIONS = [
     {"ctx": "the cat", "endings": ["sat on the mat", "dog dog", "é"], "label": 0},
     {"ctx": "the dog and ", "endings": ["x", "the cat sat on the mat and the dog sat on it too"], "label": "1"},
     {"ctx": "", "endings": ["the", "zzzzzzz zzz"], "label": 0},
-    {
-        "ctx": "the cat and the dog and the cat and the dog sat on a mat and",
-        "endings": ["the dog", "mat"],
-        "label": 1,
-    },
+    {"ctx": "the cat and the dog and the cat and the dog sat on a mat and", "endings": ["the dog", "mat"], "label": 1},
 ]
 
 
 def ask(*rows: Any) -> str:
-    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return "eval.choices=questions.jsonl"
+    return f"eval.choices={write_rows('questions.jsonl', rows)}"
 
 
 def test_choices_are_those_of_likelihoods_by_hand() -> None:
@@ -248,13 +240,9 @@ def test_choices_are_those_of_likelihoods_by_hand() -> None:
     with opened(load_config(*overrides)) as scorer:
         likelihoods = scorer.likelihoods(pairs)
     assert [found.total for found in likelihoods] == pytest.approx(expected, rel=1e-5)
-    for (before, after), found in zip(pairs, likelihoods, strict=True):
-        if len(before) + len(after) <= CONTEXT:
-            total, greedy = log_probability(model, before or [end], after)
-            assert total == pytest.approx(found.total, rel=1e-5) and greedy == found.greedy
 
 
-def test_an_ending_that_nothing_predicts_has_no_likelihood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ending_that_nothing_predicts_has_no_likelihood() -> None:
     """A likelihood of 1 would make it the best ending."""
     run = trained("plain", *SIZES, "data.path=rows.jsonl", "data.tokenizer=byte", "train.steps=1")
     given = ask({"ctx": "the", "endings": ["a", "b"], "label": 0})
@@ -302,7 +290,199 @@ def test_rows_that_are_no_questions(row: Any, message: str) -> None:
         (["run.dir=gpt", "eval.text=[texts.jsonl]", "eval.out=rows.jsonl/x"], "can't be written"),
     ],
 )
-def test_what_can_not_be_measured(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_measured(overrides: list[str], message: str, refused: Told) -> None:
     gpt()
-    assert main(["task=eval", "device=cpu", *overrides]) == 2
-    assert message in capsys.readouterr().err
+    refused(message, "task=eval", "device=cpu", *overrides)
+
+
+# the adapter for lm-evaluation-harness
+
+
+class _LM(abc.ABC):
+    """What lm_eval.api.model.LM asks of a model, for machines without the harness."""
+
+    def __init__(self) -> None:
+        self.cache_hook: Any = SimpleNamespace(add_partial=lambda kind, arguments, found: None)
+
+    @abc.abstractmethod
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]: ...
+
+    @abc.abstractmethod
+    def loglikelihood_rolling(self, requests: list[Any]) -> list[float]: ...
+
+    @abc.abstractmethod
+    def generate_until(self, requests: list[Any]) -> list[str]: ...
+
+
+@pytest.fixture
+def language_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    try:
+        import lm_eval.api.model  # noqa: F401  # the real one where it is
+    except ImportError:
+        for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules["lm_eval.api.model"].LM = _LM  # type: ignore[attr-defined]
+    from ttrain.tasks.evaluating.harness import TtrainLM
+
+    model = TtrainLM("device=cpu", "device.threads=1", batch_size=3, **{"run.dir": gpt()})
+    yield model
+    model.close()
+
+
+def asked(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=each) for each in arguments]
+
+
+def test_the_sum_of_likelihoods_is_that_of_the_whole(language_model: Any) -> None:
+    """A text within the context: word by word, as a whole, and rolling, where the first word follows nothing."""
+    parts = ["the", "the cat", "the cat sat", "the cat sat on"]
+    kept: list[Any] = []
+    language_model.cache_hook = SimpleNamespace(add_partial=lambda *given: kept.append(given))
+    pairs = [(before, after[len(before) :]) for before, after in pairwise(parts)]
+    *each, whole, alone = language_model.loglikelihood(
+        asked(*pairs, ("the", " cat sat on"), ("", "the cat sat on")), disable_tqdm=True
+    )
+    assert sum(total for total, _ in each) == pytest.approx(whole[0], rel=1e-5)
+    assert whole[1] == all(greedy for _, greedy in each)
+    rolling = language_model.loglikelihood_rolling(asked(("the cat sat on",)), disable_tqdm=True)
+    assert rolling == [pytest.approx(alone[0], rel=1e-5)]
+    assert [given[:2] for given in kept[-2:]] == [
+        ("loglikelihood", ("", "the cat sat on")), ("loglikelihood_rolling", ("the cat sat on",)),
+    ]  # fmt: skip
+
+
+def test_rolling_likelihoods_are_those_of_task_eval(language_model: Any) -> None:
+    found = evaluated("gpt", "eval.text=[texts.jsonl]")["text"]
+    each = language_model.loglikelihood_rolling(asked(*((text,) for text in TEXTS)), disable_tqdm=True)
+    assert -sum(each) == pytest.approx(found["loss"] * found["tokens"], rel=1e-5)
+    assert -sum(each) / math.log(2) / len("".join(TEXTS).encode()) == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    assert language_model.loglikelihood_rolling(asked(("",)), disable_tqdm=True) == [0.0]
+
+
+def test_what_is_written_greedily_is_greedy(language_model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    request = ("the cat", {"until": ["\n\n"], "max_gen_toks": 7})
+    (text,) = language_model.generate_until(asked(request), disable_tqdm=True)
+    words = ["sample.prompt=the cat", "sample.temperature=0", "sample.tokens=7", "sample.repetition=1"]
+    capsys.readouterr()
+    assert main(["task=sample", "run.dir=gpt", "device=cpu", *words]) == 0
+    assert capsys.readouterr().out == f"the cat{text}\n" and text
+    ((_, greedy), (_, other)) = language_model.loglikelihood(asked(("the cat", text), ("the cat", " zz")))
+    assert greedy and not other
+    until = text[2:4]
+    short, drawn, again = language_model.generate_until(
+        asked(
+            ("the cat", {"until": until, "max_gen_toks": 7}),
+            ("the cat", {"do_sample": True, "temperature": 3.0, "max_gen_toks": 20}),
+            ("the cat", {"temperature": 3.0, "max_gen_toks": 7}),
+        )
+    )
+    assert short == text[: text.index(until)] and again == text and not drawn.startswith(text)
+    with pytest.raises(UserError, match="knows no 'num_beams'"):
+        language_model.generate_until(asked(("the cat", {"num_beams": 2})))
+
+
+def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*sys.modules]:
+        if name == "ttrain.tasks.evaluating.harness":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
+    with pytest.raises(ImportError, match=r"pip install 'ttrain\[lm-eval\]'"):
+        import ttrain.tasks.evaluating.harness  # noqa: F401
+
+
+# conversations, against Transformers and rows that are written by hand
+
+
+CHATS = [
+    [{"role": "user", "content": f"the cat {number}"}, {"role": "assistant", "content": "sat on the mat"}]
+    for number in range(12)
+]
+CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}> {{ m.content }}</s>\n{% endfor %}"
+SMALL = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=64", "train.steps=2", "device=cpu",
+         "train.batch_size=2", "train.eval_sequences=2", "device.threads=1", "sample.tokens=1"]  # fmt: skip
+
+
+@pytest.fixture
+def chats(inside: Path) -> None:
+    write_rows("chats.jsonl", [{"talk": chat} for chat in CHATS])
+
+
+def measured(*overrides: str) -> dict[str, Any]:
+    assert main(["task=eval", "device=cpu", "device.threads=1", "eval.out=out.json", *overrides]) == 0
+    return dict(json.loads(Path("out.json").read_text())["text"])
+
+
+def train(*overrides: str) -> None:
+    data = ["data=documents", "data.sources=[chats.jsonl]", "data.chat_key=talk", "data.held_out=0.3"]
+    assert main([*SMALL, *data, "data.long_documents=cut", "run.dir=run", *overrides]) == 0
+
+
+OWN = "{role} says {content}|"
+
+
+@pytest.mark.parametrize(("template", "message"), [("plain", "{Role}: {content}\n"), (OWN, OWN)])
+def test_chats_are_rendered_as_the_run_did(chats: None, template: str, message: str) -> None:
+    train("data.tokenizer=byte", f"data.template='{template}'")
+    texts = ["".join(message.format(Role=m["role"].capitalize(), **m) for m in chat).rstrip("\n") for chat in CHATS]
+    found = measured("run.dir=run", "eval.text=[chats.jsonl]")
+    expected = measured("run.dir=run", f"eval.text=[{write_rows('texts.jsonl', [{'text': text} for text in texts])}]")
+    assert found["bytes"] == sum(len(text) for text in texts)
+    same = ("tokens", "bytes", "loss", "bits_per_byte", "documents")
+    assert [found[key] for key in same] == [expected[key] for key in same]
+    silent = [{"talk": [chat[0], {**chat[1], "weight": 0}]} for chat in CHATS]  # nothing is learnt here
+    assert measured("run.dir=run", f"eval.text=[{write_rows('silent.jsonl', silent)}]")["loss"] == found["loss"]
+
+
+def test_chats_are_rendered_by_the_template_of_a_folder(chats: None) -> None:
+    """As Transformers does; a BOS that the template writes is not put there twice."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    made: Any = train_bpe([json.dumps(CHATS)], 300)
+    Path("tokenizer.json").write_text(made.with_token("<s>").with_token("</s>").to_json())
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    Path("tokenizer_config.json").write_text(json.dumps(config))
+    train("data.tokenizer=tokenizer.json", "data.template=tokenizer", "model=llama", "model.hidden=24", *SMALL)
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=hf"]) == 0
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", **config)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    write_rows("messages.jsonl", [{"messages": chat} for chat in CHATS])
+    for model, chats in (("run.dir=run", "chats.jsonl"), ("model.from=hf", "messages.jsonl")):
+        found = measured(model, f"eval.text=[{chats}]")
+        if model == "model.from=hf":  # a text follows bos_token, which is there once
+            assert found["tokens"] == sum(len(each) - 1 for each in ids)
+            assert found["bytes"] == sum(len(text) - len("<s>") for text in texts)
+        expected = measured(model, f"eval.text=[{write_rows('texts.jsonl', [{'text': text} for text in texts])}]")
+        assert (found["loss"], found["tokens"]) == (expected["loss"], expected["tokens"])
+
+
+def test_a_model_without_a_template_reads_no_chats(chats: None, told: Told) -> None:
+    Path("book.txt").write_text("the cat sat on the mat. " * 60)
+    assert main([*SMALL, "data.path=book.txt", "data.tokenizer=byte", "run.dir=text"]) == 0
+    write_rows("messages.jsonl", [{"text": "the cat"}, {"messages": CHATS[0]}])
+    said = told("task=eval", "run.dir=text", "eval.text=[messages.jsonl]", "device=cpu", code=2)
+    assert "messages.jsonl:2 is a conversation. text: has no template" in said
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+def test_only_a_line_feed_ends_a_row_of_prompts(chats: None, name: str) -> None:
+    rows = ["one\u2028two", "form\x0cfeed", "next\x85line", "a\rb", "\x1cgroup\x1e", "last"]
+    lines = [json.dumps({"prompt": row}, ensure_ascii=False) if name.endswith("l") else row for row in rows]
+    for end in ("\n", "\r\n"):
+        Path(name).write_bytes(("\ufeff" + end.join(lines) + end + end).encode())
+        assert [row[1] for row in _rows(Path(name))] == rows
+    assert [row[0] for row in _rows(Path(name))] == [f"{name}:{number}" for number in range(1, 7)]
+    Path(name).write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=rf"^sample\.prompts: {name}:1 is .*UTF-16 does. Convert it to UTF-8\.$"):
+        list(_rows(Path(name)))
+
+
+def test_lines_of_a_chat_end_at_line_feeds(chats: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttrain.tasks import chat
+
+    said: list[str] = []
+    given = "\ufeffone\rtwo\u2028three\r\n/reset\n\x85four".encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), "utf-8"))
+    monkeypatch.setattr(chat._Conversation, "answer", lambda self, line: said.append(line))
+    train("data.tokenizer=byte", "data.template=chatml")
+    chat.run(load_config("task=chat", "run.dir=run", "device=cpu"))
+    assert said == ["one\rtwo\u2028three", "\x85four"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import cache_home
+from tests.train.reading import write_rows
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import resized_model
@@ -120,7 +120,7 @@ def test_a_short_text_is_measured_in_short_rows(built: Counter[tuple[str, int]])
     run = trained("llama")
     Path("short.txt").write_text("the cat sat on the dog")
     rows = [{"ctx": "the cat", "endings": ["sat", "the dog sat"], "label": 0}]
-    Path("questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("questions.jsonl", rows)
     Path("prompts.txt").write_text("the cat\nthe dog sat\n")
     built.clear()
     assert main(["task=eval", f"run.dir={run}", "eval.text=[short.txt]", "eval.choices=questions.jsonl", *CPU]) == 0

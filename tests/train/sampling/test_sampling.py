@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +12,6 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from tests.conftest import cache_home
-from ttrain.cli import main
 from ttrain.core.errors import DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
@@ -223,29 +220,6 @@ def test_bytes_that_end_within_a_character() -> None:
     assert written == ["a", "\ufffd"]
 
 
-class Pairs:
-    """Logits of the two tokens after a text, from its last token; the gate, if any, always says the same."""
-
-    def __init__(self, gate: int | None) -> None:
-        self.texts: list[list[int]] = []
-        self.gate = None if gate is None else np.array([50.0 * (gate == 0), 50.0 * (gate == 1)], np.float32)
-
-    def __call__(self, text: list[int]) -> tuple[np.ndarray, np.ndarray | None]:
-        self.texts.append(list(text))
-        logits = np.zeros((2, 8), np.float32)
-        for row in range(2):
-            logits[row, (text[-1] + 1 + row) % 8] = 50
-        return logits, self.gate
-
-
-@pytest.mark.parametrize(("gate", "lengths"), [(None, [1, 3, 4, 4]), (1, [1, 3, 4, 4]), (0, [1, 2, 3, 4, 4, 4, 4])])
-def test_pairs_are_drawn_two_or_as_the_gate_says(gate: int | None, lengths: list[int]) -> None:
-    model = Pairs(gate)
-    text = Continuation([0], ContextWindow(4), Sampler(SampleConfig()), 7)
-    assert list(text.drawn(model)) == [1, 2, 3, 4, 5, 6, 7]
-    assert [len(text) for text in model.texts] == lengths
-
-
 def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
     def draft(text: list[int]) -> tuple[np.ndarray, None]:
         return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), None
@@ -368,34 +342,3 @@ def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> No
     drawn = (asked.append(token) or token for token in range(1, 8))
     told = stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3])), True)
     assert told == "abc" and asked == [1, 2, 3]
-
-
-def test_the_sample_of_a_run_and_those_of_the_task_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(tmp_path))
-    Path("book.txt").write_text("some words of a book that nobody wrote\n" * 60)
-    overrides = ["model.layers=1", "model.heads=2", "model.width=16", "model.context=8", "data=text"]
-    overrides += ["data.path=book.txt", "engine=dynamic", "train.steps=2", "train.eval_sequences=2"]
-    overrides += ["train.peak_tflops=1", "logger=jsonl", "device=cpu"]
-    sample = ["sample.tokens=60", "sample.prompt=some"]
-    overrides += sample
-
-    def printed(*more: str) -> str:
-        capsys.readouterr()
-        assert main(list(more)) == 0
-        return capsys.readouterr().out
-
-    whole = "some" + printed(*overrides, "run.dir=a").split("> some\n\n")[1].split("\n\nmodel ")[0]
-    stop = whole[20:22].strip() or "w"
-    expected = "some" + cut_at(whole[4:], [stop])
-    assert expected != whole
-    assert f"> some\n\n{expected[4:]}\n\nmodel " in printed(*overrides, "run.dir=b", f"sample.stop=['{stop}']")
-    for cache in ("null", "false"):
-        task = ["task=sample", "run.dir=a", *sample, "sample.count=2", f"sample.cache={cache}"]
-        assert printed(*task, f"sample.stop=['{stop}']").startswith(
-            f"--- sample 1 of 2 ---\n{expected}\n--- sample 2 of 2 ---\n"
-        )
-    assert main(["task=sample", "run.dir=a", "sample.stop=['']"]) == 2
-    assert "an empty text would end every sample at once" in capsys.readouterr().err
