@@ -28,10 +28,11 @@ import psutil
 from ttrain.bench.results import COST_MODEL, CaseResult, Row
 from ttrain.bench.workload import Case
 from ttrain.config import build
+from ttrain.core.errors import UserError
 from ttrain.device.base import Device
 from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.timing import Work
+from ttrain.device.timing import Estimate, Work
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State
@@ -290,14 +291,21 @@ def modelled(device: DeviceConfig) -> bool:
     return info.mode(device) != MOCK and not info.present(device)
 
 
+def expected(device: DeviceConfig, work: Work, engine: str) -> Estimate:
+    """Return the time of work on a device that is not here. Raises UserError where there is no model of its times."""
+    told = info_of(device).estimate(device, work, engine)
+    if not isinstance(told, Estimate):
+        raise UserError(f"device={device.name}: it is not here. {told or 'There is no model of its times.'}")
+    return told
+
+
 def enter_times(case: Case, found: CaseResult, row: Row, device: DeviceConfig, engine: str) -> None:
     """Enter the time of a contender into its row."""
     device = info_of(device).held(device, case.precision)
-    model = info_of(device).time_model(device)
-    found.basis, found.device = COST_MODEL, model.describe()
-    total, bound = model.step(_planned(case, device), engine)
-    row.status, row.description, row.round_ms = "ok", f"cost model of engine={engine}", [total]
-    row.facts = {"bound_by": bound, "peak_flops": model.peak_flops(engine)}
+    told = expected(device, _planned(case, device), engine)
+    found.basis, found.device = COST_MODEL, {"name": device.name, "mode": COST_MODEL, "model": told.time.source}
+    row.status, row.description, row.round_ms = "ok", f"cost model of engine={engine}", [1e3 * told.time.total]
+    row.facts = {"bound_by": told.time.bottleneck.replace("_", " "), "peak_flops": told.peak}
 
 
 def _planned(case: Case, device: DeviceConfig) -> Work:

@@ -13,8 +13,7 @@ BUSY = 0.1  # share of all cores used by others from which on a note says so
 Values = Mapping[str, Any]
 
 _BASES = {
-    "cost model": "These times are from {model} ({name}), not from a card: there is none here. docs/planning.md tells "
-    "what the model rests on.",
+    "cost model": "There is no card here ({name}). These times are from {model}.",
     "mocked board": "This is host dispatch alone on a mocked board ({name}), which computes nothing.",
     "simulator": "On a simulator, not on a card ({name}): {note}.",
 }

@@ -55,38 +55,12 @@ class OutOfResources(UserError):
         self.cause, self.keys = cause, keys
 
 
-class TimeModel(Protocol):
-    """Times of work on hardware that need not be here."""
-
-    def describe(self) -> dict[str, object]:
-        """Return facts for a result: `name`, `mode`, `model` (what tells the times) and `source`."""
-
-    def step(self, work: Work, engine: str) -> tuple[float, str]:
-        """Return (milliseconds, what bounds it) of an optimizer step."""
-
-    def peak_flops(self, engine: str) -> float:
-        """Return the highest FLOP/s that the hardware can reach."""
-
-
 class Profile(Protocol):
     """The work of a device during some steps: plain values for JSON, and tables for people."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
     def tables(self) -> list[Table]: ...
-
-
-class Profiler(Protocol):
-    """The profiler of a device. `config` opens the device with it on."""
-
-    @property
-    def config(self) -> DeviceConfig: ...
-
-    def warm(self, device: Any) -> None:
-        """Leave out the programs that ran until now."""
-
-    def profile(self, device: Any, steps: int) -> Profile:
-        """Return the profile of the steps run since `warm`."""
 
 
 class DeviceInfo:
@@ -159,21 +133,20 @@ class DeviceInfo:
     def estimate(self, config: DeviceConfig, work: Work, engine: str) -> Estimate | str | None:
         """Return the expected time of an optimizer step by a model of the hardware, or why there is none.
 
-        None where kernels are timed on this machine instead.
+        None where kernels are timed on this machine instead. The hardware need not be here.
         """
         return None
-
-    def time_model(self, config: DeviceConfig) -> TimeModel:
-        """Return a model of times for hardware that is not here. Raises UserError where there is none."""
-        raise UserError(f"{self.named(config)}: there is no model of its times. Give a device that is here.")
 
     def calibrate(self, config: DeviceConfig, node_of: NodeOf) -> str:
         """Opens the device, measures the constants of its model, keeps them, and says so. Raises UserError."""
         raise UserError(f"plan.calibrate=true: {self.named(config)} has no cost model whose constants to measure.")
 
-    def profiler(self, config: DeviceConfig, folder: Path) -> Profiler | None:
-        """The device's own profiler, writing below `folder`; None where it has none."""
-        return None
+    def profiler(self, config: DeviceConfig, folder: Path) -> Any:
+        """The device's own profiler, writing below `folder`; only where `profiles`.
+
+        Its `config` opens the device with it on. `warm(device)` leaves out the programs that ran until then, and
+        `profile(device, steps)` returns the Profile of the steps run since.
+        """
 
     def read_profile(self, report: Path, steps: int) -> Profile:
         """Read a report that a profiler wrote. Only where `profiles`."""

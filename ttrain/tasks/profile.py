@@ -17,7 +17,7 @@ from ttrain.core.files import to_json, write_chosen
 from ttrain.core.tables import plain_table
 from ttrain.core.waiting import waited_for
 from ttrain.device.base import Device
-from ttrain.device.info import Profile, Profiler, info_of
+from ttrain.device.info import Profile, info_of
 from ttrain.tasks.training.start import start_run
 from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
 from ttrain.train.forecast.show import product_ways
@@ -56,8 +56,7 @@ def _given(config: Config) -> Profile:
 def _by_device(config: Config) -> Profile:
     """Steps on the device, with its profiler on."""
     with tempfile.TemporaryDirectory() as folder:
-        profiler: Profiler | None = info_of(config.device).profiler(config.device, Path(folder))
-        assert profiler is not None  # its family profiles
+        profiler = info_of(config.device).profiler(config.device, Path(folder))
         steps, config = config.profile.steps, dataclasses.replace(config, device=profiler.config)
         with _warmed(config, steps) as (device, drive, _):
             profiler.warm(device)

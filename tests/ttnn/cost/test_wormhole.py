@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from benchmarks.wormhole.reproduce import stream, tile_count
@@ -27,11 +29,15 @@ def test_padding_is_paid_for() -> None:
     assert chip.program(Product(33, 33, 33)) == chip.program(Product(64, 64, 64))
 
 
+def bound_of(step: Any) -> str:
+    return max(("host", "dispatch", "compute", "bandwidth"), key=vars(step).__getitem__)
+
+
 def test_a_replay_leaves_the_host_out_which_long_programs_hide() -> None:
     chips = [Wormhole(issuer=issuer) for issuer in ("replay", "native")]
     replay, native = (chip.step([stream((32, 32))] * 50) for chip in chips)
-    assert replay.host == 0 and native.bottleneck == "host"
+    assert replay.host == 0 and bound_of(native) == "host"
     assert native.total == pytest.approx(native.host, rel=0.05) and replay.total < native.total / 4
     replay, native = (chip.step([Product(4096, 4096, 4096)] * 5) for chip in chips)
-    assert native.bottleneck == replay.bottleneck == "compute"
+    assert bound_of(native) == bound_of(replay) == "compute"
     assert native.total == pytest.approx(replay.total, rel=0.01)

@@ -39,7 +39,6 @@ class Tenstorrent(DeviceInfo):
     diagnose = _answer("problems:diagnose")
     memory = _answer("runtime.identity:memory")
     estimate = _answer("cost.step_time:estimate")
-    time_model = _answer("cost.step_time:WormholeModel")
     calibrate = _answer("cost.calibrate:calibrate")
     profiler = _answer("runtime.profile:TtnnProfiler")
     read_profile = _answer("runtime.profile:read_profile")

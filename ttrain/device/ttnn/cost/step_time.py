@@ -7,7 +7,6 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ttrain.core.errors import UserError
 from ttrain.device.measured import Section
 from ttrain.device.timing import TIE, Estimate, StepTime, Way, Work, duration, simplest
 from ttrain.device.ttnn.cost.lowering import Lowering
@@ -132,29 +131,3 @@ def split_time(
     found = step.sums(replace(chip, grid=(rows, max(columns // 2, 1))))
     in_turn = 2 * step.time(replace(config, command_queues=1), engine, constants).total
     return max(found.total, 2 * found.host) / 1e6 + 2 * step.host_input, in_turn
-
-
-class WormholeModel:
-    """A board as a config uses it, for benchmarks where there is no card. See `TimeModel`."""
-
-    def __init__(self, config: TenstorrentConfig) -> None:
-        if is_blackhole(config):
-            raise UserError(
-                f"device={config.name}: there is no cost model of a Blackhole chip, and no card here. Give device=n300."
-            )
-        self.config = config
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "name": self.config.name,
-            "mode": "cost model",
-            "model": "the cost model of a Wormhole chip",
-            "source": "ttrain/device/ttnn/cost, docs/planning.md",
-        }
-
-    def step(self, work: Work, engine: str) -> tuple[float, str]:
-        time = CardStep(work, self.config).time(self.config, engine)
-        return 1e3 * time.total, time.bottleneck.replace("_", " ")
-
-    def peak_flops(self, engine: str) -> float:
-        return chip_of(self.config, engine).peak_flops()

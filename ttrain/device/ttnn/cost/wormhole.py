@@ -61,11 +61,6 @@ class Product:
     bytes_per_element: float = 2.0
 
     @property
-    def flops(self) -> int:
-        """Number of operations; a multiply-add counts two."""
-        return 2 * self.batch * self.m * self.k * self.n
-
-    @property
     def nbytes(self) -> float:
         """Padded bytes of the two inputs and the output, each once."""
         m, k, n = (tiles(size) * TILE for size in (self.m, self.k, self.n))
@@ -113,10 +108,6 @@ class StepEstimate:
     compute: float
     bandwidth: float
     programs: int
-
-    @property
-    def bottleneck(self) -> str:
-        return max(("host", "dispatch", "compute", "bandwidth"), key=lambda name: getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -169,12 +160,11 @@ class Wormhole:
             issued += time.host
             handed = max(issued, handed) + time.dispatch
             done = max(handed, done) + time.busy
-        return self._estimate(done, times)
-
-    def blocking(self, programs: Sequence[Program]) -> StepEstimate:
-        """Estimate programs whose end the host waits for one by one."""
-        times = [self.program(program) for program in programs]
-        return self._estimate(sum(self.call + time.dispatch + time.busy for time in times), times)
+        # Each program counts under what its cores waited for: compute or bandwidth.
+        host, dispatch = sum(time.host for time in times), sum(time.dispatch for time in times)
+        compute = sum(time.busy for time in times if time.compute >= time.bandwidth)
+        bandwidth = sum(time.busy for time in times if time.compute < time.bandwidth)
+        return StepEstimate(done, host, dispatch, compute, bandwidth, len(times))
 
     def peak_flops(self) -> float:
         """Return the FLOP/s of the matrix units at this fidelity, if they never waited."""
@@ -202,11 +192,3 @@ class Wormhole:
             tall, broad = -(-m // high), -(-n // wide)
             choices.append((tall * broad, -(-m // tall) * -(-n // broad)))
         return min(choices)
-
-    @staticmethod
-    def _estimate(total: float, times: Sequence[ProgramTime]) -> StepEstimate:
-        """Sum up; each program counts under what its cores waited for: compute or bandwidth."""
-        host, dispatch = sum(time.host for time in times), sum(time.dispatch for time in times)
-        compute = sum(time.busy for time in times if time.compute >= time.bandwidth)
-        bandwidth = sum(time.busy for time in times if time.compute < time.bandwidth)
-        return StepEstimate(total, host, dispatch, compute, bandwidth, len(times))

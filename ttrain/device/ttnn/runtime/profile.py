@@ -202,7 +202,7 @@ def read_profile(report: Path, steps: int) -> DispatchProfile:
 
 
 class TtnnProfiler:
-    """Steps on a device whose profiler writes below a folder. See `Profiler`."""
+    """Steps on a device whose profiler writes below a folder. See `DeviceInfo.profiler`."""
 
     def __init__(self, config: TenstorrentConfig, folder: Path) -> None:
         self.folder = Path(config.profile or folder)
