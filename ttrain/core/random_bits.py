@@ -9,6 +9,7 @@ from __future__ import annotations
 
 MIX_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 MIX_SHIFTS = (16, 15, 16)
+SIGN = 1 << 31
 
 
 def mix(x: int) -> int:
@@ -28,3 +29,8 @@ def stream_key(seed: int, stream: int) -> int:
 def keep_threshold(p: float) -> int:
     """Elements whose bits are at or above this are kept."""
     return min(round(p * 2**32), 2**32 - 1)
+
+
+def signed(number: int) -> int:
+    """The int32 that has the same bits as a 32-bit unsigned number."""
+    return number - (1 << 32) if number >= SIGN else number

@@ -68,8 +68,7 @@ class Kernel:
     `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on those
     buffers; everything that can be worked out beforehand is worked out in `bind`. A RETURNS kernel's call returns the
     list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
-    provides for the time of the launch. `host_scalars` names attributes or inputs that the kernel turns into numbers:
-    a captured step refuses such a kernel. `overwrites` numbers inputs whose buffer the first output may take over where
+    provides for the time of the launch. `overwrites` numbers inputs whose buffer the first output may take over where
     nothing reads them afterwards; the kernel then finds the same buffer on both sides. `layouts(inputs, outputs,
     attributes)` gives the layouts (see `Device.layout`) of outputs that have another than usual, None for the others.
     `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
@@ -80,16 +79,17 @@ class Kernel:
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Attributes, Sequence[Buffer]], Launch]
     delivery: Delivery = Delivery.OUT
-    workspace: Callable[[GivenSpecs, Specs, Attributes], list[TensorSpec]] | None = None
-    host_scalars: tuple[str, ...] = ()
+    workspace: Callable[[GivenSpecs, Specs, Attributes], list[TensorSpec]] = lambda *_: []
     overwrites: tuple[int, ...] = ()
     layouts: Callable[[GivenSpecs, Specs, Attributes], list[Layout | None]] | None = None
     outside: Callable[[GivenSpecs, Specs, Attributes], int] = lambda *_: 0
     supports: Callable[[GivenSpecs, Attributes], bool] | None = None
     way: Callable[[GivenSpecs, Specs, Attributes], str] | None = None
 
-    def workspace_specs(self, inputs: GivenSpecs, outputs: Specs, attributes: Attributes) -> list[TensorSpec]:
-        return [] if self.workspace is None else self.workspace(inputs, outputs, attributes)
+
+def split_update(inputs: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Return the lists of op update (parameters, gradients, slots, copies if any), and at last its four scalars."""
+    return [*(inputs[start : start + count] for start in range(0, len(inputs) - 4, count)), inputs[-4:]]
 
 
 class Table(dict[str, Kernel]):

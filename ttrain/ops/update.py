@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import split_update
 from ttrain.graph import (
     REGISTRY,
     Case,
@@ -132,6 +133,14 @@ class Rule:
         return program_of(self.body, self._specs(), dict(self.settings))
 
     @cached_property
+    def alone(self) -> list[bool]:
+        """True for each input and step of the program that is made of lr and step alone."""
+        found = [False] * (2 + len(self.slots)) + [True] * 2
+        for name, operands, _ in self.program[0]:
+            found.append(name == "full" or all(found[item] for item in operands))
+        return found
+
+    @cached_property
     def flops(self) -> int:
         """Floating-point operations per element, the clip factor's with them."""
         nodes = self.body.probe(self._specs(), dict(self.settings)).graph.nodes
@@ -204,8 +213,7 @@ class Update(Op):
         self, inputs: Sequence[Value | None], attributes: Mapping[str, Any], record: RecordSide
     ) -> Sequence[Value] | None:
         """The parameters of each side with what belongs to them."""
-        count, scalars = attributes["count"], inputs[-4:]
-        lists = [inputs[start : start + count] for start in range(0, len(inputs) - 4, count)]
+        count, (*lists, scalars) = attributes["count"], split_update(inputs, attributes["count"])
         on_host = [parameter is not None and parameter.on_host for parameter in lists[0]]
         if len(set(on_host)) == 1:
             return None
@@ -230,11 +238,9 @@ class Update(Op):
 
     def _steps(self, attributes: Mapping[str, Any], inputs: tuple[Value | None, ...]) -> Sequence[Value]:
         """Record the update, without stochastic rounding."""
-        count, rule = attributes["count"], attributes["rule"]
-        lr, step, factor, _ = inputs[-4:]
+        rule, (*lists, (lr, step, factor, _)) = attributes["rule"], split_update(inputs, attributes["count"])
         assert lr is not None and step is not None
         program, results = rule.program
-        lists = [inputs[start : start + count] for start in range(0, len(inputs) - 4, count)]
         new = []
         for parameter, gradient, *states in zip(*lists, strict=True):
             assert parameter is not None and gradient is not None

@@ -145,17 +145,13 @@ def _rotary(call: Call) -> None:
 
 
 class Program:
-    """A program on vectors and scalars: the first `vectors` inputs are vectors, the others scalars.
+    """The program of an optimizer's rule, on vectors, and on lr and step as scalars.
 
     Steps on scalars alone run in fp64, once a launch; vectors read their results rounded to fp32.
     """
 
-    def __init__(self, steps: Sequence[Any], results: Sequence[int], vectors: int, scalars: int) -> None:
-        self.steps, self.results, self.inputs = steps, results, vectors + scalars
-        scalar = [index >= vectors for index in range(self.inputs)]
-        for name, operands, _ in steps:
-            scalar.append(name == "full" or all(scalar[item] for item in operands))
-        self.is_scalar = scalar
+    def __init__(self, rule: Any) -> None:
+        (self.steps, self.results), self.inputs, self.is_scalar = rule.program, len(rule.slots) + 4, rule.alone
         self.register, self.registers = self._assign()
 
     @property

@@ -8,15 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, mix, stream_key
+from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, SIGN, keep_threshold, mix, signed, stream_key
 from ttrain.device.torch.kernels.common import Call, Tensor, constant_like, row, shaped
-
-_SIGN = 1 << 31
-
-
-def signed(number: int) -> int:
-    """The int32 that has the same bits as a 32-bit unsigned number."""
-    return number - (1 << 32) if number >= _SIGN else number
 
 
 @lru_cache(maxsize=4)
@@ -75,9 +68,9 @@ class Dropout:
         """y <- x * mask / (1 - p), where the scratch for hashes holds numbers of elements with the key added."""
         hashes, temporary, mask = (shaped(part, x.shape) for part in (self.hashes, self.temporary, self.kept))
         emit_mix(self.call, hashes, temporary)
-        self.call.emit(torch.bitwise_xor, hashes, constant_like(-_SIGN, hashes), out=hashes)
+        self.call.emit(torch.bitwise_xor, hashes, constant_like(-SIGN, hashes), out=hashes)
         # The hash has its top bit flipped, so a signed comparison orders it as unsigned.
-        threshold = constant_like(signed(keep_threshold(self.p) ^ _SIGN), hashes)
+        threshold = constant_like(signed(keep_threshold(self.p) ^ SIGN), hashes)
         self.call.emit(torch.ge, hashes, threshold, out=hashes)
         self.call.emit(mask.copy_, hashes)
         self.call.emit(torch.addcmul, constant_like(0.0, x), x, mask, value=1 / (1 - self.p), out=y)

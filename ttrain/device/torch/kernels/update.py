@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ttrain.core.spec import flat_offsets
-from ttrain.device.base import Delivery
+from ttrain.device.base import Delivery, split_update
 from ttrain.device.torch.kernels.common import FLAT_GAP, Call, Tensor, constant_like, flatten, row
 from ttrain.device.torch.kernels.elementwise import Program
 from ttrain.device.torch.kernels.random import counting, emit_key, emit_mix
@@ -56,10 +56,9 @@ class _Update:
     """The inputs of one update, sorted: parameters, gradients and slots, and the copies of parameters if there are."""
 
     def __init__(self, call: Call) -> None:
-        ins, count = call.ins, call.attributes["count"]
-        self.lists: list[list[Tensor]] = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+        self.lists: list[Sequence[Tensor]]
+        *self.lists, (self.lr, self.step, self.factor, self.seed) = split_update(call.ins, call.attributes["count"])
         self.copies = self.lists.pop() if call.attributes.get("copies") else []
-        self.lr, self.step, self.factor, self.seed = ins[-4:]
         self.low_bits = self.lists[0][0].dtype is torch.int16  # parameters are what fp32 weights have beyond the copies
 
     @property
@@ -131,9 +130,7 @@ class _Blocks:
     def __init__(self, call: Call, update: _Update) -> None:
         self.emit, self.call, self.update = call.emit, call, update
         self.stochastic, self.numbers = call.attributes.get("stochastic", ()), call.attributes.get("numbers", ())
-        rule = call.attributes["rule"]
-        steps, results = rule.program
-        self.program = Program(steps, results, vectors=2 + len(rule.slots), scalars=2)
+        self.program = Program(call.attributes["rule"])
         _, total = flat_offsets([tensor.numel() for tensor in update.lists[0]])
         most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
         block = (max(1, min(total, call.context.block, most)),)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
-from ttrain.device.base import Launch
+from ttrain.device.base import Launch, split_update
 from ttrain.device.torch.native.codegen import Request, c_bool, c_double, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
@@ -49,12 +49,6 @@ def _one_dtype(specs: Sequence[TensorSpec | None]) -> DType | None:
     return found.pop() if len(found) == 1 and found <= {DType.FP32, DType.BF16, DType.INT16} else None
 
 
-def _slots(items: Sequence[Any], count: int, slots: int) -> tuple[list[list[Any]], list[Any]]:
-    """Items of `slots` lists of `count` tensors, and what follows them."""
-    end = count * slots
-    return [list(items[start : start + count]) for start in range(0, end, count)], list(items[end:])
-
-
 _SCALAR = {
     "add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}", "divide": "{0} / {1}",
     "scale": "{0} * {factor}", "full": "{value}", "exp": "__builtin_exp({0})", "expm1": "__builtin_expm1({0})",
@@ -72,13 +66,10 @@ def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]
     `exact` keeps products from being joined with sums.
     """
     vectors = 2 + len(rule.slots)
-    steps, results = rule.program
-    scalar = [item >= vectors for item in range(vectors + 2)]
+    (steps, results), scalar = rule.program, rule.alone
     lines: tuple[list[str], list[str]] = ([], [])
     for number, (name, operands, attributes) in enumerate(steps, start=vectors + 2):
-        settings = dict(attributes)
-        alone = name == "full" or all(scalar[item] for item in operands)
-        scalar.append(alone)
+        settings, alone = dict(attributes), scalar[number]
         table = _SCALAR if alone else {**EXPRESSIONS, **(_PRODUCTS if exact else {})}
         if name not in table or (not alone and name in UNSUITED):
             return None
@@ -97,7 +88,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     rule, count, stochastic = settings["rule"], settings["count"], settings.get("stochastic", ())
     vectors, copies = 2 + len(rule.slots), bool(settings.get("copies"))
     lists = vectors + copies
-    slots, (_, _, factor, _) = _slots(request.inputs, count, lists)
+    *slots, (_, _, factor, _) = split_update(request.inputs, count)
     dtypes = [_one_dtype(slot) for slot in slots]
     narrow = any(dtype is DType.BF16 for position, dtype in enumerate(dtypes[:vectors]) if position != 1)
     arithmetic = _arithmetic(rule, narrow)
@@ -143,7 +134,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
     ]
 
     def bind(function: int, ins: Tensors, outs: Tensors, work: Tensors) -> Launch:
-        given, others = _slots(ins, count, lists)
+        *given, others = split_update(ins, count)
         numbers = settings.get("numbers") or flat_offsets([tensor.numel() for tensor in given[0]])[0]
         table, begins = _table(given, sizing.block, team, numbers if numbered else None)
         arguments = [table.ctypes.data, begins.ctypes.data, *map(address, others)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, keep_threshold, stream_key
+from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, SIGN, keep_threshold, signed, stream_key
 from ttrain.device.base import Launch
 from ttrain.device.ttnn.kernels.common import Attributes, Context, Specs, Tensor, row
 from ttrain.device.ttnn.tensors.device_tensor import IntegerInput
@@ -72,14 +72,6 @@ for _op in CALLS:
     row(_op, bound=True, supports=_swiglu if _op == "gated_activation" else None)(partial(_elementwise, _op))
 
 
-_SIGN = 1 << 31
-
-
-def signed(number: int) -> int:
-    """The int32 that has the same bits as a 32-bit unsigned number."""
-    return number - (1 << 32) if number >= _SIGN else number
-
-
 def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> Any:
     """Return the key of a stream of random bits, int32, which follows the seed; another on every chip if `per_chip`."""
 
@@ -97,8 +89,8 @@ def _dropout_mask(c: Context, seed: IntegerInput, mask: Tensor, stream: int, p: 
     x = tt.add(index.t, key_of(c, seed, stream))
     mix_into(tt, x)
     # With the top bit flipped, the signed comparison orders the hash as unsigned.
-    tt.bitwise_xor(x, -_SIGN, output_tensor=x)
-    kept = tt.ge(x, signed(keep_threshold(p) ^ _SIGN), dtype=getattr(tt, dtype_name(mask.spec.dtype)))
+    tt.bitwise_xor(x, -SIGN, output_tensor=x)
+    kept = tt.ge(x, signed(keep_threshold(p) ^ SIGN), dtype=getattr(tt, dtype_name(mask.spec.dtype)))
     tt.multiply(kept, 1 / (1 - p), output_tensor=mask.t)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.device.base import Delivery, Launch, chain
+from ttrain.device.base import Delivery, Launch, chain, split_update
 from ttrain.device.ttnn.kernels.common import Context, row
 from ttrain.device.ttnn.kernels.elementwise import CALLS, key_of, mix_into
 from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, Stack, stacked
@@ -225,10 +225,7 @@ _ON_HOST: dict[str, Callable[..., float]] = {
 def stepwise(c: Context, rule: Any, lr: DeviceTensor, step: DeviceTensor, factor: DeviceTensor | None) -> Update:
     """Steps on lr and step alone are worked out by the host, as step inputs; the others run on the card in fp32."""
     steps, results = rule.program
-    vectors = 2 + len(rule.slots)
-    alone = [item >= vectors for item in range(vectors + 2)]
-    for name, operands, _ in steps:
-        alone.append(name == "full" or all(alone[item] for item in operands))
+    vectors, alone = 2 + len(rule.slots), rule.alone
 
     def number(item: int, given: Sequence[float]) -> float:
         if item < vectors + 2:
@@ -269,12 +266,11 @@ def _update(
 
     The compute copies lie as their masters do, so one rounding serves a whole stack.
     """
-    lists = [list(ins[start : start + count]) for start in range(0, len(ins) - 4, count)]
+    *lists, (*scalars, seed) = split_update(ins, count)  # scalars: lr, step and the clip factor
     rounded = lists.pop() if copies else []
-    scalars = ins[-4:-1]  # lr, step and the clip factor
     chain_of: Callable[..., Update] = _RULES.get(rule.name, stepwise)
     update = chain_of(c, rule, *scalars)
-    rounding = rounding_of(c, stochastic, stream, ins[-1]) if stochastic else None
+    rounding = rounding_of(c, stochastic, stream, seed) if stochastic else None
     launches, numbered = [], 0
     joined = [stacked(c.store, tensors) for tensors in lists]
     for p, gradients, *others in zip(*joined, strict=True):
