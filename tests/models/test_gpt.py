@@ -126,7 +126,7 @@ def test_full_logits_of_a_large_vocabulary_never_exist(model: Any) -> None:
     assert max(output.spec.nbytes for node in graph.nodes for output in node.outputs) < logits
     node = next(node for node in graph.nodes if node.op.name == "head_cross_entropy")
     kernel = TorchDevice("cpu", threads=1).kernels["head_cross_entropy"]
-    work = kernel.workspace_specs(*node.specs, node.attributes)
+    work = kernel.workspace(*node.specs, node.attributes)
     assert 30 * 2**20 < max(spec.nbytes for spec in work) <= 32 * 2**20
 
 

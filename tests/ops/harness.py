@@ -203,14 +203,14 @@ def bound(
 ) -> Callable[[], Any]:
     """The launch of a node on these buffers, with poisoned workspace."""
     kernel = interpreter.device.kernels[node.op.name]
-    specs = kernel.workspace_specs(*node.specs, node.attributes)
+    specs = kernel.workspace(*node.specs, node.attributes)
     return kernel.bind(ins, outs, node.attributes, [interpreter.allocate(spec) for spec in specs])
 
 
 def launch_row(bind: Bind, context: Context, ins: Sequence[torch.Tensor], attributes: Mapping[str, Any]) -> None:
     """Launch a function of a call on these tensors, with scratch memory of zeros."""
     row = kernel(bind, context)
-    specs = row.workspace_specs([*map(spec_of, ins)], [], attributes)
+    specs = row.workspace([*map(spec_of, ins)], [], attributes)
     row.bind(ins, [], attributes, [torch.zeros(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in specs])()
 
 
@@ -231,7 +231,7 @@ def bind_node(
         inputs[aliases[index]] if index in aliases else device.allocate(output.spec)
         for index, output in enumerate(node.outputs)
     ]
-    work = [device.allocate(spec) for spec in kernel.workspace_specs(*node.specs, node.attributes)]
+    work = [device.allocate(spec) for spec in kernel.workspace(*node.specs, node.attributes)]
     return kernel.bind(inputs, outs, node.attributes, work), [out for out in outs if out is not None]
 
 

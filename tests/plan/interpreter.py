@@ -128,7 +128,7 @@ class _Memory:
         return self._place(self.plan.owned[owner].offset, value.spec)
 
     def workspace(self, node: Node, kernel: Kernel) -> list[Tensor]:
-        wanted = kernel.workspace_specs(*node.specs, node.attributes)
+        wanted = kernel.workspace(*node.specs, node.attributes)
         blocks = self.plan.scratch[node]
         return [self._place(block.offset, spec) for block, spec in zip(blocks, wanted, strict=True)]
 

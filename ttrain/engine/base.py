@@ -172,7 +172,7 @@ class Bound(ABC):
         kernel = of_side(self.kernels, node.on_host)[node.op.name]
         ins = [None if value is None else self.buffer(value) for value in node.inputs]
         outs = [self.buffer(output) for output in node.outputs]
-        workspace = self.workspace(node, kernel.workspace_specs(*node.specs, node.attributes))
+        workspace = self.workspace(node, kernel.workspace(*node.specs, node.attributes))
         return self.device.side(node.on_host).bind(kernel, ins, outs, node.attributes, workspace)
 
 

@@ -47,7 +47,7 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
     scratch: dict[Node, list[Block]] = {}
     for time, node in enumerate(graph.nodes):
         if node not in placement.elided:
-            specs = of_side(kernels, node.on_host)[node.op.name].workspace_specs(*node.specs, node.attributes)
+            specs = of_side(kernels, node.on_host)[node.op.name].workspace(*node.specs, node.attributes)
             scratch[node] = [Block(node, x.nbytes, time, time, UNPLACED, x, node.on_host) for x in specs]
     return scratch
 

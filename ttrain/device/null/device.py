@@ -46,9 +46,7 @@ class _EveryOp(dict[str, Kernel]):
     def __missing__(self, name: str) -> Kernel:
         if name not in self:
             raise KeyError(name)
-        device = self._device
-        delivery, host_scalars = device.deliveries.get(name, Delivery.OUT), device.host_scalars.get(name, ())
-        return Kernel(device.binding(name), delivery, host_scalars=host_scalars)
+        return Kernel(self._device.binding(name), self._device.deliveries.get(name, Delivery.OUT))
 
 
 class NullDevice(Device):
@@ -65,7 +63,6 @@ class NullDevice(Device):
     def __init__(self, without: Sequence[str] = (), rows: Mapping[str, Kernel] | None = None) -> None:
         super().__init__()
         self.deliveries: dict[str, Delivery] = {}  # tests set rows here to play another device
-        self.host_scalars: dict[str, tuple[str, ...]] = {}
         self.launched: list[str] = []
         self.capturing: str | None = None
         self.closed = False

@@ -333,7 +333,7 @@ def _bound(device: Device, table: Mapping[str, Kernel], node: Node) -> tuple[Cal
         ins[aliases[index]] if index in aliases else device.allocate(output.spec)
         for index, output in enumerate(node.outputs)
     ]
-    workspace = [device.allocate(spec) for spec in kernel.workspace_specs(*node.specs, node.attributes)]
+    workspace = [device.allocate(spec) for spec in kernel.workspace(*node.specs, node.attributes)]
     return device.bind(kernel, ins, outs, node.attributes, workspace), scale
 
 

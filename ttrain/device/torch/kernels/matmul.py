@@ -103,7 +103,7 @@ def _linear(call: Call) -> None:
     if (name := call.attributes.get("activation")) is not None:
         op, settings = ("gelu", {"approximate": _FORMS[name]}) if name in _FORMS else (name, {})
         kernel, specs = ROWS[op](call.context), [spec_of(y)]
-        work = [call.scratch(x.shape, TORCH_DTYPES[x.dtype]) for x in kernel.workspace_specs(specs, specs, settings)]
+        work = [call.scratch(x.shape, TORCH_DTYPES[x.dtype]) for x in kernel.workspace(specs, specs, settings)]
         activated = None if call.planning else kernel.bind([y], [y], settings, work)
     product(call, rows, weight.t(), y, bias)
     if activated is not None:

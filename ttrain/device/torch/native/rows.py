@@ -146,7 +146,7 @@ class NativeKernels:
             node, ways = (request.inputs, request.outputs, request.settings), dict[str, Launch]()
             for backend in backends_of(request):
                 kernel = self._kernel(request, backend)
-                ways[backend] = kernel.bind(ins, outs, node[2], [*map(_ones, kernel.workspace_specs(*node))])
+                ways[backend] = kernel.bind(ins, outs, node[2], [*map(_ones, kernel.workspace(*node))])
             return dict.fromkeys(ways, math.inf) | seconds(warmed(ways), _TURNS, _SECONDS)
 
         return self._recalled(str(request), backends_of(request), measured)
@@ -233,7 +233,7 @@ class NativeKernels:
         return Kernel(
             bind,
             Delivery.INPLACE if name in _INPLACE else Delivery.OUT,
-            lambda *node: chosen(*node).workspace_specs(*node),
+            lambda *node: chosen(*node).workspace(*node),
             # Only over its base: a gradient of equal spec is read row by row all the while.
             overwrites=(0,) if name == "add_embedding_grad" else (),
             supports=None if name not in self._base else self._base[name].supports,

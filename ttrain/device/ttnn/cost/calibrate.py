@@ -129,7 +129,7 @@ class Calibration:
         kernel, (given, made) = device.kernels[node.op.name], node.specs
         ins = [None if spec is None else device.allocate(spec) for spec in given]
         outs = [device.allocate(spec) for spec in made]
-        work = [device.allocate(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
+        work = [device.allocate(spec) for spec in kernel.workspace(given, made, node.attributes)]
         launch = device.bind(kernel, ins, outs, node.attributes, work)
         self._timed([launch])
         return launch, Lowering().programs(node)

@@ -192,7 +192,7 @@ class Lowering:
                 outs[0] = ins[number]
         if node.op.name in JOINED:
             stacked(self.context.store, ins)
-        work = [self._tensor(spec) for spec in kernel.workspace_specs(given, made, node.attributes)]
+        work = [self._tensor(spec) for spec in kernel.workspace(given, made, node.attributes)]
         launch = kernel.bind(ins, outs, node.attributes, work)
         ran.clear()
         results = launch()
