@@ -78,7 +78,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
         ("data=documents", "data.sources: has no value (set in data/documents.yaml); give one with"),
         ("train.steps=0", "train.steps=0: must be at least 1."),
         ("optimizer.lr=-1", "optimizer.lr=-1.0: must be at least 0."),
-        ("model.dropout=1", "model.dropout=1.0: must be less than 1."),
+        ("model.dropout=1", "model.dropout=1.0: must be below 1."),
         ("model.activation=gelo", "model.activation=gelo: no such choice. Did you mean 'gelu'?"),
         ("model.heads=3", "model.heads=3: must divide model.width=128. Nearest that does: 2."),
         ("model=gpt2 model.preset=355M model.heads=7", "model.heads=7: must divide model.width=1024."),

@@ -186,7 +186,7 @@ def test_another_run_starts_from_a_tuned_one() -> None:
 
 
 WRONG = {  # what is added to a command that trains
-    "lora.alpha=0": "lora.alpha=0.0: must be greater than 0",
+    "lora.alpha=0": "lora.alpha=0.0: must be above 0",
     "model=llama lora.from=peft train.init_from=base": "no linear layer of a block is 'transformer.h.0.attn.c_attn', ",
     "model=llama lora.from=renamed model.kv_heads=2": "is of another model or other lora.targets: ",
     "lora.from=peft lora.rank=3": "has rank 2, not 3",

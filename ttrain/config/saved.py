@@ -112,12 +112,12 @@ def _with_tokenizer(data: Any, folder: Path, source: Given) -> Any:
     row = registry.find("data", str(data.get("name"))) if isinstance(data, Mapping) else None
     if row is None or getattr(row.config, "tokenizer", None) is None or "data.tokenizer" in source.explicit:
         return data
-    from ttrain.data.end_token import CONFIG_FILE, configured_end
+    from ttrain.data.chat.jinja import tokenizer_settings
 
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError("has no tokenizer.json. Give data.tokenizer=<tokenizer.json>.")
     taken: dict[str, Any] = {"tokenizer": str(file)}
     if hasattr(row.config, "end_token") and "data.end_token" not in source.explicit:
-        taken["end_token"] = configured_end(folder / CONFIG_FILE)
+        taken["end_token"] = tokenizer_settings(file).get("eos_token")
     return {**data, **taken}

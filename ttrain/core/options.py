@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, field, fields
+from operator import ge, gt, le, lt
 from types import FunctionType
 from typing import Any
 
@@ -13,6 +14,7 @@ from ttrain.core.names import did_you_mean
 LARGEST_INTEGER = 2**63 - 1  # of a shape, an offset and a seed alike
 Rule = Callable[[Any, Any], Iterable[str]]
 _RULES: set[Rule] = set()
+_BOUNDS = {"minimum": (ge, "at least"), "above": (gt, "above"), "maximum": (le, "at most"), "below": (lt, "below")}
 
 
 def option(
@@ -100,14 +102,9 @@ def _bound_problems(key: str, number: float, rules: Any) -> Iterable[str]:
         return
     if isinstance(number, int) and abs(number) > LARGEST_INTEGER and rules["maximum"] is None:
         yield f"{key}={number}: must be at most {LARGEST_INTEGER}."
-    if rules["minimum"] is not None and number < rules["minimum"]:
-        yield f"{key}={number}: must be at least {rules['minimum']}."
-    if rules["above"] is not None and number <= rules["above"]:
-        yield f"{key}={number}: must be greater than {rules['above']}."
-    if rules["maximum"] is not None and number > rules["maximum"]:
-        yield f"{key}={number}: must be at most {rules['maximum']}."
-    if rules["below"] is not None and number >= rules["below"]:
-        yield f"{key}={number}: must be less than {rules['below']}."
+    for bound, (holds, words) in _BOUNDS.items():
+        if rules[bound] is not None and not holds(number, rules[bound]):
+            yield f"{key}={number}: must be {words} {rules[bound]}."
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

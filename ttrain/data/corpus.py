@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from ttrain.core.errors import DataError
@@ -71,15 +72,12 @@ class Corpus:
         if not any(size for _, size, _ in self._stamps):
             empty = f"holds no text: {len(self._stamps)} empty file(s)"
             raise DataError(f"data.path={self.found.given} {empty}. Give another.")
-        self._segments: list[tuple[Path | bytes, int, int]] = []  # a file or separator, where it begins, its bytes
-        self.size = 0
+        parts: list[tuple[Path | bytes, int]] = []
         for file, (_, size, _) in zip(self.found.files, self._stamps, strict=True):
-            between = separator if self._segments else b""
-            parts: list[tuple[Path | bytes, int]] = [(between, len(between)), (file, size)]
-            for content, length in parts:
-                if content:
-                    self._segments.append((content, self.size, length))
-                    self.size += length
+            parts += [(separator, len(separator)), (file, size)]
+        *begins, self.size = accumulate((length for _, length in parts[1:]), initial=0)
+        # A file or separator, its bytes, and where it begins.
+        self._segments = [(*part, begin) for part, begin in zip(parts[1:], begins, strict=True)]
         if config.max_bytes is not None and config.max_bytes < self.size:
             self.size = self.character_start(config.max_bytes)
         self.boundary = self.character_start(round(self.size * (1 - config.held_out)))
@@ -102,7 +100,7 @@ class Corpus:
 
     def place(self, wanted: re.Pattern[str]) -> str:
         """Return file and line of the first match, which must lie within a line; without a match the source."""
-        for content, _, length in self._segments:
+        for content, length, _ in self._segments:
             line = 1
             for _, characters in _decode(content, 0, length):
                 if found := wanted.search(characters):
@@ -119,7 +117,7 @@ class Corpus:
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[Path | bytes, int, int]]:
         """Yield the contents that hold the bytes [start, stop), and which bytes of each."""
-        for content, begin, length in self._segments:
+        for content, length, begin in self._segments:
             first, last = max(start - begin, 0), min(stop - begin, length)
             if first < last:
                 yield content, first, last

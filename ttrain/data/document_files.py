@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
-from ttrain.data.chat.jinja import chat_settings
 from ttrain.data.corpus import SAMPLE_CHARACTERS, FileList, byte_bar
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.library_tokenizer import LibraryTokenizer, Marks
@@ -46,11 +45,10 @@ def fill_documents(
     made = chosen_tokenizer(config, every if config.tokenizer == "char" else passes.training_text())
     file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
     tokenizer, end = with_end_token(made, config.end_token, file)
-    if config.template == "tokenizer" and file is not None:
-        tokenizer.config = {"eos_token": end.text, **chat_settings(file)}
-    else:  # a template beside the tokenizer is not the one that the texts are made with
-        tokenizer.config = {**made.config, "eos_token": end.text}
-        tokenizer.config.pop("chat_template", None)
+    tokenizer.config = {"eos_token": end.text, **made.config}
+    if config.template != "tokenizer":  # that beside the tokenizer is not the one that the texts are made with
+        tokenizer.config = {name: text for name, text in tokenizer.config.items() if name != "chat_template"}
+        tokenizer.config["eos_token"] = end.text
     with named_place(passes.place):
         tokenizer.notices += tuple(check_round_trip(tokenizer, passes.samples))
         documents = _encoded(passes.documents("writing tokens"), made, tokenizer, end, config.loss_on == "replies")

@@ -46,7 +46,7 @@ def with_end_token(tokenizer: Tokenizer, named: str | None, file: Path | None) -
     library = tokenizer if isinstance(tokenizer, LibraryTokenizer) else LibraryTokenizer(tokenizer.to_json())
     given = named
     if given is None and file is not None:
-        given = configured_end(file.with_name(CONFIG_FILE))
+        given = tokenizer.config.get("eos_token")
     for names in (_KNOWN, _SEPARATORS) if given is None else ((given,),):
         found = {name: number for name in names if (number := library.token_id(name)) is not None}
         if len(found) > 1:
@@ -82,11 +82,6 @@ def own_end(tokenizer: Tokenizer | str, named: str | None) -> EndToken | None:
 def named_end(data: Any, tokenizer_config: Mapping[str, Any]) -> str | None:
     """Return data.end_token, else the eos_token of a tokenizer_config.json."""
     return getattr(data, "end_token", None) or token_text(tokenizer_config.get("eos_token"))
-
-
-def configured_end(file: Path) -> str | None:
-    """Return the eos_token of a tokenizer_config.json, None where there is none."""
-    return token_text(read_tokenizer_config(file).get("eos_token"))
 
 
 def read_tokenizer_config(file: Path) -> dict[str, Any]:

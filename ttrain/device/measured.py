@@ -21,11 +21,6 @@ VERSION = 1  # of the file; one of another version counts as empty
 Entry = TypeVar("Entry")
 
 
-def latest(known: Entry, new: Entry) -> Entry:
-    """Return the newer one of two measurements."""
-    return new
-
-
 @dataclass(frozen=True)
 class Section(Generic[Entry]):
     """The measurements of one kind.
@@ -36,7 +31,7 @@ class Section(Generic[Entry]):
 
     name: str
     read: Callable[[Any], Entry]
-    pick: Callable[[Entry, Entry], Entry] = latest
+    pick: Callable[[Entry, Entry], Entry] = lambda known, new: new
     file: Path | None = None  # another one than that of the cache folder
 
     @property

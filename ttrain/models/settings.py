@@ -142,16 +142,12 @@ class DecoderConfig(TransformerConfig):
     """Switches that the decoders of GPT and Llama have in common. All are off unless they are given."""
 
     qk_norm: bool | None = option(
-        None,
-        "give each head of queries and keys an RMS norm, before rotation; null takes the preset's, else false",
-        changes="shape",
+        None, "RMS norm of each query and key head, before rotation; null is the preset's, else false", changes="shape"
     )
     zero_init: bool = option(False, "start the output projections of both branches at zero", changes="nothing")
     logit_cap: float | None = option(None, "replace logits by cap tanh(logits / cap); null does not", above=0)
     value_embeddings: bool = option(
-        False,
-        "add a second token embedding to the values of every block, times a learned factor per feature",
-        changes="shape",
+        False, "add a second token embedding to all blocks' values, times a learned factor per feature", changes="shape"
     )
     future_weight: float = option(
         0.0,
@@ -271,9 +267,7 @@ class LlamaConfig(DecoderConfig):
     rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
     rotary_low: float = option(1.0, "llama3: wavelengths above rotary_context / rotary_low are stretched", above=0)
     rotary_high: float = option(
-        4.0,
-        "llama3: wavelengths below rotary_context / rotary_high are not stretched, those in between smoothly less",
-        above=0,
+        4.0, "llama3: wavelengths below rotary_context / this are not stretched, those between smoothly less", above=0
     )
     rotary_context: int = option(8192, "llama3: context in tokens that the model was first trained on", minimum=1)
     dropout: float = option(0.0, "dropout of attention weights", minimum=0, below=1, changes="nothing")
@@ -330,11 +324,7 @@ class AGILLMConfig(TransformerConfig):
         choices=("agillm3", "standard"),
     )
     label_smoothing: float = option(
-        0.1,
-        "share of the target's probability that is spread over the vocabulary, in both losses",
-        minimum=0,
-        below=1,
-        changes="loss",
+        0.1, "share of a target that is spread over the vocabulary, in both losses", minimum=0, below=1, changes="loss"
     )
     sat_target: str = option(
         "future_window",
@@ -344,9 +334,7 @@ class AGILLMConfig(TransformerConfig):
         changes="loss",
     )
     sat_stride: int = option(1, "positions between the starts of two SAT windows", minimum=1, changes="loss")
-    sat_max_windows: int = option(
-        0, "most SAT windows of a sequence, evenly spaced; 0 takes all", minimum=0, changes="loss"
-    )
+    sat_max_windows: int = option(0, "most SAT windows of a sequence, evenly spaced; 0: all", minimum=0, changes="loss")
     gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0, changes="loss")
     pad_vocabulary: int | None = option(
         None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.core.options import option, rule
 
@@ -19,7 +19,13 @@ def needs_fp32(key: str, precision: str) -> Iterator[str]:
 
 @dataclass
 class OptimizerConfig:
-    """Settings that every optimizer has."""
+    """Settings that every optimizer has.
+
+    `width_powers` are the exponents of the width ratio in the learning rates under muP, of hidden matrices and of all
+    else. A step that does not grow with the gradient is summed over the inputs of a hidden matrix.
+    """
+
+    width_powers: ClassVar[tuple[float, float]] = (-1.0, 0.0)
 
     name: str = option("adamw", "registered name of the optimizer")
     lr: float = option(1e-3, "peak learning rate", minimum=0)
@@ -37,21 +43,11 @@ class OptimizerConfig:
         [], "prefixes within freeze that are trained, such as [blocks.*.attention_norm]; the longest wins"
     )
     state_dtype: str | None = option(
-        None,
-        "dtype of the optimizer's state; bf16 rounds stochastically; null takes the dtype of the weights",
-        choices=("fp32", "bf16"),
+        None, "dtype of the state; bf16 rounds stochastically; null takes that of the weights", choices=("fp32", "bf16")
     )
     stochastic_rounding: bool = option(
         False, "bf16_true: round weights and optimizer state up or down at random, right on average"
     )
-
-    @property
-    def width_powers(self) -> tuple[float, float]:
-        """(hidden, other): exponents of the width ratio in the learning rates under muP.
-
-        A step that does not grow with the gradient is summed over the inputs of a hidden matrix.
-        """
-        return -1.0, 0.0
 
     @rule
     def _two_betas(self, others: Any) -> Iterator[str]:
@@ -82,15 +78,13 @@ class OptimizerConfig:
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent (torch.optim.SGD's formula; weight decay is added to the gradient)."""
 
+    # A step in proportion to the gradient is as much smaller outside the hidden matrices.
+    width_powers = (0.0, 1.0)
+
     name: str = option("sgd", "registered name of the optimizer")
     lr: float = option(0.1, "peak learning rate", minimum=0)
     momentum: float = option(0.0, "decay of the velocity", minimum=0, below=1)
     nesterov: bool = option(False, "use Nesterov momentum; needs momentum above 0")
-
-    @property
-    def width_powers(self) -> tuple[float, float]:
-        """A step in proportion to the gradient is as much smaller outside the hidden matrices."""
-        return 0.0, 1.0
 
     @rule
     def _nesterov_needs_momentum(self, others: Any) -> Iterator[str]:
@@ -142,7 +136,7 @@ class MuonConfig(OptimizerConfig):
     eps: float = option(1e-8, "AdamW's: added to the root of the second moment", minimum=FP32_NORMAL)
 
     @property
-    def width_powers(self) -> tuple[float, float]:
+    def width_powers(self) -> tuple[float, float]:  # type: ignore[override]
         """An orthogonal step changes what it reads by as much at every width; one of equal elements by its root."""
         return (0.0 if self.scale == "spectral" and self.name == "muon" else -0.5), 0.0
 
@@ -160,21 +154,16 @@ class NorMuonConfig(MuonConfig):
 class AdafactorConfig(OptimizerConfig):
     """Adafactor (Shazeer and Stern, 2018): second moments as means of rows and columns, no first moment."""
 
+    width_powers = (-0.5, 0.0)  # steps are relative to a parameter's size, which falls with the root of the width
+
     name: str = option("adafactor", "registered name of the optimizer")
     lr: float = option(1e-2, "peak step, relative to a parameter's root mean square", minimum=0)
-    beta2_decay: float = option(
-        -0.8, "exponent; the newest squares have the share step^beta2_decay in the mean", below=0
-    )
+    beta2_decay: float = option(-0.8, "exponent; the newest squares count step^beta2_decay in the mean", below=0)
     eps: float = option(1e-15, "smallest root of a second moment", minimum=1e-18)
     least_rms: float = option(1e-3, "smallest root mean square assumed for a parameter", minimum=FP32_NORMAL)
     threshold: float = option(
         1.0, "largest root mean square of an update; larger ones are scaled down", minimum=FP32_NORMAL
     )
-
-    @property
-    def width_powers(self) -> tuple[float, float]:
-        """Steps are relative to a parameter's size, which falls with the root of the width already."""
-        return -0.5, 0.0
 
     @rule
     def _state_is_fp32(self, others: Any) -> Iterator[str]:
@@ -222,9 +211,7 @@ class ScheduleConfig:
     name: str = option("cosine", "registered name of the shape: constant, linear, cosine or wsd")
     warmup: int = option(0, "steps of linear warm-up", minimum=0)
     steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
-    min_lr_ratio: float = option(
-        0.1, "end of the schedule, as a share of the peak; unused by constant", minimum=0, maximum=1
-    )
+    min_lr_ratio: float = option(0.1, "share of the peak at the end; unused by constant", minimum=0, maximum=1)
     decay: float = option(0.2, "wsd: share of the steps at the end that decays", minimum=0, maximum=1)
     decay_from: int | None = option(
         None, "wsd: last step at the peak, instead of decay; 0 is the checkpoint's step", minimum=0

@@ -23,9 +23,7 @@ class TenstorrentConfig(DeviceConfig):
         choices=("silicon", "simulator", "mock"),
     )
     simulator: str | None = option(None, "mode=simulator: path of the simulator library", path=True)
-    dispatch: str = option(
-        "auto", "cores that start programs; auto is ttnn's choice", choices=("auto", "worker", "eth")
-    )
+    dispatch: str = option("auto", "cores that start programs; auto: ttnn's choice", choices=("auto", "worker", "eth"))
     command_queues: int = option(1, "number of queues; 2 writes the next batch on its own queue", minimum=1, maximum=2)
     subdevices: int = option(
         1, "2 trains two replicas side by side, each on half of the cores and its own queue", minimum=1, maximum=2
@@ -44,9 +42,7 @@ class TenstorrentConfig(DeviceConfig):
     )
     open_timeout_s: int = option(60, "seconds to wait for a card that another process holds", minimum=1)
     step_timeout_s: int | None = option(
-        600,
-        "seconds without progress of a step after which the process ends with exit code 75; null waits forever",
-        minimum=1,
+        600, "seconds without progress after which the process ends with exit code 75; null waits forever", minimum=1
     )
     weights: str = option("bf16", "dtype of matrices in products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     profile: str | None = option(
