@@ -16,7 +16,7 @@ from tests.ttnn.runs import batch
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch.device import cpu
+from ttrain.device.torch.device import open_device
 from ttrain.engine import dynamic as dynamic_engine
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State
@@ -98,7 +98,7 @@ def test_dynamic_frees_what_backward_has_passed() -> None:
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     found = []
     for threads in (2, 1):
-        with closing(cpu(DeviceConfig(name="cpu", threads=threads, matmul="onednn"))) as opened:
+        with closing(open_device(DeviceConfig(name="cpu", threads=threads, matmul="onednn"))) as opened:
             found.append(Run("static", gpt(**LARGER), ADAMW, 1, opened).final)
     assert not [name for name, value in found[0].items() if value.tobytes() != found[1][name].tobytes()]
 

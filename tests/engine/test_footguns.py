@@ -39,14 +39,14 @@ GPT_SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 2
 
 def open_computing(kind: str) -> Any:
     """A device that computes and captures; skips naming what the machine lacks."""
-    from ttrain.device.torch.device import cpu, cuda
+    from ttrain.device.torch.device import open_device
 
     if kind == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device on this machine")
-        return cuda(DeviceConfig(name="cuda"))
+        return open_device(DeviceConfig(name="cuda"))
     require_compiler()
-    return cpu(DeviceConfig(name="cpu", threads=1))
+    return open_device(DeviceConfig(name="cpu", threads=1))
 
 
 @pytest.fixture(params=["cpu", "cuda"])

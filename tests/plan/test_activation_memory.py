@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ttrain.bench.baselines import PlainGPT
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch.device import cpu
+from ttrain.device.torch.device import open_device
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
@@ -46,7 +46,7 @@ def held_by_autograd() -> int:
 
 def planned() -> Plan:
     model = GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT))
-    device = cpu(DeviceConfig(name="cpu"))
+    device = open_device(DeviceConfig(name="cpu"))
     steps = StepGraph(model, AdamW(AdamWConfig()), ROWS)
     engine = StaticEngine(device, State(device, []))
     return engine.plan(engine.derive(steps.trace_train))

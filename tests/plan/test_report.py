@@ -15,7 +15,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import NUMPY_DTYPES, Device
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch.device import cpu
+from ttrain.device.torch.device import open_device
 from ttrain.device.torch.planned import planned
 from ttrain.engine.dynamic import DynamicEngine
 from ttrain.engine.state import State
@@ -122,7 +122,7 @@ def test_planned_without_the_device_is_what_the_device_takes(compute: DType, gra
     config = DeviceConfig(name="cpu", threads=1)
     model = GPT(GPTConfig(**SIZES), compute)
     foreseen = report(planned(config), model=model, gradient_accumulation=gradient_accumulation)
-    device = cpu(config)
+    device = open_device(config)
     opened = session(device, model=model, gradient_accumulation=gradient_accumulation)
     steps = opened.build_training()
     measured = plan_report(opened.graph, opened.state, steps)
@@ -138,7 +138,7 @@ def test_a_traced_step_is_planned_with_the_kernels_that_would_be_compiled() -> N
     config = DeviceConfig(name="cpu", threads=1)
     static, traced = report(planned(config)), report(planned(config), engine=TracedEngine)
     assert traced.flops == static.flops and traced.costs["train"]["memory"] != static.costs["train"]["memory"]
-    device = cpu(config)
+    device = open_device(config)
     assert report(device, engine=TracedEngine) == traced  # nothing is compiled before a step runs
     device.close()
 

@@ -21,25 +21,17 @@ from ttrain.core.spec import TensorSpec
 from ttrain.device.base import ALIGNMENT, NOTHING_AROUND, Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
+from ttrain.device.torch.info import is_gpu
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
 
-def cpu(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
-    """device=cpu."""
-    return TorchDevice("cpu", config.threads, group=group, matmul=config.matmul, yield_cores=config.yield_cores)
-
-
-def cuda(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
-    """device=cuda. Raises DeviceUnavailable where there is no such GPU."""
-    return TorchDevice("cuda", config.threads, config.index, group)
-
-
-def auto(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
-    """device=auto: a GPU where torch can use one, else the CPU."""
-    return cuda(config, group) if torch.cuda.is_available() else cpu(config, group)
+def open_device(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
+    """Open device=cpu|cuda, or auto: a GPU where torch can use one. Raises DeviceUnavailable for a GPU that is not."""
+    kind: Literal["cpu", "cuda"] = "cuda" if is_gpu(config) else "cpu"
+    return TorchDevice(kind, config.threads, config.index, group, config.matmul, config.yield_cores)
 
 
 class TorchDevice(Device):
