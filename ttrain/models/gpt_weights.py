@@ -12,7 +12,7 @@ from ttrain.models.settings import ACTIVATIONS, PUBLISHED, GPTConfig, activation
 from ttrain.models.weight_checks import NamedWeights, Naming, Weight, Weights, as_fp32, same, unusable
 
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
-_KEYS, _CLAIMS, _ALWAYS = (PUBLISHED["keys"][name] for name in ("gpt", "claims", "always"))
+_KEYS, _NANOGPT, _CLAIMS, _ALWAYS = (PUBLISHED["keys"][name] for name in ("gpt", "nanogpt", "claims", "always"))
 _DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")  # for which this model has one probability
 _QKV = "c_attn.weight"
 NAMING = Naming(**PUBLISHED["names"]["gpt"])
@@ -52,9 +52,7 @@ class GPTWeights(NamedWeights):
         Raises ConfigError for what nanoGPT does not compute.
         """
         refuse_switches(self.config, "export.form=original")
-        keys = {"n_layer": "layers", "n_head": "heads", "n_embd": "width", "block_size": "context", "bias": "bias"}
-        keys |= {"vocab_size": "vocabulary", "dropout": "dropout"}
-        sizes = {theirs: getattr(self.config, ours) for theirs, ours in keys.items()}
+        sizes = {theirs: getattr(self.config, ours) for theirs, ours in _NANOGPT.items()}
         return {"model": self.to_original(values), "model_args": sizes}
 
     def original_config(self, content: Mapping[str, Any]) -> dict[str, Any]:

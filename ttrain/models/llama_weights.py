@@ -9,10 +9,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.models.settings import PUBLISHED, LlamaConfig, activation_of, name_of_activation
 from ttrain.models.weight_checks import NamedWeights, Naming
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
+ARCHITECTURES: dict[str, str] = PUBLISHED["architectures"]
 _KEYS = PUBLISHED["keys"]
 NAMING = Naming(**PUBLISHED["names"]["llama"])
 

@@ -19,7 +19,6 @@ from ttrain.device.ttnn.runtime.identity import arch_of, check_board
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.store import Store, TileLayout
 
-DRY_RUN = "sub-devices are in a dry run: made but not loaded, and all launch on queue 0"
 NOTES = {
     "mock": "a mocked board: shapes, memory and dispatch are real, values are not computed",
     "simulator": "the numbers come from a simulator, not from a card; its times say nothing about speed",
@@ -163,7 +162,7 @@ class Mesh:
         """Facts for the run record."""
         note = NOTES.get(self.config.mode)
         if self.mocked and self.part is not None:
-            note = f"{note}; {DRY_RUN}"
+            note = f"{note}; sub-devices are in a dry run: made but not loaded, and all launch on queue 0"
         return {
             **{key: getattr(self.config, key) for key in ("mode", "mesh", "math_fidelity", "fp32_accumulate")},
             "arch": arch_of(self.handle),
