@@ -27,7 +27,7 @@ from ttrain.core.spec import TensorSpec
 from ttrain.core.units import format_duration
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import TIE, Estimate, Work
-from ttrain.device.torch.device import cpu
+from ttrain.device.torch.device import open_device
 from ttrain.device.ttnn.cost.step_time import CardStep, estimate, split_time
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.graph import Graph, Kind, Node
@@ -70,7 +70,7 @@ def test_kernels_are_timed_once_and_remembered_those_of_a_traced_step_as_they_ar
     work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened() -> Any:
-        return cpu(DeviceConfig(name="cpu", threads=1))
+        return open_device(DeviceConfig(name="cpu", threads=1))
 
     def timed(machine: str, compiler: Any, work: Work) -> tuple[KernelTimes, dict[Node, float]]:
         timer = partial(timing, lambda: closing(opened()), compiler)

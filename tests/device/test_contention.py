@@ -15,7 +15,7 @@ from ttrain.core.cores import OtherWork
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch import contention
 from ttrain.device.torch.contention import Contention
-from ttrain.device.torch.device import cpu
+from ttrain.device.torch.device import open_device
 from ttrain.device.torch.native.threads import entry_points
 
 CORES = os.sched_getaffinity(0)
@@ -74,7 +74,10 @@ def test_one_thread_never_looks_nor_does_who_is_told_not_to(monkeypatch: pytest.
     before = torch.get_num_threads()
     try:
         for room, expected in ((False, 0), (True, 1)):
-            with closing(cpu(DeviceConfig(threads=2, yield_cores=room))) as device, device.launching("a step"):
+            with (
+                closing(open_device(DeviceConfig("cpu", threads=2, yield_cores=room))) as device,
+                device.launching("a step"),
+            ):
                 Contention(1).look()
             assert len(looks) == expected
     finally:

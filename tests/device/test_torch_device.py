@@ -128,26 +128,26 @@ def test_cpu_cannot_capture() -> None:
 
 
 def test_threads_are_those_of_the_config_or_else_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.cpu(DeviceConfig(threads=1)).threads == torch.get_num_threads() == 1
+    assert module.open_device(DeviceConfig("cpu", threads=1)).threads == torch.get_num_threads() == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert module.cpu(DeviceConfig()).threads == 1
+    assert module.open_device(DeviceConfig("cpu")).threads == 1
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(cores, "core_limits", lambda: {"physical": 3, "affinity": 3, "quota": 2})
-    assert module.cpu(DeviceConfig()).threads == 2
+    assert module.open_device(DeviceConfig("cpu")).threads == 2
 
 
 def test_without_a_gpu_cuda_is_refused_with_a_way_out_and_auto_takes_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceUnavailable, match=r"device=cuda: .*Use device=cpu, or device=auto"):
-        module.cuda(DeviceConfig(name="cuda"))
-    assert module.auto(DeviceConfig(threads=1)).kind == "cpu"
+        module.open_device(DeviceConfig(name="cuda"))
+    assert module.open_device(DeviceConfig(threads=1)).kind == "cpu"
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DeviceUnavailable, match=r"device.index=3: this machine has 1 GPU, numbered from 0"):
-        module.cuda(DeviceConfig(name="cuda", index=3))
+        module.open_device(DeviceConfig(name="cuda", index=3))
 
 
 def test_a_cpu_run_never_touches_cuda() -> None:
@@ -159,8 +159,8 @@ for name in ("is_available", "device_count", "init", "_lazy_init", "current_devi
     setattr(torch.cuda, name, touched)
 from ttrain.core.spec import TensorSpec
 from ttrain.device.settings import DeviceConfig
-from ttrain.device.torch.device import cpu
-device = cpu(DeviceConfig(threads=1))
+from ttrain.device.torch.device import open_device
+device = open_device(DeviceConfig("cpu", threads=1))
 x = device.allocate(TensorSpec((4, 4)))
 device.upload(x, np.ones((4, 4), np.float32))
 device.kernels["relu"].bind([x], [x], {}, [])()

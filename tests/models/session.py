@@ -23,9 +23,9 @@ Batch = Mapping[str, np.ndarray]
 
 
 def open_cpu() -> Any:
-    from ttrain.device.torch.device import cpu
+    from ttrain.device.torch.device import open_device
 
-    return cpu(DeviceConfig(name="cpu", threads=1))
+    return open_device(DeviceConfig(name="cpu", threads=1))
 
 
 def initial_values(model: Any, seed: int) -> dict[str, np.ndarray]:
