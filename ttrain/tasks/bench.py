@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ttrain.bench.contender import modelled
+from ttrain.bench.contender import expected, modelled
 from ttrain.bench.report import print_result
 from ttrain.bench.results import Result
 from ttrain.bench.run import Bench
@@ -19,6 +19,7 @@ from ttrain.core.files import replace_file, to_json
 from ttrain.core.folders import RESULTS, claim_results
 from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.timing import Work
 from ttrain.train.runs.record import environment_record
 from ttrain.train.supervise.child import set_handlers
 
@@ -58,10 +59,12 @@ def run(config: Config) -> None:
 def _is_here(measure: list[str], device: DeviceConfig) -> bool:
     """Return True if the device is here.
 
-    Raises UserError where something can't be measured because it is not.
+    Raises UserError where something can't be measured because it is not, or where it has no model of times.
     """
     info = info_of(device)
-    if not modelled(device) and info.mode(device) != MOCK:
+    if modelled(device):
+        expected(device, Work((), 1, 1), "static")
+    elif info.mode(device) != MOCK:
         return True
     if measure != ["steps"]:
         raise UserError(
