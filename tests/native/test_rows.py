@@ -85,7 +85,7 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
         assert device.native.native(request) is None, node
         arguments = (request.inputs, request.outputs, node.attributes)
         base = super(NativeDevice, device).kernels[node.op.name]
-        assert device.kernels[node.op.name].workspace_specs(*arguments) == base.workspace_specs(*arguments)
+        assert device.kernels[node.op.name].workspace(*arguments) == base.workspace(*arguments)
     assert tried > 100
 
 
