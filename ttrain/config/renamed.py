@@ -12,7 +12,7 @@ RENAMED: dict[str, str] = {
     "bench=subdevices": "Give -m bench=chip device.core_grid=[7,8],[7,4].",
     "bench.batch": "Give bench.size=[<rows>x<width>,...].",
     "bench.beside": "Leave it out: run task=bench beside the other program, and compare both with benchmarks.compare.",
-    "bench.compare": "Give two results.json files to python -m benchmarks.compare.",
+    "bench.compare": "In a clone of the repository give two results.json files to python -m benchmarks.compare.",
     "bench.dim": "Give bench.size=[<rows>x<width>,...].",
     "bench.layers": "Give bench.size=[<rows>x<width>x<layers>,...].",
     "bench.markdown": "Give results.json files to python -m benchmarks.page, which makes the tables of a page.",

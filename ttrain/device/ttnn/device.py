@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,13 +24,16 @@ from ttrain.device.ttnn.tensors.device_tensor import DeviceTensor, IntegerInput,
 from ttrain.device.ttnn.tensors.store import Store, TileLayout
 
 
-class BufferPool(dict[Any, DeviceTensor]):
-    """Device tensors by offset in place of an arena, made when they are asked for, and views by offset and spec.
+@dataclass
+class BufferPool:
+    """Device tensors in place of an arena, made when they are asked for.
 
-    An offset means one tensor, which values take turns in.
+    An offset means one tensor, which values take turns in, each by a view with its own spec.
     """
 
     matrices: str | None = None  # dtype that matrices are held in, if not their spec's
+    tensors: dict[int, DeviceTensor] = field(default_factory=dict)
+    views: dict[tuple[int, TensorSpec], DeviceTensor] = field(default_factory=dict)
 
 
 def open_device(config: TenstorrentConfig) -> TenstorrentDevice:
@@ -86,19 +90,19 @@ class TenstorrentDevice(TileDevice):
         """A pool takes no memory; its tensors do, when they are made."""
         if self._closed:
             raise GraphError(f"device {self.name} was closed; nothing can be allocated on it any more.")
-        pool = BufferPool()
-        pool.matrices = "bfloat8_b" if copies and self.config.weights == "bf8" else None
-        return pool
+        return BufferPool("bfloat8_b" if copies and self.config.weights == "bf8" else None)
 
     def _allocate(self, nbytes: int) -> BufferPool:
         return BufferPool()
 
     def place(self, arena: BufferPool, offset: int, spec: TensorSpec) -> DeviceTensor:
         """Return the tensor of an offset, seen as `spec`."""
-        if (offset, spec) not in arena:
-            arena[offset, spec] = arena[offset].view(spec) if offset in arena else self._new(spec, arena.matrices)
-            arena.setdefault(offset, arena[offset, spec])
-        return arena[offset, spec]
+        if (offset, spec) not in arena.views:
+            whole = arena.tensors.get(offset)
+            made = self._new(spec, arena.matrices) if whole is None else whole.view(spec)
+            arena.views[offset, spec] = made
+            arena.tensors.setdefault(offset, made)
+        return arena.views[offset, spec]
 
     def _new(self, spec: TensorSpec, matrices: str | None) -> DeviceTensor:
         if not spec.dtype.is_floating:
