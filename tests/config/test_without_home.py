@@ -15,7 +15,7 @@ import pytest
 from ttrain.cli import main
 from ttrain.core.errors import EXIT_USER, ConfigError
 from ttrain.core.folders import cache_folder, settle_without_home
-from ttrain.device.torch.native import Toolchain
+from ttrain.device.torch.native.toolchain import Toolchain
 
 REPO = Path(__file__).parents[2]
 MOVED = (

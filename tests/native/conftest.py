@@ -14,11 +14,11 @@ from ttrain.core.errors import UserError
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.native import NativeKernels, Toolchain, toolchain
+from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.rows import RULES
-from ttrain.device.torch.native.toolchain import find_compiler
+from ttrain.device.torch.native.rows import RULES, NativeKernels
+from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
 from ttrain.graph import Case, Composite, Op
 
 # Small cases are cut as large ones would be: across two threads, into several parts and blocks.

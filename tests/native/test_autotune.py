@@ -18,10 +18,12 @@ from tests.native.test_steps import Device, losses, session
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
-from ttrain.device.torch.native import NativeKernels, Toolchain, rows
+from ttrain.device.torch.native import rows
 from ttrain.device.torch.native.autotune import FASTEST, OWN, choose_backends
 from ttrain.device.torch.native.codegen import Request
+from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.threads import entry_points
+from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine

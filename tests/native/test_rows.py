@@ -20,10 +20,9 @@ from tests.ops.harness import (
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.native import NativeKernels
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.rows import RULES
+from ttrain.device.torch.native.rows import RULES, NativeKernels
 from ttrain.graph import REGISTRY, Case, Op
 from ttrain.graph.passes import decompose
 

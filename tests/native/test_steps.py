@@ -12,8 +12,9 @@ from tests.models.session import Session, token_batch
 from tests.native.conftest import require_compiler
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.codegen import Request
+from ttrain.device.torch.native.rows import NativeKernels
+from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig

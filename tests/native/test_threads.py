@@ -18,16 +18,18 @@ from ttrain import ops
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.native import NativeKernels, Toolchain
 from ttrain.device.torch.native.native import NativeLaunch, Sizing
+from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.threads import entry_points
+from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.graph import Graph
 
 SCRIPT = """
 import os, signal, time
 import torch
 from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.native import NativeKernels, Toolchain
+from ttrain.device.torch.native.rows import NativeKernels
+from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.device.torch.native.native import NativeLaunch, Sizing, launch
 from tests.native.test_numbers import run_all
 from tests.native.conftest import NativeDevice

@@ -161,7 +161,7 @@ class TorchDevice(Device):
         """Return the compiler of plans on the CPU; None on a GPU, where launches are recorded instead."""
         if not self.compiles:
             return None
-        from ttrain.device.torch.native import NativeKernels
+        from ttrain.device.torch.native.rows import NativeKernels
 
         return NativeKernels(self.kernels, self.threads, context=self.context, measures=True)
 

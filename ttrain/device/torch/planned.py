@@ -25,7 +25,7 @@ class PlannedDevice(NullDevice):
     def compiler(self) -> StepCompiler | None:
         if not self.compiles:
             return None
-        from ttrain.device.torch.native import NativeKernels
+        from ttrain.device.torch.native.rows import NativeKernels
 
         # Over rows that compute, since a forecast times what is not compiled as well.
         return NativeKernels(self._rows, self.threads, context=self._context)
