@@ -7,6 +7,7 @@ Sources of the traps are issues of PyTorch, burn, tt-metal and tinygrad about ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -231,9 +232,10 @@ def test_what_would_happen_once_inside_a_capture_is_refused(inside: Callable[...
     assert device.capturing is None
 
 
-def test_a_device_that_can_not_capture_is_refused_by_name() -> None:
-    """RAISES: there would be nothing to replay."""
-    device = NullDevice()
+def test_what_can_not_be_captured_is_refused_by_name() -> None:
+    """RAISES: what can't be a device input would silently keep its captured value."""
+    reads = replace(NullDevice().kernels["relu"], host_scalars=("x",))
+    device = NullDevice(rows={**NullDevice().kernels, "relu": reads})
     device.supports_capture = False
     with pytest.raises(CaptureError, match="engine=static"):
         null_engine(device)

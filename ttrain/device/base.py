@@ -74,7 +74,8 @@ class Kernel:
     `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
     that is known: no plan places them, but they count as memory in use. `supports(inputs, attributes)` tells whether
     the kernel serves a node: where it does not, the node runs as its decomposition. None serves all. `way(inputs,
-    outputs, attributes)` names the one of several ways that a launch takes, for who looks at a plan.
+    outputs, attributes)` names the one of several ways that a launch takes, for who looks at a plan. `host_scalars`
+    names inputs that the kernel turns into numbers of the host: a captured step refuses it.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Attributes, Sequence[Buffer]], Launch]
@@ -85,6 +86,7 @@ class Kernel:
     outside: Callable[[GivenSpecs, Specs, Attributes], int] = lambda *_: 0
     supports: Callable[[GivenSpecs, Attributes], bool] | None = None
     way: Callable[[GivenSpecs, Specs, Attributes], str] | None = None
+    host_scalars: tuple[str, ...] = ()
 
 
 def split_update(inputs: Sequence[Any], count: int) -> list[Sequence[Any]]:

@@ -22,6 +22,17 @@ class TracedStep(StaticStep):
     _replay: Launch | None = None
     _warm = False
 
+    def __init__(self, engine: TracedEngine, name: str, plan: Plan) -> None:
+        """Refuse a kernel that turns a tensor into a host number: every replay would repeat it."""
+        super().__init__(engine, name, plan)
+        for node in plan.launched:
+            found = () if node.on_host else engine.kernels[node.op.name].host_scalars  # the host's part isn't captured
+            if found:
+                raise CaptureError(
+                    f"step {name}: the kernel of {node.op.name} on {engine.device.name} reads {', '.join(found)} on "
+                    "the host, so every replay would repeat the captured value. Use engine=static."
+                )
+
     def run(self, bound: BoundPlan) -> None:
         engine = self.engine
         if self._replay is None and engine.compiler is not None:
