@@ -24,11 +24,11 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "tests/ttnn": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 33171
+PYTHON_LINES = 30_278
 TEMPLATE_LINES = 1_840  # the C++ that kernels are generated from
-OPTIONS = 380  # fields that a config declares with `option`
+OPTIONS = 370  # fields that a config declares with `option`
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
-CORE_LINES = 3_500
+CORE_LINES = 3_400
 WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

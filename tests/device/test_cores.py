@@ -95,10 +95,11 @@ def test_the_doctor_tells_cores_memory_and_vector_units(
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.delenv(processor.VARIABLE, raising=False)
     monkeypatch.setattr(doctor, "core_limits", lambda: {"physical": 1, "affinity": 3, "quota": 2})
-    cores, memory, vectors = doctor._machine()
+    cores, memory, vectors, precision = doctor._machine()
     assert cores.text.endswith(": 1 physical core, 3 that this process may use, a container's quota of 2")
     assert "GiB" in memory.text and memory.text.endswith(" free") and vectors.state == state
     assert vectors.text.startswith(told)
+    assert precision.text.startswith(f"precision=auto is {'bf16' if told.endswith('bf16') else 'fp32'} on the CPU")
 
 
 V3 = "sse4_1 sse4_2 ssse3 popcnt cx16 lahf_lm avx avx2 fma bmi1 bmi2 f16c abm movbe"
