@@ -216,6 +216,16 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A current folder that all tests of a module share, with a cache of its own."""
+    folder = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache_home(folder))
+        patch.chdir(folder)
+        yield folder
+
+
 @pytest.fixture
 def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
     """What plugins register during the test is gone after it: options, ops, and the modules that lie under tmp_path."""

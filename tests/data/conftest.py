@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ttrain.data.library_tokenizer import train_bpe
@@ -30,13 +29,6 @@ def rows(name: str, *values: Any) -> str:
     return name
 
 
-def book() -> None:
-    """Write book.txt and, of the same words, the documents of rows.jsonl."""
-    words = [f"word{number}" for number in np.random.default_rng(0).integers(0, 1000, 300)]
-    Path("book.txt").write_text(" ".join(words))
-    rows("rows.jsonl", *({"text": " ".join(words[number : number + 4])} for number in range(0, 300, 4)))
-
-
 def config_of(*sources: str, **options: Any) -> DocumentsConfig:
     return DocumentsConfig(sources=list(sources), **{"tokenizer": "byte", **options})
 
@@ -52,13 +44,6 @@ def configured(folder: Path, template: Any) -> None:
     """Give the tokenizer of a folder a chat template."""
     described = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
-
-
-@pytest.fixture
-def empty_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current folder and a cache without anything in them."""
-    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
 
 
 def theirs(folder: Path, template: str) -> Any:

@@ -48,7 +48,7 @@ TEMPLATES = {
     "{% endfor %}{{ strftime_now('%Y') }}",
 }
 
-pytestmark = pytest.mark.usefixtures("empty_place")
+pytestmark = pytest.mark.usefixtures("inside")
 TOLD = ("marked", "by prefixes")  # templates that tell replies
 
 

@@ -30,8 +30,8 @@ END = 256  # what follows the 256 ids of the byte tokenizer
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, empty_place: None) -> Path:
-    return tmp_path / "cache" / "documents"
+def cache(inside: Path) -> Path:
+    return inside / "cache" / "ttrain" / "documents"
 
 
 def texts(name: str, *values: str) -> str:
@@ -217,9 +217,8 @@ def test_every_document_is_in_one_split_and_ends_with_the_token() -> None:
     train, val = stored(data, "train"), stored(data, "val")
     decoded = [bytes(ids[:-1]).decode() for ids in [*train, *val]]
     assert sorted(decoded) == sorted(given(source)) and len(val) == 50
-    assert [text for text in given(source) if text in decoded[: len(train)]] == decoded[
-        : len(train)
-    ]  # in reading order
+    trained = decoded[: len(train)]
+    assert [text for text in given(source) if text in trained] == trained  # in reading order
     assert data.description["documents"] == {"train": 150, "val": 50}
     assert data.vocabulary == 257 and data.tokenizer is not None and data.tokenizer.vocabulary == 257
     ended = opened(texts("b.jsonl", "one<|endoftext|>", "two", "three"), context=2)  # its end token is not doubled

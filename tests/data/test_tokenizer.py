@@ -144,7 +144,7 @@ LINES = "".join(f"The cat {i} sat on\n\n  the mat, {i * i} times.\n" for i in ra
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(empty_place: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pieces(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text is cut into many pieces, and documents are encoded in several calls of the library."""
     monkeypatch.setattr(tokenizer_module, "cut", partial(cut, size=len(LINES) // 20))
     monkeypatch.setattr(tokenizer_module, "CALL_CHARACTERS", 100)

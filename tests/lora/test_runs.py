@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.conftest import cache_home
+from tests.train.reading import arrays as tensors
 from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.train.checkpoint.checkpoint import read_checkpoint
@@ -25,23 +25,13 @@ STILL = ("train.steps=1", "optimizer.lr=0", "guard.check_learning=null")
 ADAPTERS = ["lora.rank=2", "lora.dropout=0.1", "optimizer.lr=0.05"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run `base`, and a run `tuned` of adapters beside its weights."""
-    path = tmp_path_factory.mktemp("lora")
-    (path / "text.txt").write_text("abcdefg hijk\n" * 400)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", cache_home(path))
-        patch.chdir(path)
-        assert train("base", "train.steps=2") == 0
-        assert train("tuned", "train.steps=4", *ADAPTERS, "train.init_from=base") == 0
-        assert export("export.form=peft", "export.dir=peft") == 0
-    return path
-
-
-@pytest.fixture(autouse=True)
-def inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+@pytest.fixture(autouse=True, scope="module")
+def runs(shared: Path) -> None:
+    """A run `base`, and a run `tuned` of adapters beside its weights."""
+    Path("text.txt").write_text("abcdefg hijk\n" * 400)
+    assert train("base", "train.steps=2") == 0
+    assert train("tuned", "train.steps=4", *ADAPTERS, "train.init_from=base") == 0
+    assert export("export.form=peft", "export.dir=peft") == 0
 
 
 def train(run: str, *overrides: str) -> int:
@@ -54,11 +44,6 @@ def export(*overrides: str, run: str = "tuned") -> int:
 
 def checkpoint(run: str, step: int) -> Path:
     return Path(run) / "checkpoints" / f"step_{step:08d}"
-
-
-def tensors(run: str, step: int) -> dict[str, np.ndarray]:
-    files = sorted(checkpoint(run, step).glob("*.safetensors"))
-    return {name: value for file in files for name, value in load_file(file).items()}
 
 
 def test_a_run_goes_on_to_the_bit() -> None:

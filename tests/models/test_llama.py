@@ -74,13 +74,6 @@ def session(model: Llama, plain: Any, engine: str, optimizer: AdamWConfig) -> Se
     return Session(model, AdamW(optimizer), ROWS, engine=engine, values=arrays(model, plain.state_dict()))
 
 
-def loss_of(plain: Any, batch: dict[str, np.ndarray]) -> torch.Tensor:
-    logits = plain(torch.from_numpy(batch["tokens"])).logits
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), torch.from_numpy(batch["targets"]).flatten(), ignore_index=-1
-    )
-
-
 @pytest.mark.parametrize("preset", COUNTS)
 def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
     vocabulary, count = COUNTS[preset]
@@ -107,9 +100,10 @@ def test_heads_that_are_given_are_not_mixed_with_those_of_a_preset() -> None:
 def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) -> None:
     model, plain = pair(variant)
     batch = token_batch(VOCABULARY, ROWS, CONTEXT, 0, masked=3)
-    expected = plain(torch.from_numpy(batch["tokens"])).logits.detach().flatten(0, 1).numpy()
-    loss = loss_of(plain, batch)
+    logits = plain(torch.from_numpy(batch["tokens"])).logits.flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch["targets"]).flatten(), ignore_index=-1)
     loss.backward()
+    expected = logits.detach().numpy()
     gradients = arrays(model, {name: parameter.grad for name, parameter in plain.named_parameters()})
 
     def trace(graph: Any) -> None:
