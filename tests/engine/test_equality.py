@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.reference_device import ReferenceDevice
 from tests.models.session import Session, open_cpu
-from tests.ttnn.runs import batch
+from tests.ttnn.runs import adamw, batch, sgd
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
@@ -25,9 +25,6 @@ from ttrain.graph.passes import fuse
 from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
 from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD
 
 COMPOSITE = tuple(item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")
@@ -52,12 +49,12 @@ class Run(Session):
         self.final = {name: self.state.read(name) for name in self.state.names()}
 
 
-ADAMW = AdamW(AdamWConfig())
+ADAMW = adamw()
 CASES: dict[str, tuple[Any, Any, int]] = {
     "mlp accumulated": (lambda: MLP(MLPConfig(layers=3, width=6, activation="relu")), ADAMW, 2),
     "gpt recomputed": (lambda: gpt("block"), ADAMW, 1),
     # Adam divides a gradient by its own size: rounding could turn the sign of one that is nearly zero.
-    "gpt bf16 accumulated": (lambda: gpt("block", DType.BF16), SGD(SGDConfig(clip_norm=None)), 2),
+    "gpt bf16 accumulated": (lambda: gpt("block", DType.BF16), sgd(clip_norm=None), 2),
 }
 ON_CPU: dict[str, tuple[Any, Any, int]] = {
     "relu": (lambda: gpt(activation="relu", **LARGER), ADAMW, 1),

@@ -16,6 +16,7 @@ import torch
 
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from tests.native.conftest import require_compiler
+from tests.ttnn.runs import adamw, gpt, sgd
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import CaptureError
@@ -26,12 +27,8 @@ from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind
-from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD
+from ttrain.models.settings import MLPConfig
 
 Device = Callable[[], Any]
 ROWS, STEPS, DROPOUT = 4, 20, 0.3
@@ -67,10 +64,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
 def session(device: Device, engine: str = "traced", optimizer: Any = None, **how: Any) -> Session:
     """Of a small GPT, or with `optimizer` of an MLP that it trains."""
     if optimizer is None:
-        model: Any = GPT(GPTConfig(**GPT_SIZE, dropout=how.pop("dropout", 0.0)))
+        model: Any = gpt(**GPT_SIZE, dropout=how.pop("dropout", 0.0))
     else:
         model = MLP(MLPConfig(inputs=6, outputs=3, width=16, layers=2, activation="tanh"))
-    return Session(model, optimizer or AdamW(AdamWConfig()), ROWS, engine=engine, device=device(), **how)
+    return Session(model, optimizer or adamw(), ROWS, engine=engine, device=device(), **how)
 
 
 def regression_batch(index: int, rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -94,10 +91,10 @@ def train(ours: Session, *steps: int) -> list[dict[str, float]]:
 # two. A velocity lies at old addresses or is set anew at every replay; gradients are added to those of the last window.
 # A generator's state baked into the capture gives every step the same mask of dropout.
 TRAPS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer": AdamW(AdamWConfig(clip_norm=1.0))},
-    "bias correction": {"optimizer": AdamW(AdamWConfig(clip_norm=None, weight_decay=0.0, betas=[0.9, 0.999]))},
-    "velocity": {"optimizer": SGD(SGDConfig(momentum=0.9, nesterov=True, clip_norm=1.0))},
-    "accumulation": {"optimizer": SGD(SGDConfig(momentum=0.9, clip_norm=1.0)), "gradient_accumulation": 2},
+    "adamw": {"optimizer": adamw(clip_norm=1.0)},
+    "bias correction": {"optimizer": adamw(clip_norm=None, weight_decay=0.0, betas=[0.9, 0.999])},
+    "velocity": {"optimizer": sgd(momentum=0.9, nesterov=True, clip_norm=1.0)},
+    "accumulation": {"optimizer": sgd(momentum=0.9, clip_norm=1.0), "gradient_accumulation": 2},
     "text": {},
     "dropout": {"dropout": DROPOUT},
 }

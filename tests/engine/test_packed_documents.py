@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 
 from tests.models.session import Session, relative_error, tensor_by_tensor_equal
-from ttrain.models.gpt import GPT
-from ttrain.models.llama import Llama
-from ttrain.models.settings import GPTConfig, LlamaConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
+from tests.ttnn.runs import adamw, gpt, llama
 
 SIZE = {"layers": 1, "heads": 2, "width": 16, "context": 72, "vocabulary": 31}
 LENGTHS = ((5, 40, 27), (71, 1))  # of the documents of two rows: across and within blocks of kernels, and one token
@@ -23,11 +19,11 @@ CASES = (("gpt", "dynamic"), ("gpt", "static"), ("llama", "traced"))
 
 @lru_cache
 def session(name: str, packed: bool, engine: str, rows: int) -> Session:
-    model: Any = GPT(GPTConfig(**SIZE, recompute="block" if engine == "static" else "none"))
+    model: Any = gpt(**SIZE, recompute="block" if engine == "static" else "none")
     if name == "llama":
-        model = Llama(LlamaConfig(**SIZE, hidden=24, kv_heads=1, window=30))
+        model = llama(**SIZE, hidden=24, kv_heads=1, window=30)
     model = model.packing_documents() if packed else model
-    return Session(model, AdamW(AdamWConfig(clip_norm=None)), rows, engine=engine)
+    return Session(model, adamw(clip_norm=None), rows, engine=engine)
 
 
 def packed(tokens: np.ndarray) -> dict[str, np.ndarray]:

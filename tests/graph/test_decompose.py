@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.graph.tools import assert_same_meaning, names, parameter, recorded
+from tests.ttnn.runs import adamw, gpt
 from ttrain import ops
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
@@ -15,10 +16,6 @@ from ttrain.device.base import Kernel
 from ttrain.graph import REGISTRY, Graph, Node, Op, Value
 from ttrain.graph.passes import decompose, remove_dead_code
 from ttrain.graph.verify import verify
-from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.train.steps.step_graph import StepGraph
 
 COMPOSITE = {item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose}
@@ -27,9 +24,9 @@ PRIMITIVE = {item.name for item in REGISTRY.values()} - COMPOSITE
 
 def train_graph(compute: DType = DType.FP32) -> Graph:
     sizes = {"layers": 2, "heads": 2, "width": 4, "context": 3, "vocabulary": 2}
-    model = GPT(GPTConfig(dropout=0.3, **sizes), compute)
+    model = gpt(compute, dropout=0.3, **sizes)
     graph = Graph()
-    StepGraph(model, AdamW(AdamWConfig()), rows=2).trace_train(graph)
+    StepGraph(model, adamw(), rows=2).trace_train(graph)
     return verify(graph, "recording")
 
 

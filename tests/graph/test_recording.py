@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.graph.tools import PAIR, recorded
+from tests.ttnn.runs import sgd
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
@@ -15,8 +16,6 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Stage, Value, op
 from ttrain.graph.verify import verify
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import SGDConfig
-from ttrain.optim.sgd import SGD
 
 
 def test_a_named_value_is_declared_once_and_then_found_again() -> None:
@@ -138,7 +137,7 @@ def test_an_op_is_called_like_the_function_that_declares_it(args: int, kwargs: d
 
 
 KNOWN = {"x": PAIR, "w": (2, 3), "lr": TensorSpec(())}
-RULE = SGD(SGDConfig()).rule(EXAMPLE, False)
+RULE = sgd().rule(EXAMPLE, False)
 
 
 def test_a_sound_graph_is_returned() -> None:

@@ -15,6 +15,7 @@ from pytest import MonkeyPatch
 
 from tests.native.conftest import require_compiler
 from tests.native.test_steps import Device, losses, session
+from tests.ttnn.runs import adamw, gpt, llama
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
@@ -29,12 +30,8 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.agillm import AGILLM
-from ttrain.models.gpt import GPT
-from ttrain.models.llama import Llama
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
+from ttrain.models.settings import AGILLMConfig, MLPConfig
 from ttrain.train.forecast.show import product_ways
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import check_sampling, sampling_traces
@@ -136,8 +133,8 @@ def measured(tmp_path: Path, monkeypatch: MonkeyPatch) -> list[str]:
 
 SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "context": 8, "vocabulary": 12}
 MODELS: dict[str, Callable[[], Any]] = {
-    "gpt": lambda: GPT(GPTConfig(**SIZES, activation="relu_squared", qk_norm=True), DType.BF16),
-    "packed": lambda: Llama(LlamaConfig(**SIZES, hidden=16, kv_heads=1, window=3), DType.BF16).packing_documents(),
+    "gpt": lambda: gpt(DType.BF16, **SIZES, activation="relu_squared", qk_norm=True),
+    "packed": lambda: llama(DType.BF16, **SIZES, hidden=16, kv_heads=1, window=3).packing_documents(),
     "agillm": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4), DType.BF16),
     "alibi": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4, alibi="standard", objective="ar_only"), DType.BF16),
     "mlp": lambda: MLP(MLPConfig(layers=2, width=16), DType.BF16),
@@ -146,7 +143,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def every_trace(model: Any) -> dict[str, tuple[StepGraph, Trace]]:
     """All steps that a run, a sample in any mode, a chat or an evaluation builds of a model."""
-    whole, parts = (StepGraph(model, AdamW(AdamWConfig()), rows=2, gradient_accumulation=count) for count in (1, 2))
+    whole, parts = (StepGraph(model, adamw(), rows=2, gradient_accumulation=count) for count in (1, 2))
     found = {name: (parts, trace) for name, trace in parts.train_steps().items()}
     found |= {name: (whole, trace) for name, trace in {**whole.train_steps(), **whole.further_steps()}.items()}
     if hasattr(model, "logits"):

@@ -12,14 +12,13 @@ import torch
 
 from tests.native.conftest import SMALL, NativeDevice, open_device
 from tests.ops.harness import bind_node, node_of
+from tests.ttnn.runs import adamw
 from ttrain.core import processor
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.spec import DType
 from ttrain.device.torch.native.native import Sizing
 from ttrain.graph import op
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import AdamWConfig
 
 Runs = Sequence[tuple[str, Sequence[torch.Tensor | None], Mapping[str, Any]]]
 
@@ -157,7 +156,7 @@ def large_runs() -> Runs:
             ("global_norm", [x, y, *flat], {}),
             ("update", [*flat, x.new_tensor(0).expand(300, 70).contiguous() + 1, x[0], *flat,
                         *(t.abs() for t in flat), one, one * 100, None, None],
-             {"count": 2, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}),
+             {"count": 2, "rule": adamw().rule(EXAMPLE, True)}),
         ]  # fmt: skip
     return runs
 

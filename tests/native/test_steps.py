@@ -10,16 +10,13 @@ import pytest
 
 from tests.models.session import Session, token_batch
 from tests.native.conftest import require_compiler
+from tests.ttnn.runs import adamw, gpt
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.engine.traced import TracedEngine
-from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 
 ROWS, TIME, VOCABULARY = 3, 24, 29
 
@@ -38,8 +35,8 @@ class Device(TorchDevice):
 def session(
     engine: str, folder: Path, compute: DType, dropout: float, make_device: Callable[[Path, int], Device] = Device
 ) -> Session:
-    model = GPT(GPTConfig(layers=2, heads=2, width=32, context=TIME, vocabulary=VOCABULARY, dropout=dropout), compute)
-    return Session(model, AdamW(AdamWConfig()), ROWS, engine=engine, device=make_device(folder, 2))
+    model = gpt(compute, layers=2, heads=2, width=32, context=TIME, vocabulary=VOCABULARY, dropout=dropout)
+    return Session(model, adamw(), ROWS, engine=engine, device=make_device(folder, 2))
 
 
 def losses(run: Session, count: int) -> list[float]:

@@ -9,15 +9,13 @@ import pytest
 
 import ttrain.ops  # noqa: F401 - fills the registry
 from tests.ops.harness import cases_of, input_specs
+from tests.ttnn.runs import adamw, sgd
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.shapes import Shapes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Case
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD as PlainSGD
 from ttrain.testing.cases import _drawn
 
 
@@ -35,8 +33,8 @@ def int64(*shape: int) -> TensorSpec:
 
 HEADS: dict[str, Any] = {"heads": 2, "scale": 0.5, "mask": AttentionMask()}
 NONE = [None] * 5  # k, v, bias, seed and positions of a packed projection
-ADAMW: dict[str, Any] = {"count": 1, "rule": AdamW(AdamWConfig()).rule(EXAMPLE, True)}
-SGD: dict[str, Any] = {"count": 1, "rule": PlainSGD(SGDConfig()).rule(EXAMPLE, True)}
+ADAMW: dict[str, Any] = {"count": 1, "rule": adamw().rule(EXAMPLE, True)}
+SGD: dict[str, Any] = {"count": 1, "rule": sgd().rule(EXAMPLE, True)}
 RATES = [fp32(), fp32(), None]  # lr, step, and no clip factor
 TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 HEAD = {"smoothing": 0.1, "live": 6, "gradients": True}

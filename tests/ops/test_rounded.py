@@ -8,16 +8,14 @@ import pytest
 import torch
 
 from tests.ops.test_update import PLACED, Update, spaced
+from tests.ttnn.runs import adamw, sgd
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD
 
 RULES = {
-    "adamw": AdamW(AdamWConfig(betas=[0.9, 0.999])).rule(EXAMPLE, True),
-    "sgd": SGD(SGDConfig(momentum=0.9, nesterov=True, weight_decay=0.1)).rule(EXAMPLE, True),
+    "adamw": adamw(betas=[0.9, 0.999]).rule(EXAMPLE, True),
+    "sgd": sgd(momentum=0.9, nesterov=True, weight_decay=0.1).rule(EXAMPLE, True),
 }
 
 

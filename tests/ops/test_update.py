@@ -9,18 +9,17 @@ import numpy as np
 import torch
 
 from tests.ops.harness import bind_node, node_of
+from tests.ttnn.runs import adamw
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Chain
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.kernels.common import flatten, runs
 from ttrain.ops.update import Rule
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.base import EXAMPLE
-from ttrain.optim.settings import AdamWConfig
 
 SHAPES = [(4, 8), (257,), (3, 5, 7), (), (64,)]  # gaps after most of them
 SCALAR = TensorSpec((), DType.FP32)
-ADAMW = AdamW(AdamWConfig()).rule(EXAMPLE, True)
+ADAMW = adamw().rule(EXAMPLE, True)
 FP32 = [DType.FP32] * 4
 
 

@@ -10,13 +10,13 @@ import torch
 
 from tests.models.session import ENGINES, Session, token_batch
 from tests.optim.test_contract import STEPS, Run
+from tests.ttnn.runs import adamw
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Kind, Stage
 from ttrain.graph.passes import live_nodes
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.groups import check_groups, flat_parameters, frozen, frozen_count, learning_rates, longest
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.steps.step import TrainStep
@@ -45,7 +45,7 @@ def test_the_train_step_hands_the_norm_of_the_scope_to_a_guarded_update() -> Non
     """Every parameter after three steps: guarded or not, in one or two micro-batches."""
     finals = []
     for guarded, gradient_accumulation in ((False, 1), (True, 1), (False, 2), (True, 2)):
-        optimizer = AdamW(AdamWConfig(clip_scope=["blocks"], clip_norm=0.01))
+        optimizer = adamw(clip_scope=["blocks"], clip_norm=0.01)
         graph = StepGraph(gpt(), optimizer, 4 // gradient_accumulation, gradient_accumulation, guarded=guarded)
         session = Session(gpt(), optimizer, 4 // gradient_accumulation, gradient_accumulation=gradient_accumulation)
         steps = {name: session.engine.build(f"again {name}", trace) for name, trace in graph.train_steps().items()}
@@ -62,7 +62,7 @@ def test_the_train_step_hands_the_norm_of_the_scope_to_a_guarded_update() -> Non
 def test_chips_share_the_norm_of_the_scope() -> None:
     """Gradients are summed over all chips before any norm is formed."""
     graph = Graph()
-    StepGraph(gpt(), AdamW(AdamWConfig(clip_scope=["blocks"])), 2, chips=2).trace_train(graph)
+    StepGraph(gpt(), adamw(clip_scope=["blocks"]), 2, chips=2).trace_train(graph)
     names = [node.op.name for node in graph.nodes if node.stage is Stage.UPDATE]
     assert names.index("all_reduce_state") < names.index("global_norm") and names.count("global_norm") == 3
 
@@ -70,7 +70,7 @@ def test_chips_share_the_norm_of_the_scope() -> None:
 @pytest.mark.parametrize("engine", ["dynamic", "static"])
 def test_frozen_parameters_stay_and_the_others_get_the_gradients_they_would_get(engine: str) -> None:
     freeze = {"freeze": ["blocks", "embedding", "positions"], "unfreeze": ["blocks.*.attention_norm", "blocks.1"]}
-    part, whole = (Session(gpt(), AdamW(AdamWConfig(**given)), 2, engine=engine) for given in (freeze, {}))
+    part, whole = (Session(gpt(), adamw(**given), 2, engine=engine) for given in (freeze, {}))
     trained = {parameter.path for parameter in part.graph.parameters}
     still = {parameter.path for parameter in part.graph.frozen}
     assert trained & still == set() and trained | still == set(gpt().parameters())
@@ -91,7 +91,7 @@ def test_frozen_parameters_stay_and_the_others_get_the_gradients_they_would_get(
 
 def test_copies_of_frozen_parameters_are_there_in_bf16() -> None:
     model = GPT(GPTConfig(**SIZES), DType.BF16)
-    session = Session(model, AdamW(AdamWConfig(freeze=["blocks"])), 2)
+    session = Session(model, adamw(freeze=["blocks"]), 2)
     name = "blocks.0.attention.qkv.weight"
     copy, master = session.state.read(f"{name}/compute"), session.state.read(name)
     assert master.any() and np.array_equal(copy, torch.from_numpy(master).bfloat16().float().numpy())
@@ -103,7 +103,7 @@ def test_nothing_runs_for_what_is_frozen() -> None:
     counts = {}
     for key, freeze in {"all": [], "no blocks": ["blocks"], "head alone": ["blocks", "embedding", "positions"]}.items():
         graph = Graph()
-        StepGraph(gpt(), AdamW(AdamWConfig(freeze=freeze)), 2).trace_train(graph)
+        StepGraph(gpt(), adamw(freeze=freeze), 2).trace_train(graph)
         backward = [node for node in live_nodes(graph) if node.stage is Stage.BACKWARD]
         counts[key] = sum(node.op.name == "matmul" for node in backward)
     # Four products with a weight per block, each with two gradients; a frozen one needs that of its input alone.
@@ -113,9 +113,7 @@ def test_nothing_runs_for_what_is_frozen() -> None:
 
 def test_recomputed_blocks_are_pruned_too() -> None:
     model = gpt(recompute="block")
-    sessions = [
-        Session(model, AdamW(AdamWConfig(freeze=["blocks.0"])), 2, engine=engine) for engine in ("dynamic", "static")
-    ]
+    sessions = [Session(model, adamw(freeze=["blocks.0"]), 2, engine=engine) for engine in ("dynamic", "static")]
     results = [session.train(token_batch(11, 2, 8, 1), 1, {"lr": 0.01}) for session in sessions]
     assert results[0]["loss"] == results[1]["loss"]
     assert all(r["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5) for r in results)
@@ -155,7 +153,7 @@ def test_the_longest_prefix_wins_and_stars_lose_against_names() -> None:
 
 
 def test_a_tied_weight_is_in_one_group() -> None:
-    graph = StepGraph(gpt(tied=True), AdamW(AdamWConfig(lr_multipliers={"embedding": 4.0})), 2)
+    graph = StepGraph(gpt(tied=True), adamw(lr_multipliers={"embedding": 4.0}), 2)
     paths = [parameter.path for parameter in graph.parameters]
     assert len(paths) == len(set(paths)) and not any("head" in path for path in paths)
     (run,) = [shard.flat for shard in graph.shards if any(p.path == "embedding.weight" for p in shard.flat.parameters)]
@@ -166,7 +164,7 @@ PARAMETERS = gpt().parameters()
 
 
 def runs(compute: DType = DType.FP32, **options: object) -> dict[str, list[str]]:
-    found = flat_parameters(PARAMETERS, AdamW(AdamWConfig(**options)), compute)
+    found = flat_parameters(PARAMETERS, adamw(**options), compute)
     return {run.name: [parameter.path for parameter in run.parameters] for run in found}
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.models.session import BF16, ENGINES, FP32, Session, token_batch
 from tests.native.conftest import require_compiler
 from tests.optim.updates import SEED, Parameters, Updates, Vector, gradient
+from tests.ttnn.runs import adamw, gpt
 from ttrain.config.build import build_optimizer, build_session
 from ttrain.core.random_bits import mix, stream_key
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
@@ -22,7 +23,6 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
 from ttrain.optim.sgd import SGD
@@ -120,7 +120,7 @@ def test_generated_kernels_refresh_copies_in_the_same_pass() -> None:
     """bf16 compute with fp32 masters: one launch updates, rounds the moments, and rounds the copies to nearest."""
     results = []
     for engine in ("static", "traced"):
-        update = Updates(Parameters(BF16), AdamW(AdamWConfig(state_dtype="bf16", clip_norm=CLIP)), engine)
+        update = Updates(Parameters(BF16), adamw(state_dtype="bf16", clip_norm=CLIP), engine)
         update.advance(1, lr=0.01)
         copies = {name: update.state.read(name) for name in update.state.names(Kind.COPY)}
         results.append({**update.saved(), **copies})
@@ -133,7 +133,7 @@ def test_generated_kernels_refresh_copies_in_the_same_pass() -> None:
 def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -> None:
     """beta2 = 0.999. An element's errors are those of a walk that decays: 5 % of it, 0.3 % of the mean of 256."""
     size, steps = 256, 9000
-    update = Updates(Vector(size), AdamW(AdamWConfig(betas=[0.9, 0.999], clip_norm=None, state_dtype="bf16")))
+    update = Updates(Vector(size), adamw(betas=[0.9, 0.999], clip_norm=None, state_dtype="bf16"))
     exact = np.zeros(size)
     generator = np.random.default_rng(5)
     for step in range(1, steps + 1):
@@ -159,7 +159,7 @@ def test_what_is_not_finite_stays_so(engine: str, value: float) -> None:
 
 
 def nano(compute: DType = BF16, master: DType = BF16) -> GPT:
-    model = GPT(GPTConfig(layers=2, heads=2, width=32, context=16, vocabulary=17, dropout=0.1), compute)
+    model = gpt(compute, layers=2, heads=2, width=32, context=16, vocabulary=17, dropout=0.1)
     for parameter in model.parameters().values():
         parameter.master = master
     return model
@@ -202,11 +202,11 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
 @pytest.mark.parametrize("compute", [FP32, BF16])
 def test_by_default_nothing_changes(compute: DType) -> None:
     """The same ops and inputs as ever where no option asks for rounding."""
-    session = Session(nano(compute, FP32), AdamW(AdamWConfig()), 2)
+    session = Session(nano(compute, FP32), adamw(), 2)
     updates = [node for node in session.steps["train"].plan.launched if node.op.name == "update"]
     assert updates and not any("stochastic" in node.attributes for node in updates)
     assert "rounding_seed" not in session.steps["train"].inputs
-    pure = Session(nano(), AdamW(AdamWConfig()), 2)
+    pure = Session(nano(), adamw(), 2)
     assert "rounding_seed" not in pure.steps["train"].inputs
     assert pure.state.spec("norm.weight/first_moment").dtype is BF16
 
@@ -223,7 +223,7 @@ def test_bytes_of_the_state_are_those_of_its_dtypes() -> None:
     for (compute, master, dtype), expected in table.items():
         model = nano(compute, master)
         model.follow_compute()
-        graph = StepGraph(model, AdamW(AdamWConfig(state_dtype=dtype)), 2)
+        graph = StepGraph(model, adamw(state_dtype=dtype), 2)
         sizes = dict.fromkeys(Kind, 0)
         for tensor in graph.state_tensors():
             sizes[tensor.kind] += tensor.spec.nbytes
@@ -299,7 +299,7 @@ def test_weights_that_stay_are_put_together_and_taken_apart_again(engine: str, o
 
 def test_a_compiled_step_takes_them_where_only_updates_read_weights() -> None:
     for name, ema, width in (("traced", None, 2), ("static", None, 4), ("traced", 0.9, 4)):
-        model = GPT(GPTConfig(layers=1, heads=2, width=16, context=8, vocabulary=11), DType.BF16)
+        model = gpt(DType.BF16, layers=1, heads=2, width=16, context=8, vocabulary=11)
         device, train = planned(DeviceConfig(name="cpu", threads=1)), TrainConfig(batch_size=2, ema=ema)
         session = build_session(model, device, train, AdamWConfig(), GuardConfig(), EngineConfig(name=name))
         tensor = session.state.tensor("blocks.0.attention.qkv.weight")

@@ -16,6 +16,7 @@ import torch
 
 from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.models.session import initial_values
+from tests.ttnn.runs import gpt, llama
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
@@ -26,7 +27,7 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.base import preparation
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
-from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
+from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.ranks import Ranks
@@ -58,15 +59,15 @@ class Case:
 
 
 def _gpt(compute: DType) -> GPT:
-    return GPT(GPTConfig(dropout=0.2, **SIZE), compute)
+    return gpt(compute, dropout=0.2, **SIZE)
 
 
 def _plain_gpt(compute: DType) -> GPT:
-    return GPT(GPTConfig(dropout=0.0, bias=False, **SIZE), compute)
+    return gpt(compute, dropout=0.0, bias=False, **SIZE)
 
 
 def _llama(compute: DType) -> Llama:
-    return Llama(LlamaConfig(kv_heads=1, hidden=64, **SIZE), compute)
+    return llama(compute, kv_heads=1, hidden=64, **SIZE)
 
 
 def _agillm(compute: DType) -> AGILLM:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ttnn.runs import adamw
 from ttrain.cli import main
 from ttrain.core.spec import DType
 from ttrain.device.null import NullDevice
@@ -17,8 +18,6 @@ from ttrain.engine.static import StaticEngine
 from ttrain.graph import Stage
 from ttrain.models.mlp import MLP as Layers
 from ttrain.models.settings import MLPConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.plan.plan import Plan
 from ttrain.train.forecast.step_cost import collectives, exposed_seconds, link_seconds
@@ -71,7 +70,7 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
 
 def layers_of(ranks: Ranks) -> StepGraph:
     model = Layers(MLPConfig(layers=LAYERS, width=WIDTH), DType.FP32)
-    return StepGraph(model, AdamW(AdamWConfig(decay_rule="all")), rows=2, ranks=ranks)
+    return StepGraph(model, adamw(decay_rule="all"), rows=2, ranks=ranks)
 
 
 def last_step(ranks: Ranks) -> Plan:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.ttnn.runs import adamw
 from ttrain.bench.baselines import PlainGPT
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import open_device
@@ -14,8 +15,6 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import Plan
 from ttrain.train.forecast.step_cost import activation_bytes, peak
 from ttrain.train.steps.step_graph import StepGraph
@@ -47,7 +46,7 @@ def held_by_autograd() -> int:
 def planned() -> Plan:
     model = GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT))
     device = open_device(DeviceConfig(name="cpu"))
-    steps = StepGraph(model, AdamW(AdamWConfig()), ROWS)
+    steps = StepGraph(model, adamw(), ROWS)
     engine = StaticEngine(device, State(device, []))
     return engine.plan(engine.derive(steps.trace_train))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.plan.interpreter import random_tensors, run_plainly, run_planned, specs
 from tests.plan.random_graphs import kernel_tables, step_graphs
+from tests.ttnn.runs import adamw, gpt
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel, align
@@ -22,10 +23,6 @@ from ttrain.engine.static import StaticEngine
 from ttrain.graph import REGISTRY, Graph
 from ttrain.graph.passes import fuse, merge_common_subexpressions, remove_dead_code, store_early
 from ttrain.graph.verify import verify
-from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.plan import build_plan
 from ttrain.plan.arena import GradientReuse
 from ttrain.train.steps.step_graph import StepGraph
@@ -88,8 +85,8 @@ STEPS = [
 def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: str, gradient_accumulation: int) -> None:
     """From the recorded step through every pass and the plan, against the recorded step value by value."""
     sizes = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 2}
-    model = GPT(GPTConfig(dropout=0.2, recompute=recompute, **sizes), compute)
-    device, steps = NullDevice(), StepGraph(model, AdamW(AdamWConfig()), 2, gradient_accumulation)
+    model = gpt(compute, dropout=0.2, recompute=recompute, **sizes)
+    device, steps = NullDevice(), StepGraph(model, adamw(), 2, gradient_accumulation)
     engine = StaticEngine(device, State(device, steps.state_tensors()))
     for trace in steps.train_steps().values():
         recorded = Graph()

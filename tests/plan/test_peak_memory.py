@@ -16,6 +16,7 @@ import pytest
 
 from tests.forked import run
 from tests.models.session import ENGINES, initial_values, open_cpu
+from tests.ttnn.runs import adamw
 from ttrain.core.spec import DType
 from ttrain.engine.base import examples, traced_graph
 from ttrain.engine.state import State
@@ -25,8 +26,6 @@ from ttrain.models.agillm import AGILLM
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import cache_tensors, extend_trace
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -42,7 +41,7 @@ def found(
     """Bytes of a step: `train`, `evaluate`, or `read`, which reads the end of a text with caches."""
     make, config = MODELS[model]
     built = make(config(**(SIZES | (sizes or {}))), DType.parse(dtype))
-    graph = StepGraph(built.packing_documents() if packed else built, AdamW(AdamWConfig()), rows=1)
+    graph = StepGraph(built.packing_documents() if packed else built, adamw(), rows=1)
     traces = {"train": graph.trace_train, "evaluate": graph.trace_evaluate, "read": extend_trace(built, 64, 1, mask)}
     trace, values = traces[step], initial_values(built, 7)
     caches = cache_tensors([trace]) if step == "read" else []

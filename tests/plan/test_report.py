@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.models.session import initial_values
+from tests.ttnn.runs import adamw, gpt, sgd
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.spec import DType, TensorSpec
@@ -22,12 +23,8 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind, Stage
-from ttrain.models.gpt import GPT
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, MLPConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD
+from ttrain.models.settings import MLPConfig
 from ttrain.plan import build_plan
 from ttrain.train.checkpoint.save import CheckpointContent, save_checkpoint
 from ttrain.train.forecast.plan_report import PlanReport, parameter_groups, plan_report
@@ -42,7 +39,7 @@ SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 def session(
     device: Device, model: Any = None, optimizer: Any = None, gradient_accumulation: int = 1, engine: Any = StaticEngine
 ) -> Session:
-    graph = StepGraph(model or GPT(GPTConfig(**SIZES)), optimizer or AdamW(AdamWConfig()), 4, gradient_accumulation)
+    graph = StepGraph(model or gpt(**SIZES), optimizer or adamw(), 4, gradient_accumulation)
     state = State(device, graph.state_tensors())
     return Session(graph, state, engine(device, state))
 
@@ -54,7 +51,7 @@ def report(device: Device, **options: Any) -> PlanReport:
 
 def test_operations_of_a_linear_model_by_hand() -> None:
     rows, width = 4, 8
-    opened = session(NullDevice(), MLP(MLPConfig(layers=1, width=width, bias=False)), SGD(SGDConfig()))
+    opened = session(NullDevice(), MLP(MLPConfig(layers=1, width=width, bias=False)), sgd())
     graph, cost = opened.graph, plan_report(opened.graph, opened.state, opened.build_training())
     product, weight = 2 * rows * width * width, width * width
     squared_error = 3 * rows * width + 1  # and its weight
@@ -77,7 +74,7 @@ def test_bytes_moved_by_hand() -> None:
 
 
 def test_recomputation_is_told_apart_from_what_the_model_needs() -> None:
-    kept, again = report(NullDevice()), report(NullDevice(), model=GPT(GPTConfig(recompute="block", **SIZES)))
+    kept, again = report(NullDevice()), report(NullDevice(), model=gpt(recompute="block", **SIZES))
     assert again.flops == kept.flops
     ratios = [sum(each.costs["train"]["executed_flops"].values()) / sum(each.flops.values()) for each in (kept, again)]
     assert ratios[0] < 1.2 < ratios[1]
@@ -99,7 +96,7 @@ def test_the_peak_is_split_into_classes_without_remainder_and_every_buffer_is_li
 
 
 def test_parameters_are_counted_by_modules() -> None:
-    model = GPT(GPTConfig(**SIZES))
+    model = gpt(**SIZES)
     groups = parameter_groups(model)
     block = [f"blocks.*.{part}" for part in ("attention_norm", "attention", "feed_forward_norm", "feed_forward")]
     assert list(groups) == ["embedding", "positions", *block, "norm"]
@@ -120,7 +117,7 @@ def test_a_checkpoint_takes_as_many_bytes_on_disk_as_planned(tmp_path: Any) -> N
 def test_planned_without_the_device_is_what_the_device_takes(compute: DType, gradient_accumulation: int) -> None:
     """The CPU as planned against the CPU after one step of each kind: equal but for the gaps between tensors."""
     config = DeviceConfig(name="cpu", threads=1)
-    model = GPT(GPTConfig(**SIZES), compute)
+    model = gpt(compute, **SIZES)
     foreseen = report(planned(config), model=model, gradient_accumulation=gradient_accumulation)
     device = open_device(config)
     opened = session(device, model=model, gradient_accumulation=gradient_accumulation)

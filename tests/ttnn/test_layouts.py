@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 
+from tests.ttnn.runs import adamw, gpt
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Layout
@@ -15,10 +16,6 @@ from ttrain.device.ttnn.tensors.device_tensor import joinable
 from ttrain.device.ttnn.tensors.store import TileLayout, default_layout, shares_memory
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
-from ttrain.models.gpt import GPT
-from ttrain.models.settings import GPTConfig
-from ttrain.optim.adamw import AdamW
-from ttrain.optim.settings import AdamWConfig
 from ttrain.plan.arena import Block, take_turns
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -59,9 +56,9 @@ def test_blocks_take_turns_only_within_a_layout() -> None:
 def test_values_that_take_turns_have_one_layout_and_equally_many_elements(context: int, recompute: str) -> None:
     """A statistic that its kernel holds in another layout must not meet a value whose default layout looks the same."""
     sizes = {"layers": 2, "heads": 2, "width": 64, "context": context, "vocabulary": 65, "dropout": 0.1}
-    model = GPT(GPTConfig(recompute=recompute, **sizes), DType.BF16)
+    model = gpt(DType.BF16, recompute=recompute, **sizes)
     model.follow_compute()
-    graph = StepGraph(model, AdamW(AdamWConfig()), rows=2)
+    graph = StepGraph(model, adamw(), rows=2)
     device = planned(TenstorrentConfig())
     engine = StaticEngine(device, State(device, []))
     plan = engine.plan(engine.derive(graph.trace_train))
