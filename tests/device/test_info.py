@@ -68,4 +68,5 @@ def test_a_family_answers_by_the_config_that_it_is_given() -> None:
     assert info.mode(mocked) == "mock" and not info.present(mocked)
     assert info.exclusive(card) and not info.exclusive(mocked)
     assert info.named(mocked) == "device=n150 device.mode=mock"
-    assert info.memory(TenstorrentConfig(name="p150")) == (8 * 4277141376, "the board's DRAM")
+    for name, nbytes in (("n150", 12 * 1072693184), ("p150", 8 * 4277141376)):
+        assert info.memory(TenstorrentConfig(name=name)) == (nbytes, "the board's DRAM")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tests.plan.interpreter import GARBAGE
-from ttrain.core.spec import TensorSpec
+from tests.plan.random_graphs import workspace
 from ttrain.device.base import Buffer, Delivery, Kernel, Launch
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import REGISTRY, Op
@@ -51,7 +51,7 @@ class ReferenceDevice(TorchDevice):
 
             return launch
 
-        return Kernel(bind, Delivery.RETURNS if fresh else Delivery.OUT, workspace=_workspace)
+        return Kernel(bind, Delivery.RETURNS if fresh else Delivery.OUT, workspace=workspace)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         arena = super()._allocate(nbytes)
@@ -62,7 +62,3 @@ class ReferenceDevice(TorchDevice):
 
     def _freed(self, nbytes: int) -> None:
         self.live_bytes -= nbytes
-
-
-def _workspace(inputs: Any, outputs: Any, attributes: Any) -> list[TensorSpec]:
-    return [TensorSpec((3,)), outputs[0]] if outputs[0].rank == 2 else []

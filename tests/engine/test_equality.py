@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.reference_device import ReferenceDevice
 from tests.models.session import Session, open_cpu
-from tests.ttnn.runs import adamw, batch, sgd
+from tests.ttnn.runs import adamw, batch, mlp, sgd
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
@@ -23,8 +23,7 @@ from ttrain.engine.state import State
 from ttrain.graph import REGISTRY, Graph, Op, Value
 from ttrain.graph.passes import fuse
 from ttrain.models.gpt import GPT
-from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, MLPConfig
+from ttrain.models.settings import GPTConfig
 
 COMPOSITE = tuple(item.name for item in REGISTRY.values() if type(item).decompose is not Op.decompose)
 FRESH = ("add", "linear", "matmul", "attention", "softmax", "layer_norm", "reduce_sum", "embedding_grad")
@@ -51,7 +50,7 @@ class Run(Session):
 
 ADAMW = adamw()
 CASES: dict[str, tuple[Any, Any, int]] = {
-    "mlp accumulated": (lambda: MLP(MLPConfig(layers=3, width=6, activation="relu")), ADAMW, 2),
+    "mlp accumulated": (lambda: mlp(layers=3, width=6, inputs=None, outputs=None, activation="relu"), ADAMW, 2),
     "gpt recomputed": (lambda: gpt("block"), ADAMW, 1),
     # Adam divides a gradient by its own size: rounding could turn the sign of one that is nearly zero.
     "gpt bf16 accumulated": (lambda: gpt("block", DType.BF16), sgd(clip_norm=None), 2),

@@ -16,44 +16,35 @@ import torch
 
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from tests.native.conftest import require_compiler
-from tests.ttnn.runs import adamw, gpt, sgd
+from tests.ttnn.runs import adamw, batch, gpt, mlp, sgd
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import CaptureError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.null import NullDevice
 from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import open_device
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.graph import Graph, Kind
-from ttrain.models.mlp import MLP
-from ttrain.models.settings import MLPConfig
 
 Device = Callable[[], Any]
 ROWS, STEPS, DROPOUT = 4, 20, 0.3
 GPT_SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
-def open_computing(kind: str) -> Any:
-    """A device that computes and captures; skips naming what the machine lacks."""
-    from ttrain.device.torch.device import open_device
-
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device on this machine")
-        return open_device(DeviceConfig(name="cuda"))
-    require_compiler()
-    return open_device(DeviceConfig(name="cpu", threads=1))
-
-
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """Opens a device of its own for every run: one that holds a capture refuses the memory of another run."""
+    if request.param == "cpu":
+        require_compiler()
+    elif not torch.cuda.is_available():
+        pytest.skip("no CUDA device on this machine")
     opened: list[Any] = []
 
     def open_one() -> Any:
-        opened.append(open_computing(request.param))
+        opened.append(open_device(DeviceConfig(name=request.param, threads=1)))
         return opened[-1]
 
     yield open_one
@@ -66,16 +57,8 @@ def session(device: Device, engine: str = "traced", optimizer: Any = None, **how
     if optimizer is None:
         model: Any = gpt(**GPT_SIZE, dropout=how.pop("dropout", 0.0))
     else:
-        model = MLP(MLPConfig(inputs=6, outputs=3, width=16, layers=2, activation="tanh"))
+        model = mlp(inputs=6, outputs=3, width=16, layers=2, activation="tanh")
     return Session(model, optimizer or adamw(), ROWS, engine=engine, device=device(), **how)
-
-
-def regression_batch(index: int, rows: int = ROWS) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(index)
-    return {
-        "inputs": generator.standard_normal((rows, 6)).astype(np.float32),
-        "targets": generator.standard_normal((rows, 3)).astype(np.float32),
-    }
 
 
 def text_batch(index: int, rows: int = ROWS) -> dict[str, np.ndarray]:
@@ -107,8 +90,12 @@ def test_a_captured_step_equals_the_static_one(device: Device, trap: str) -> Non
     assert moments and not any(traced.state.read(name).any() for name in moments)
     plateau, best = 1e-2, np.inf
     for step in range(1, STEPS // 2):
-        batch = (regression_batch if "optimizer" in TRAPS[trap] else text_batch)(step, rows)
-        inputs = batch, step, {"lr": plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))}, step
+        inputs = (
+            batch(traced.graph.model, rows, step),
+            step,
+            {"lr": plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))},
+            step,
+        )
         loss = traced.train(*inputs)["loss"]
         assert loss == pytest.approx(static.train(*inputs)["loss"], rel=1e-5)
         plateau, best = (plateau, loss) if loss < best else (plateau * 0.5, best)
@@ -168,10 +155,10 @@ def doubling(graph: Graph) -> None:
     ops.assign(graph.state_value("weight/gradient", TensorSpec((4, 4)), Kind.GRADIENT), backward(loss, [weight])[0])
 
 
-def null_engine(device: NullDevice, engine: type[StaticEngine] = TracedEngine) -> StaticEngine:
+def null_engine(device: NullDevice) -> StaticEngine:
     spec = TensorSpec((4, 4))
     state = [StateTensor("weight", spec, Kind.PARAMETER), StateTensor("weight/gradient", spec, Kind.GRADIENT)]
-    return engine(device, State(device, state))
+    return TracedEngine(device, State(device, state))
 
 
 INPUTS = {"x": np.zeros((4, 4), np.float32)}

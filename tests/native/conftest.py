@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 
 from tests.hurry import QUICKLY
-from tests.ops.harness import all_cases, record
+from tests.ops.harness import all_cases
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import toolchain
-from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.rows import RULES, NativeKernels
 from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
-from ttrain.graph import Case, Composite, Op
+from ttrain.graph import Composite, Op
 
 # Small cases are cut as large ones would be: across two threads, into several parts and blocks.
 SMALL = Sizing(threads=2, thread_cost=1, part=16, block=48, logits=650)
@@ -78,9 +77,3 @@ def device(folder: Path) -> Iterator[NativeDevice]:
     opened = open_device(SMALL, folder)
     yield opened
     opened.close()
-
-
-def is_native(device: NativeDevice, op: Op, case: Case, dtype: DType) -> bool:
-    """Whether a case runs on generated code rather than on the row it replaces."""
-    node = record(op, case, dtype)[0].nodes[0]
-    return device.native.native(Request.of_node(node)) is not None

@@ -6,6 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pytest import MonkeyPatch
 
 from tests.native.conftest import require_compiler
 from tests.native.test_steps import Device, losses, session
-from tests.ttnn.runs import adamw, gpt, llama
+from tests.ttnn.runs import adamw, gpt, llama, mlp
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
@@ -30,8 +31,7 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.agillm import AGILLM
-from ttrain.models.mlp import MLP
-from ttrain.models.settings import AGILLMConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig
 from ttrain.train.forecast.show import product_ways
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import check_sampling, sampling_traces
@@ -137,7 +137,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "packed": lambda: llama(DType.BF16, **SIZES, hidden=16, kv_heads=1, window=3).packing_documents(),
     "agillm": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4), DType.BF16),
     "alibi": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4, alibi="standard", objective="ar_only"), DType.BF16),
-    "mlp": lambda: MLP(MLPConfig(layers=2, width=16), DType.BF16),
+    "mlp": lambda: mlp(DType.BF16, layers=2, width=16, inputs=None, outputs=None),
 }
 
 
@@ -195,10 +195,9 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_no
     fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())
 
-    def planned(folder: Path, threads: int) -> Device:
-        return Compared(folder, threads, measures=False)
-
+    planned = partial(Compared, measures=False)
     assert compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends == native.backends
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "other"))
-    assert not compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends
+    own = compiler_of(session("traced", folder, compute, 0.0, planned).engine)
+    assert not own.backends and ctypes.c_void_p.in_dll(own._loaded[-1], "ttrain_openmp_fork").value is None
     assert measured.count("step") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import subprocess
@@ -17,10 +16,8 @@ from tests.ops.harness import node_of
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Chain
-from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native.native import NativeLaunch, Sizing
 from ttrain.device.torch.native.rows import NativeKernels
-from ttrain.device.torch.native.threads import entry_points
 from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.graph import Graph
 
@@ -71,27 +68,6 @@ def test_one_pool_serves_all_libraries_and_a_region_waits_for_no_idle_thread(tmp
     before, after, code = map(int, result.stdout.split())
     assert after == before + 1, "two libraries share the threads of one pool"
     assert code == 0, "without its threads the caller does all there is"
-
-
-def test_with_products_of_a_library_kernels_run_on_its_threads() -> None:
-    require_compiler()
-    base = TorchDevice("cpu", threads=2)
-    x = torch.randn(64, 64)
-    for products, expected in ((None, False), ((), True)):
-        sizing = Sizing(2, thread_cost=1) if products is None else Sizing(2, thread_cost=1, products=products)
-        native = NativeKernels(base.kernels, sizing)
-        nodes = [
-            node_of("matmul", [x, x], {"transpose_a": False, "transpose_b": False}),
-            node_of("gelu", [x], {"approximate": "tanh"}),
-        ]
-        native.prepare(nodes)
-        fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
-        assert (fork is not None) == (expected and bool(entry_points()))
-        device = NativeDevice(native, 2)
-        y = torch.empty_like(x)
-        device.kernels["gelu"].bind([x], [y], nodes[1].attributes, [])()
-        assert torch.allclose(y, torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6)
-    base.close()
 
 
 def scaled(device: NativeDevice, x: torch.Tensor, factor: float) -> NativeLaunch:

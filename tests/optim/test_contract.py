@@ -14,7 +14,6 @@ from tests.models.session import BF16
 from tests.optim.updates import Parameters, Updates, gradient
 from ttrain.core.spec import DType
 from ttrain.optim.adamw import AdamW
-from ttrain.optim.base import EXAMPLE
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 
@@ -118,9 +117,3 @@ def test_masters_stay_fp32_under_bf16_compute(row: str) -> None:
         if parameter.has_copy(BF16):
             copy, master = run.state.read(f"{path}/compute"), run.state.read(path)
             assert np.array_equal(copy, torch.from_numpy(master).bfloat16().float().numpy()), path
-
-
-def test_slots_are_named_as_checkpoints_name_them() -> None:
-    assert AdamW(AdamWConfig()).rule(EXAMPLE, True).slots == ("first_moment", "second_moment")
-    assert SGD(SGDConfig()).rule(EXAMPLE, True).slots == ()
-    assert SGD(SGDConfig(momentum=0.5)).rule(EXAMPLE, True).slots == ("velocity",)

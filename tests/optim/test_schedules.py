@@ -52,14 +52,10 @@ def test_first_warmup_end_and_last_step(name: str) -> None:
     assert tuple(map(factor, (1, 9, 10, 55, 99, STEPS))) == pytest.approx(LANDMARKS[name], abs=1e-12)
     last = LANDMARKS[name][-1]
     assert factor(STEPS) == factor(STEPS + 1) == factor(STEPS + 1000) == last  # to the bit
+    for lowest in (0.0, 0.1, 1 / 3, 1.0):
+        assert build(name, min_lr_ratio=lowest, warmup=7)(STEPS) == (1.0 if name == "constant" else lowest)
     falling = [factor(step) for step in range(10, STEPS + 2)]
     assert all(later <= earlier for earlier, later in pairwise(falling))
-
-
-@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
-@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1, 1 / 3, 1.0])
-def test_the_last_step_has_the_final_factor_to_the_bit(name: str, min_lr_ratio: float) -> None:
-    assert build(name, min_lr_ratio=min_lr_ratio, warmup=7)(STEPS) == min_lr_ratio
 
 
 @pytest.mark.parametrize("name", SHAPES)

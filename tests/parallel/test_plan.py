@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.ttnn.runs import adamw
+from tests.ttnn.runs import adamw, mlp
 from ttrain.cli import main
-from ttrain.core.spec import DType
 from ttrain.device.null import NullDevice
 from ttrain.device.timing import Work
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Stage
-from ttrain.models.mlp import MLP as Layers
-from ttrain.models.settings import MLPConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.plan.plan import Plan
 from ttrain.train.forecast.step_cost import collectives, exposed_seconds, link_seconds
@@ -68,15 +65,12 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
     assert found["flops_per_step"]["forward"] == pytest.approx(4 * products, rel=0.05)
 
 
-def layers_of(ranks: Ranks) -> StepGraph:
-    model = Layers(MLPConfig(layers=LAYERS, width=WIDTH), DType.FP32)
-    return StepGraph(model, adamw(decay_rule="all"), rows=2, ranks=ranks)
-
-
 def last_step(ranks: Ranks) -> Plan:
+    model = mlp(layers=LAYERS, width=WIDTH, inputs=None, outputs=None)
+    steps = StepGraph(model, adamw(decay_rule="all"), rows=2, ranks=ranks)
     device = NullDevice()
     engine = StaticEngine(device, State(device, []))
-    return engine.plan(engine.derive(layers_of(ranks).trace_train))
+    return engine.plan(engine.derive(steps.trace_train))
 
 
 @pytest.mark.parametrize("shards", [False, True])

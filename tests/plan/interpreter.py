@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Delivery, Kernel
+from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.graph import Graph, Node, Value
 from ttrain.plan import Plan
 from ttrain.plan.arena import GradientReuse
@@ -23,20 +24,12 @@ Tensor = torch.Tensor
 Tensors = Mapping[str, Tensor]
 GARBAGE = 0x7B  # as fp32 about 1.3e36: no sum hides it
 
-DTYPES = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-}
-
 
 def random_tensors(specs: Mapping[str, TensorSpec], seed: int, bound: int = 2) -> dict[str, Tensor]:
     """Normal floats; integers from 0 to below `bound`."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(spec.shape, generator=generator).to(DTYPES[spec.dtype])
+        name: torch.randn(spec.shape, generator=generator).to(TORCH_DTYPES[spec.dtype])
         if spec.dtype.is_floating
         else torch.randint(0, bound, spec.shape, generator=generator)
         for name, spec in specs.items()
@@ -55,7 +48,7 @@ def reference(node: Node, inputs: list[Tensor | None], exact: bool = False) -> l
     results = [results] if isinstance(results, torch.Tensor) else list(results)
     pairs = zip(results, node.outputs, strict=True)
     return [
-        result.detach().to(result.dtype if exact else DTYPES[out.spec.dtype]).reshape(out.shape).clone()
+        result.detach().to(result.dtype if exact else TORCH_DTYPES[out.spec.dtype]).reshape(out.shape).clone()
         for result, out in pairs
     ]
 
@@ -134,7 +127,7 @@ class _Memory:
 
     def _place(self, offset: int, spec: TensorSpec) -> Tensor:
         start = self.aliased + offset
-        return self.arena[start : start + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+        return self.arena[start : start + spec.nbytes].view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _scribble(buffers: list[Tensor]) -> None:

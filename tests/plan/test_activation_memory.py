@@ -15,7 +15,6 @@ from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
-from ttrain.plan import Plan
 from ttrain.train.forecast.step_cost import activation_bytes, peak
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -43,17 +42,12 @@ def held_by_autograd() -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def planned() -> Plan:
-    model = GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT))
-    device = open_device(DeviceConfig(name="cpu"))
-    steps = StepGraph(model, adamw(), ROWS)
-    engine = StaticEngine(device, State(device, []))
-    return engine.plan(engine.derive(steps.trace_train))
-
-
 @pytest.mark.slow
 def test_gpt2_activations_take_at_most_half_of_what_autograd_holds_and_packing_wastes_little() -> None:
-    plan = planned()
+    device = open_device(DeviceConfig(name="cpu"))
+    steps = StepGraph(GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT)), adamw(), ROWS)
+    engine = StaticEngine(device, State(device, []))
+    plan = engine.plan(engine.derive(steps.trace_train))
     ours, theirs = activation_bytes(plan), held_by_autograd()
     print(f"gpt2-124M, {ROWS} x {CONTEXT} tokens, fp32: plan {ours / 2**20:.0f} MiB, autograd {theirs / 2**20:.0f} MiB")
     assert 0 < ours <= theirs / 2

@@ -56,10 +56,10 @@ def part(fused: bool = True) -> TenstorrentDevice:
     return TenstorrentDevice(PartMesh(), TenstorrentConfig(fused_kernels=fused))
 
 
-@every_op([each for each in test_rows.cases() if each.values[0].name in OPS])
-def test_row_on_a_core_subset_equals_reference(op: Any, case: Any) -> None:
+@every_op([each for each in test_rows.CASES if each.values[0].name in OPS])
+def test_row_on_a_core_subset_equals_reference(op: Any, case: Any, dtype: Any) -> None:
     device = part()
-    test_rows.check_row(device, op, case)
+    test_rows.check_row(device, op, case, dtype)
     assert device.mesh.told[False] == 0  # type: ignore[attr-defined]
 
 
