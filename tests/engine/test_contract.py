@@ -173,14 +173,3 @@ def test_steps_take_memory_at_the_first_call_and_share_it() -> None:
     for rows, more in ((32, 0), (128, 1)):  # a later one takes memory only where it needs more
         engine.build(f"wide{rows}", wide(rows))({"x": np.zeros((rows, 64), np.float32)})
         assert engine.device.counters.allocations == 3 + more
-
-
-def test_the_loss_may_be_marked_after_backward(engine: Engine) -> None:
-    def trace(graph: Graph) -> None:
-        weight = graph.state_value("w", WEIGHT, Kind.PARAMETER)
-        loss = ops.mean(ops.linear(graph.input("x", ROWS), weight))
-        (gradient,) = backward(loss, [weight])
-        graph.output("loss", loss)
-        graph.output("gradient", gradient)
-
-    assert set(engine.build("late", trace)({"x": INPUTS["x"]})) == {"loss", "gradient"}

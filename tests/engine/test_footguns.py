@@ -90,12 +90,8 @@ def test_a_captured_step_equals_the_static_one(device: Device, trap: str) -> Non
     assert moments and not any(traced.state.read(name).any() for name in moments)
     plateau, best = 1e-2, np.inf
     for step in range(1, STEPS // 2):
-        inputs = (
-            batch(traced.graph.model, rows, step),
-            step,
-            {"lr": plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))},
-            step,
-        )
+        rate = plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))
+        inputs = batch(traced.graph.model, rows, step), step, {"lr": rate}, step
         loss = traced.train(*inputs)["loss"]
         assert loss == pytest.approx(static.train(*inputs)["loss"], rel=1e-5)
         plateau, best = (plateau, loss) if loss < best else (plateau * 0.5, best)

@@ -16,6 +16,7 @@ from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
 from ttrain.models.base import loss_weights, preparation
 from ttrain.nn.initialize import initial_value
+from ttrain.plan import Plan
 from ttrain.train.steps.step_graph import StepGraph
 
 ENGINES = {"dynamic": DynamicEngine, "static": StaticEngine, "traced": TracedEngine}
@@ -31,6 +32,11 @@ def open_cpu() -> Any:
 def initial_values(model: Any, seed: int) -> dict[str, np.ndarray]:
     """The first value of every parameter by path."""
     return {path: initial_value(parameter, seed) for path, parameter in model.parameters().items()}
+
+
+def plan_of(device: Any, trace: Any) -> Plan:
+    engine = StaticEngine(device, State(device, []))
+    return engine.plan(engine.derive(trace))
 
 
 class Session:

@@ -16,7 +16,7 @@ from pytest import MonkeyPatch
 
 from tests.native.conftest import require_compiler
 from tests.native.test_steps import Device, losses, session
-from tests.ttnn.runs import adamw, gpt, llama, mlp
+from tests.ttnn.runs import adamw, agillm, gpt, llama, mlp
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Launch
@@ -30,8 +30,6 @@ from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.engine.traced import TracedEngine
-from ttrain.models.agillm import AGILLM
-from ttrain.models.settings import AGILLMConfig
 from ttrain.train.forecast.show import product_ways
 from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.source import check_sampling, sampling_traces
@@ -135,8 +133,8 @@ SIZES: dict[str, Any] = {"layers": 1, "heads": 2, "width": 16, "context": 8, "vo
 MODELS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: gpt(DType.BF16, **SIZES, activation="relu_squared", qk_norm=True),
     "packed": lambda: llama(DType.BF16, **SIZES, hidden=16, kv_heads=1, window=3).packing_documents(),
-    "agillm": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4), DType.BF16),
-    "alibi": lambda: AGILLM(AGILLMConfig(**SIZES, rank=4, alibi="standard", objective="ar_only"), DType.BF16),
+    "agillm": lambda: agillm(DType.BF16, **SIZES, rank=4),
+    "alibi": lambda: agillm(DType.BF16, **SIZES, rank=4, alibi="standard", objective="ar_only"),
     "mlp": lambda: mlp(DType.BF16, layers=2, width=16, inputs=None, outputs=None),
 }
 

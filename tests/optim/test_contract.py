@@ -12,12 +12,10 @@ import torch
 
 from tests.models.session import BF16
 from tests.optim.updates import Parameters, Updates, gradient
+from ttrain.config.build import build_optimizer
 from ttrain.core.spec import DType
-from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
-from ttrain.optim.sgd import SGD
 
-Optimizer = AdamW | SGD
 STEPS = 6
 CPU_ENGINES = ("dynamic", "static")
 
@@ -31,14 +29,14 @@ def torch_sgd(groups: Any, config: Any) -> torch.optim.Optimizer:
 
 
 # One row an optimizer setting: how we build it, and what torch calls it.
-TABLE: dict[str, tuple[Callable[[Any], Optimizer], Any, Callable[[Any, Any], torch.optim.Optimizer]]] = {
-    "adamw": (AdamW, AdamWConfig(lr=0.02), torch_adamw),
-    "adamw-no-decay": (AdamW, AdamWConfig(lr=0.02, weight_decay=0.0, betas=[0.8, 0.999], eps=1e-5), torch_adamw),
-    "adamw-beta-zero": (AdamW, AdamWConfig(lr=0.02, betas=[0.0, 0.99]), torch_adamw),
-    "sgd": (SGD, SGDConfig(lr=0.05), torch_sgd),
-    "sgd-decay": (SGD, SGDConfig(lr=0.05, weight_decay=0.1), torch_sgd),
-    "sgd-momentum": (SGD, SGDConfig(lr=0.05, momentum=0.9, weight_decay=0.1), torch_sgd),
-    "sgd-nesterov": (SGD, SGDConfig(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1), torch_sgd),
+TABLE: dict[str, tuple[Any, Callable[[Any, Any], torch.optim.Optimizer]]] = {
+    "adamw": (AdamWConfig(lr=0.02), torch_adamw),
+    "adamw-no-decay": (AdamWConfig(lr=0.02, weight_decay=0.0, betas=[0.8, 0.999], eps=1e-5), torch_adamw),
+    "adamw-beta-zero": (AdamWConfig(lr=0.02, betas=[0.0, 0.99]), torch_adamw),
+    "sgd": (SGDConfig(lr=0.05), torch_sgd),
+    "sgd-decay": (SGDConfig(lr=0.05, weight_decay=0.1), torch_sgd),
+    "sgd-momentum": (SGDConfig(lr=0.05, momentum=0.9, weight_decay=0.1), torch_sgd),
+    "sgd-nesterov": (SGDConfig(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1), torch_sgd),
 }
 
 
@@ -53,8 +51,9 @@ class Run(Updates):
     def __init__(
         self, row: str, changes: dict[str, Any], engine: str, compute: DType = DType.FP32, **options: Any
     ) -> None:
-        build, config, build_torch = TABLE[row]
-        super().__init__(Parameters(compute), build(replace(config, **changes)), engine, rate=factor, **options)
+        config, build_torch = TABLE[row]
+        optimizer = build_optimizer(replace(config, **changes))
+        super().__init__(Parameters(compute), optimizer, engine, rate=factor, **options)
         self.tensors = {path: torch.nn.Parameter(torch.from_numpy(self.state.read(path))) for path in self.paths}
         self.torch = build_torch([self._group(path, tensor) for path, tensor in self.tensors.items()], self.config)
         self.clipped = list(self.tensors.values())

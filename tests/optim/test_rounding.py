@@ -25,7 +25,6 @@ from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
-from ttrain.optim.sgd import SGD
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.train.settings import GuardConfig, TrainConfig
@@ -49,7 +48,7 @@ def rounded(values: np.ndarray, seed: int, stream: int, first: int) -> np.ndarra
 def test_every_bit_is_that_of_the_definition(engine: str) -> None:
     """SGD with momentum on bf16 weights, computed beside it in numpy."""
     config = SGDConfig(lr=1.0, momentum=0.9, clip_norm=None, stochastic_rounding=True)
-    update = Updates(Parameters(), SGD(config), engine, master=BF16)
+    update = Updates(Parameters(), build_optimizer(config), engine, master=BF16)
     expected: dict[str, np.ndarray] = {}
     streams, firsts = {}, {}
     for number, run in enumerate(shard.flat for shard in update.graph.shards):
@@ -152,7 +151,7 @@ def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_not_finite_stays_so(engine: str, value: float) -> None:
     config = SGDConfig(stochastic_rounding=True, clip_norm=None)
-    update = Updates(Vector(40), SGD(config), engine, master=BF16)
+    update = Updates(Vector(40), build_optimizer(config), engine, master=BF16)
     update.write({"weight": np.full(40, value, np.float32), "weight/gradient": np.zeros(40, np.float32)})
     update.run(1)
     np.testing.assert_array_equal(update.state.read("weight"), np.full(40, value, np.float32))

@@ -16,18 +16,15 @@ import torch
 
 from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.models.session import initial_values
-from tests.ttnn.runs import gpt, llama
+from tests.ttnn.runs import agillm, gpt, llama
 from ttrain.config import build
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Kind
-from ttrain.models.agillm import AGILLM
 from ttrain.models.base import preparation
 from ttrain.models.gpt import GPT
-from ttrain.models.llama import Llama
-from ttrain.models.settings import AGILLMConfig
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.ranks import Ranks
@@ -58,22 +55,8 @@ class Case:
     ema: float | None = None
 
 
-def _gpt(compute: DType) -> GPT:
-    return gpt(compute, dropout=0.2, **SIZE)
-
-
-def _plain_gpt(compute: DType) -> GPT:
-    return gpt(compute, dropout=0.0, bias=False, **SIZE)
-
-
-def _llama(compute: DType) -> Llama:
-    return llama(compute, kv_heads=1, hidden=64, **SIZE)
-
-
-def _agillm(compute: DType) -> AGILLM:
-    return AGILLM(AGILLMConfig(rank=8, pad_vocabulary=1, **SIZE), compute)
-
-
+_gpt, _plain_gpt = partial(gpt, dropout=0.2, **SIZE), partial(gpt, dropout=0.0, bias=False, **SIZE)
+_llama, _agillm = partial(llama, kv_heads=1, hidden=64, **SIZE), partial(agillm, rank=8, pad_vocabulary=1, **SIZE)
 BF16 = DType.BF16
 STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
 SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.models.session import plan_of
 from tests.ttnn.runs import adamw, mlp
 from ttrain.cli import main
 from ttrain.device.null import NullDevice
 from ttrain.device.timing import Work
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
 from ttrain.graph import Stage
 from ttrain.parallel.ranks import Ranks
 from ttrain.plan.plan import Plan
@@ -68,9 +67,7 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
 def last_step(ranks: Ranks) -> Plan:
     model = mlp(layers=LAYERS, width=WIDTH, inputs=None, outputs=None)
     steps = StepGraph(model, adamw(decay_rule="all"), rows=2, ranks=ranks)
-    device = NullDevice()
-    engine = StaticEngine(device, State(device, []))
-    return engine.plan(engine.derive(steps.trace_train))
+    return plan_of(NullDevice(), steps.trace_train)
 
 
 @pytest.mark.parametrize("shards", [False, True])

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.models.session import plan_of
 from tests.ttnn.runs import adamw
 from ttrain.bench.baselines import PlainGPT
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import open_device
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig
 from ttrain.train.forecast.step_cost import activation_bytes, peak
@@ -44,10 +43,8 @@ def held_by_autograd() -> int:
 
 @pytest.mark.slow
 def test_gpt2_activations_take_at_most_half_of_what_autograd_holds_and_packing_wastes_little() -> None:
-    device = open_device(DeviceConfig(name="cpu"))
     steps = StepGraph(GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT)), adamw(), ROWS)
-    engine = StaticEngine(device, State(device, []))
-    plan = engine.plan(engine.derive(steps.trace_train))
+    plan = plan_of(open_device(DeviceConfig(name="cpu")), steps.trace_train)
     ours, theirs = activation_bytes(plan), held_by_autograd()
     print(f"gpt2-124M, {ROWS} x {CONTEXT} tokens, fp32: plan {ours / 2**20:.0f} MiB, autograd {theirs / 2**20:.0f} MiB")
     assert 0 < ours <= theirs / 2

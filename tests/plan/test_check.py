@@ -155,13 +155,10 @@ def test_a_block_without_a_place_is_named() -> None:
         check_overlap([Block("lost", 8, 0, 0)])
 
 
-def test_a_chain_needs_the_memory_of_two_links() -> None:
+def test_a_chain_and_a_stack_as_backward_makes_it_pack_without_a_gap() -> None:
+    """The stack is of activations that die in the opposite order, with short-lived scratch on top."""
     chain = [Block(f"link{i}", 4096, i, i + 1) for i in range(100)]
     assert pack(chain) == peak(chain)[0] == 2 * 4096
-
-
-def test_a_stack_as_backward_makes_it_packs_without_a_gap() -> None:
-    """Activations that die in the opposite order, with short-lived scratch on top."""
     depth = 20
     stack = [Block(f"kept{i}", 1000 * (i % 3 + 1), i, 2 * depth - i) for i in range(depth)]
     stack += [Block(f"scratch{i}", 500, i, i) for i in range(2 * depth)]

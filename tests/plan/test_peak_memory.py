@@ -16,20 +16,16 @@ import pytest
 
 from tests.forked import run
 from tests.models.session import ENGINES, initial_values, open_cpu
-from tests.ttnn.runs import adamw
+from tests.ttnn.runs import adamw, agillm, gpt, llama
 from ttrain.core.spec import DType
 from ttrain.engine.base import examples, traced_graph
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Kind
-from ttrain.models.agillm import AGILLM
-from ttrain.models.gpt import GPT
-from ttrain.models.llama import Llama
-from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig
 from ttrain.train.sampling.decode import cache_tensors, extend_trace
 from ttrain.train.steps.step_graph import StepGraph
 
-MODELS: dict[str, Any] = {"gpt": (GPT, GPTConfig), "llama": (Llama, LlamaConfig), "agillm": (AGILLM, AGILLMConfig)}
+MODELS: dict[str, Any] = {"gpt": gpt, "llama": llama, "agillm": agillm}
 SIZES = {"layers": 1, "heads": 2, "width": 32, "context": 4096, "vocabulary": 16}
 DOCUMENT = 1000  # tokens of each, where they are packed
 
@@ -39,8 +35,7 @@ def found(
     sizes: dict[str, Any] | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes of a step: `train`, `evaluate`, or `read`, which reads the end of a text with caches."""
-    make, config = MODELS[model]
-    built = make(config(**(SIZES | (sizes or {}))), DType.parse(dtype))
+    built = MODELS[model](DType.parse(dtype), **(SIZES | (sizes or {})))
     graph = StepGraph(built.packing_documents() if packed else built, adamw(), rows=1)
     traces = {"train": graph.trace_train, "evaluate": graph.trace_evaluate, "read": extend_trace(built, 64, 1, mask)}
     trace, values = traces[step], initial_values(built, 7)

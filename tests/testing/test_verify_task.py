@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.ttnn.runs import mlp
 from ttrain.cli import main
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import Node, Value, op
-from ttrain.models.mlp import MLP
-from ttrain.models.settings import MLPConfig
 from ttrain.ops import scale
 from ttrain.testing import check_model, check_ops
 
@@ -50,7 +49,7 @@ def test_every_op_and_the_model_pass_on_the_cpu(
 
 def test_what_plugins_call_passes() -> None:
     check_ops("gelu", "transpose")
-    check_model(MLP(MLPConfig(width=8, inputs=5, outputs=3)))
+    check_model(mlp(width=8, inputs=5, outputs=3))
 
 
 @pytest.mark.slow

@@ -15,16 +15,14 @@ import numpy as np
 
 from tests.models.centred import Centred
 from tests.models.session import Session
-from tests.ttnn.runs import ENGINES, adamw, batch, gpt, llama, mlp, run, sgd
+from tests.ttnn.runs import ENGINES, adamw, agillm, batch, gpt, llama, mlp, run, sgd
 from ttrain.core.attention_mask import CAUSAL, PAIRS
 from ttrain.core.spec import DType
 from ttrain.device.ttnn.device import TenstorrentDevice, open_device
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.store import TileLayout
 from ttrain.engine.state import State
-from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
-from ttrain.models.settings import AGILLMConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -49,7 +47,7 @@ def model_of(case: dict[str, Any]) -> Any:
     if case["model"] == "llama":
         model = llama(compute, **SIZES["llama"])
     elif case["model"] == "agillm":
-        model = AGILLM(AGILLMConfig(**case["config"]), compute)
+        model = agillm(compute, **case["config"])
     else:
         model = gpt(compute, **{**SIZES[case["model"]], "dropout": case.get("dropout", 0.0)})
     for parameter in model.parameters().values():

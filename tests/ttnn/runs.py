@@ -13,11 +13,12 @@ from tests.models.session import Session, initial_values, open_cpu
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.graph import Kind
+from ttrain.models.agillm import AGILLM
 from ttrain.models.base import loss_weights, preparation
 from ttrain.models.gpt import GPT
 from ttrain.models.llama import Llama
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import GPTConfig, LlamaConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 from ttrain.optim.sgd import SGD
@@ -26,7 +27,10 @@ cpu = open_cpu
 
 
 def golden(fused: bool = True, **settings: Any) -> Device:
-    """The Tenstorrent device on ttnn's reference functions."""
+    """The Tenstorrent device on ttnn's reference functions; a test skips without the package."""
+    import pytest
+
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
     from tests.ttnn.doubles.golden import open_golden
     from ttrain.device.ttnn.settings import TenstorrentConfig
 
@@ -45,6 +49,10 @@ def gpt(compute: DType = DType.FP32, **sizes: Any) -> GPT:
 def llama(compute: DType = DType.FP32, **sizes: Any) -> Llama:
     usual = {"layers": 2, "heads": 4, "kv_heads": 2, "width": 64, "hidden": 96, "context": 32, "vocabulary": 65}
     return Llama(LlamaConfig(**{**usual, **sizes}), compute)
+
+
+def agillm(compute: DType = DType.FP32, **sizes: Any) -> AGILLM:
+    return AGILLM(AGILLMConfig(**sizes), compute)
 
 
 def adamw(**settings: Any) -> AdamW:

@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 
+from tests.models.session import plan_of
 from tests.ttnn.runs import adamw, gpt
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
@@ -14,8 +15,6 @@ from ttrain.device.ttnn.planned import planned
 from ttrain.device.ttnn.settings import TenstorrentConfig
 from ttrain.device.ttnn.tensors.device_tensor import joinable
 from ttrain.device.ttnn.tensors.store import TileLayout, default_layout, shares_memory
-from ttrain.engine.state import State
-from ttrain.engine.static import StaticEngine
 from ttrain.plan.arena import Block, take_turns
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -59,9 +58,7 @@ def test_values_that_take_turns_have_one_layout_and_equally_many_elements(contex
     model = gpt(DType.BF16, recompute=recompute, **sizes)
     model.follow_compute()
     graph = StepGraph(model, adamw(), rows=2)
-    device = planned(TenstorrentConfig())
-    engine = StaticEngine(device, State(device, []))
-    plan = engine.plan(engine.derive(graph.trace_train))
+    plan = plan_of(planned(TenstorrentConfig()), graph.trace_train)
     layouts, elements = dict[int, Layout](), dict[int, int]()
     for block in plan.blocks:
         assert layouts.setdefault(block.offset, block.layout) == block.layout

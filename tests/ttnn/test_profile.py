@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.ttnn.runs import golden
 from ttrain.cli import main
+from ttrain.config import build
 from ttrain.core.errors import UserError
 from ttrain.device.ttnn.runtime.profile import OpTime, find_report, read_profile, read_report
 
@@ -98,10 +100,6 @@ def test_without_a_profiler_the_task_ends_with_one_line(
 
 def test_steps_are_profiled_after_a_warm_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On ttnn's reference functions, with a stub for the profiler that reports one program a step."""
-    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
-    from tests.ttnn.runs import golden
-    from ttrain.config import build
-
     device: Any = golden()
     clock: list[int] = []
 
