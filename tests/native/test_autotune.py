@@ -25,7 +25,6 @@ from ttrain.device.torch.native.autotune import FASTEST, OWN, choose_backends
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.threads import entry_points
-from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.engine.base import Trace, examples
 from ttrain.engine.state import State
 from ttrain.engine.static import StaticEngine
@@ -90,15 +89,7 @@ def test_long_steps_are_compared_by_their_products_and_mixed_ones_need_no_compar
     assert decided({"own": 1.0, "aten": 0.9}, {"own": 97.0, "aten": 99.0}, None, 1e-3, True) == ("aten own", 0)
 
 
-class Compared(Device):
-    """The CPU whose products are compared with those of libraries."""
-
-    def __init__(self, folder: Path, threads: int, measures: bool = True) -> None:
-        super().__init__(folder, threads)
-        self.measures = measures
-
-    def compiler(self) -> NativeKernels:
-        return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), self.context, self.measures)
+Compared = partial(Device, compares=True)
 
 
 def compiler_of(engine: StaticEngine) -> NativeKernels:
@@ -193,9 +184,8 @@ def test_a_step_with_products_of_a_library_trains_alike_and_its_trials_change_no
     fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
     assert (fork is not None) == bool(entry_points())
 
-    planned = partial(Compared, measures=False)
+    planned = partial(Device, compares=True, measures=False)
     assert compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends == native.backends
     monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path / "other"))
-    own = compiler_of(session("traced", folder, compute, 0.0, planned).engine)
-    assert not own.backends and ctypes.c_void_p.in_dll(own._loaded[-1], "ttrain_openmp_fork").value is None
+    assert not compiler_of(session("traced", folder, compute, 0.0, planned).engine).backends
     assert measured.count("step") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,14 +23,15 @@ ROWS, TIME, VOCABULARY = 3, 24, 29
 
 
 class Device(TorchDevice):
-    """The CPU with its compiled libraries in a folder of the test."""
+    """The CPU with its compiled libraries in a folder of the test; its products may be compared with libraries'."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
+    def __init__(self, folder: Path, threads: int, compares: bool = False, measures: bool = True) -> None:
         super().__init__("cpu", threads=threads)
-        self.folder = folder
+        self.folder, self.compares, self.measures = folder, compares, measures
 
     def compiler(self) -> NativeKernels:
-        return NativeKernels(self.kernels, self.threads, Toolchain(self.folder))
+        context = self.context if self.compares else None
+        return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), context, self.measures)
 
 
 def session(
@@ -61,5 +63,7 @@ def test_a_gpt_trains_as_with_the_static_engine(folder: Path, compute: DType, dr
     others = [node for node in step.plan.launched if native.native(Request.of_node(node)) is None]
     assert not others, "every node runs on generated code"
     assert len(step._bound.launches) == 1, "one call runs the whole step"
+    fork = ctypes.c_void_p.in_dll(native._loaded[-1], "ttrain_openmp_fork").value
+    assert fork is None, "on threads of its own, as no library multiplies"
     assert engine.counters.compilations <= 1 and engine.counters.allocations_after_first == 0
     engine.close()
