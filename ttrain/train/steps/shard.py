@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -70,7 +70,14 @@ class FlatShard:
 
     @cached_property
     def owned(self) -> list[OwnedPart]:
-        return list(self._owned())
+        offsets, _ = flat_offsets(self._sizes)
+        found, blocks = list[OwnedPart](), 0
+        for position, (parameter, offset) in enumerate(zip(self.flat.parameters, offsets, strict=True)):
+            for part in self.parts(position) if self._ranks.sharding else (None,):
+                first = 0 if part is None else part[0]
+                found.append(OwnedPart(parameter, part, offset + first, blocks + first // BLOCK))
+            blocks += -(-self._sizes[position] // BLOCK)
+        return found
 
     def tensors(self, slot: str, spec_of: SpecOf, kind: Kind, everywhere: bool = False) -> list[StateTensor]:
         """Return the tensors `<parameter path><slot>` as a state places them: whole, or what this rank owns.
@@ -121,17 +128,6 @@ class FlatShard:
         """
         kept = low_bits and parameter.has_copy(self.flat.dtype) and not self.flat.rule.whole
         return parameter.spec.with_dtype(DType.INT16) if kept else parameter.spec
-
-    def _owned(self) -> Iterator[OwnedPart]:
-        offsets, _ = flat_offsets(self._sizes)
-        blocks = 0
-        for position, (parameter, offset) in enumerate(zip(self.flat.parameters, offsets, strict=True)):
-            if self._ranks.sharding:
-                for part in self.parts(position):
-                    yield OwnedPart(parameter, part, offset + part[0], blocks + part[0] // BLOCK)
-            else:
-                yield OwnedPart(parameter, None, offset, blocks)
-            blocks += -(-self._sizes[position] // BLOCK)
 
 
 def summed_over_ranks(
