@@ -152,7 +152,7 @@ class StepGraph:
         gradients = self._backward(graph) if self.frees else self._stored(graph, store)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for level in range(self.ranks.levels):
-                kept = (self._kept(graph, parameter, level) for parameter in self.parameters)
+                kept = (self._gradient(graph, parameter, _kept_slot(level)) for parameter in self.parameters)
                 gradients = list(map(ops.accumulate, gradients, kept))
         reduced = self._reduced(graph, gradients)
         if not self.guarded:
@@ -169,7 +169,7 @@ class StepGraph:
         """Set the sum over some slices aside, or add to such a sum the one that was set aside."""
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for p in self.parameters:
-                kept, gradient = self._kept(graph, p, level), self._gradient(graph, p)
+                kept, gradient = self._gradient(graph, p, _kept_slot(level)), self._gradient(graph, p)
                 _ = ops.assign(kept, gradient) if keep else ops.accumulate(gradient, kept)
 
     def trace_update(self, graph: Graph) -> None:
@@ -288,16 +288,12 @@ class StepGraph:
         """Return the gradients in the state, in the order of `parameters`."""
         return [self._gradient(graph, parameter) for parameter in self.parameters]
 
-    def _gradient(self, graph: Graph, parameter: Parameter) -> Value:
-        return graph.state_value(parameter.path + GRADIENT, self._gradient_spec(parameter), Kind.GRADIENT)
+    def _gradient(self, graph: Graph, parameter: Parameter, slot: str = GRADIENT) -> Value:
+        return graph.state_value(parameter.path + slot, self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _owned_gradients(self, graph: Graph, shard: FlatShard) -> list[Value]:
         """Return the gradients that this rank updates of a shard, as they are in the state."""
         return shard.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
-
-    def _kept(self, graph: Graph, parameter: Parameter, level: int) -> Value:
-        """Return the sum of a parameter's gradients over 2^level slices that waits for as many more."""
-        return graph.state_value(parameter.path + _kept_slot(level), self._gradient_spec(parameter), Kind.GRADIENT)
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
         """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
@@ -392,4 +388,5 @@ class StepGraph:
 
 
 def _kept_slot(level: int) -> str:
+    """Return what ends the name of a sum of gradients over 2^level slices that waits for as many more."""
     return f"/kept{level}"
