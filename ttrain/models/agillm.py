@@ -103,16 +103,11 @@ class AGILLM(AGILLMWeights, TokenModel):
         self.norm = norm()
         self.ar_head = None if config.tied else Linear(self.width, self.vocabulary, role=Role.OUTPUT)
         self.sat_head = SATHead(self.width, self.vocabulary) if self.windows is not None else None
-        self._pad(-self.vocabulary % (config.pad_vocabulary or 1))
+        heads = [head for head in (self.ar_head, self.sat_head) if head is not None]
+        padded = [self.embedding.weight, *(head.weight for head in heads), *(head.bias for head in heads)]
+        for parameter in filter(None, padded):  # the vocabulary ends with so many ids that do not exist
+            parameter.padding = -self.vocabulary % (config.pad_vocabulary or 1)
         self.name_parameters()
-
-    def _pad(self, rows: int) -> None:
-        """Let the vocabulary end with that many ids that do not exist."""
-        padded = [self.embedding.weight]
-        for head in (self.ar_head, self.sat_head):
-            padded += [] if head is None else [p for p in (head.weight, head.bias) if p is not None]
-        for parameter in padded:
-            parameter.padding = rows
 
     def batch_specs(self, rows: int) -> dict[str, TensorSpec]:
         """Joint training adds what the SAT pass predicts."""
@@ -138,7 +133,7 @@ class AGILLM(AGILLMWeights, TokenModel):
         hidden = self.hidden(graph, rows, training)
         targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
-            loss, entropy = self._head_loss(hidden, self._ar_parameters(graph), targets, weight)
+            loss, entropy = self._head_loss(hidden, self._parameters(graph, self.ar_head), targets, weight)
         metrics = {"ar/ce": entropy}
         if self.windows is not None:
             further, found = self._sat_loss(graph, rows, training)
@@ -174,7 +169,7 @@ class AGILLM(AGILLMWeights, TokenModel):
 
     def scores(self, rows: Value) -> Value:
         """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""
-        return ops.cast(ops.linear(rows, *self._ar_parameters(rows.graph)), DType.FP32)
+        return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.ar_head)), DType.FP32)
 
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:
         """Scores of the two tokens after a window, from its two rows under the pair mask, [2, width].
@@ -189,17 +184,8 @@ class AGILLM(AGILLMWeights, TokenModel):
     def embed(self, tokens: Value, placed: Callable[[Value], Value], seed: Value | None) -> tuple[Value, None]:
         return self.embedding(tokens, self.compute), None
 
-    @property
-    def predicts_pairs(self) -> bool:
-        """True if there is a SAT head."""
-        return self.sat_head is not None
-
-    def _parameters(self, graph: Graph, head: Linear) -> tuple[Value, Value | None]:
-        """Weight and bias of a head as layers read them."""
-        bias = None if head.bias is None else use(graph, head.bias, self.compute)
-        return use(graph, head.weight, self.compute), bias
-
-    def _ar_parameters(self, graph: Graph) -> tuple[Value, Value | None]:
-        if self.ar_head is None:
-            return use(graph, self.embedding.weight, self.compute), None
-        return self._parameters(graph, self.ar_head)
+    def _parameters(self, graph: Graph, head: Linear | None) -> tuple[Value, Value | None]:
+        """Weight and bias of a head as layers read them. A tied head, which is None, has the embedding's weight."""
+        weight, bias = (self.embedding.weight, None) if head is None else (head.weight, head.bias)
+        read = None if bias is None else use(graph, bias, self.compute)
+        return use(graph, weight, self.compute), read

@@ -89,7 +89,7 @@ _READS: dict[str, dict[str, tuple[int, int]]] = {
 def check_sampling(model: Any, config: SampleConfig) -> None:
     """Raise ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text can slide."""
     name, mode = model.config.name, config.mode
-    if mode != "ar" and not getattr(model, "predicts_pairs", False):
+    if mode != "ar" and getattr(model, "sat_head", None) is None:
         raise ConfigError(f"sample.mode={mode}: model.name={name} has no SAT head. Give sample.mode=ar.")
     if config.slide is not None and config.slide >= max(2, model.context):
         raise ConfigError(f"sample.slide={config.slide}: must be less than model.context={model.context}.")
