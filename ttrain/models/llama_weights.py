@@ -90,13 +90,10 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return said | {"rotary_scaling": "none"}
     taken = _KEYS[kind]
-    if wrong := [f"{theirs}={given.get(theirs)!r}" for theirs in taken.values() if not _is_number(given.get(theirs))]:
+    numbers = {theirs: given.get(theirs) for theirs in taken.values()}
+    if wrong := [f"{key}={value!r}" for key, value in numbers.items() if type(value) not in (int, float)]:
         raise ConfigError(f"rope_type={kind} has {', '.join(wrong)}: must be a number each.")
     return said | {"rotary_scaling": kind} | {ours: given[theirs] for ours, theirs in taken.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict[str, Any]:
