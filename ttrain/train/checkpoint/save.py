@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -202,17 +201,14 @@ def _take_place(beside: Path, target: Path) -> None:
 class KeptValues:
     """Tensors that stay as they are, each read when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, tuple[Kind, TensorSpec, Callable[[], Array]]]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, tuple[Kind, TensorSpec]], read: Callable[[str], Array]) -> None:
+        self._tensors, self.read = tensors, read
 
     def names(self, *kinds: Kind) -> list[str]:
-        return [name for name, (kind, _, _) in self._tensors.items() if not kinds or kind in kinds]
+        return [name for name, (kind, _) in self._tensors.items() if not kinds or kind in kinds]
 
     def spec(self, name: str) -> TensorSpec:
         return self._tensors[name][1]
-
-    def read(self, name: str) -> Array:
-        return self._tensors[name][2]()
 
 
 def host_copy(state: StateValues, frozen: bool = True, ranks: Ranks | None = None) -> KeptValues:
@@ -221,7 +217,8 @@ def host_copy(state: StateValues, frozen: bool = True, ranks: Ranks | None = Non
     Several ranks divide it: each has the parts that it alone holds, and some of the tensors that all hold.
     """
     ranks, divided = ranks or Ranks(), cast(State, state)
-    kept: dict[str, tuple[Kind, TensorSpec, Callable[[], Array]]] = {}
+    kept: dict[str, tuple[Kind, TensorSpec]] = {}
+    read: dict[str, Array] = {}
     of = {name: kind for kind in SAVED_KINDS if frozen or kind is not Kind.FROZEN for name in state.names(kind)}
     parts = {name: divided.own_parts(name) for name in of} if ranks.count > 1 else dict.fromkeys(of)
     mine = shared_out({name: state.spec(name).nbytes for name, own in parts.items() if own is None}, ranks)
@@ -234,8 +231,9 @@ def host_copy(state: StateValues, frozen: bool = True, ranks: Ranks | None = Non
                 found[name] = spec, values.reshape(spec.shape)
             else:
                 found[stored_part_name(name, part, spec.shape)] = spec.with_shape(len(values)), values
-        kept |= {each: (kind, cut, partial(np.asarray, values)) for each, (cut, values) in found.items()}
-    return KeptValues(kept)
+        for each, (cut, values) in found.items():
+            kept[each], read[each] = (kind, cut), values
+    return KeptValues(kept, read.__getitem__)
 
 
 def shared_out(sizes: Mapping[str, int], ranks: Ranks) -> set[str]:

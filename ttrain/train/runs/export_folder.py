@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,8 @@ from ttrain.train.runs.run_directory import RunDirectory
 def weight_state(values: Mapping[str, Array], model: Any) -> KeptValues:
     """Return weights by path as the state that a checkpoint is written from; each is read when it is asked for."""
     own = model.persistent().items()
-    return KeptValues({path: (each.kind, each.stored_spec, partial(_as_fp32, values, path)) for path, each in own})
-
-
-def _as_fp32(values: Mapping[str, Array], path: str) -> Array:
-    return np.asarray(values[path], np.float32)
+    kept = {path: (each.kind, each.stored_spec) for path, each in own}
+    return KeptValues(kept, lambda path: np.asarray(values[path], np.float32))
 
 
 def write_weights(
