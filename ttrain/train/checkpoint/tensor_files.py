@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from ttrain.core.errors import CheckpointError
 from ttrain.core.spec import stored_part
 from ttrain.models.weight_checks import Weights
-from ttrain.train.protocols import Array
 
-_OF_TORCH = ("BF16", "F8_E4M3", "F8_E5M2")  # dtypes that numpy lacks
+_OF_TORCH = ("BF16", "F8_E4M3", "F8_E5M2")  # dtypes that numpy lacks; such values come as fp32
 
 
 def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
@@ -53,8 +52,10 @@ class LazyTensor:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if self.parts:
             return np.concatenate([np.asarray(part, dtype) for part in self.parts]).reshape(self.shape)
-        with open_shard(self.path) as shard:
-            return np.asarray(_array(shard, self.path, self.name), dtype)
+        torch_only = self.dtype in _OF_TORCH
+        with open_shard(self.path, "pt" if torch_only else "numpy") as shard:
+            tensor = shard.get_tensor(self.name)
+            return np.asarray(tensor.float().numpy() if torch_only else tensor, dtype)
 
 
 def lazy_tensors(shards: Iterable[Path]) -> Weights:
@@ -94,23 +95,13 @@ def tensors_of(path: Path) -> Iterator[LazyTensor]:
             yield LazyTensor(path, name, tuple(described.get_shape()), described.get_dtype())
 
 
-def _array(shard: Any, path: Path, name: str) -> Array:
-    """A tensor of an open shard; what numpy lacks comes as fp32."""
-    if shard.get_slice(name).get_dtype() not in _OF_TORCH:
-        return shard.get_tensor(name)
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as same:
-        return same.get_tensor(name).float().numpy()
-
-
 @contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises CheckpointError for one that can't be read."""
+def open_shard(path: Path, framework: str = "numpy") -> Iterator[Any]:
+    """Open a safetensors file, for tensors of a framework. Raises CheckpointError for one that can't be read."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as shard:
+        with safe_open(path, framework=framework) as shard:
             yield shard
     except (SafetensorError, TypeError, OSError) as error:  # TypeError: a dtype that numpy does not have
         raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}. Bring it anew.") from None
