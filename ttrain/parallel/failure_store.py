@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +29,13 @@ _GRACE_SECONDS = 5.0  # for a rank to end by itself after a failure
 _LEADER_SECONDS = 3.0  # at most, that other ranks let the leading one speak first where all fail alike
 _LOOK_SECONDS = 0.02
 _FAILURE = "failure"
+
+
+def _wait_for(found: Callable[[], object], seconds: float) -> None:
+    """Look again and again for so long, until something is found."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not found():
+        time.sleep(_LOOK_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -131,10 +138,8 @@ class FailureStore:
         if isinstance(error, RankFailed):
             return error
         self._ends.set()
-        until = time.monotonic() + (_LEADER_SECONDS if self._rank else 0)
         with suppress(RuntimeError):  # nobody is there
-            while time.monotonic() < until and self.failure() is None:
-                time.sleep(_LOOK_SECONDS)
+            _wait_for(self.failure, _LEADER_SECONDS if self._rank else 0)
         code = error.exit_code if isinstance(error, TtrainError) else EXIT_FAILURE
         code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else code
         own = Failure(self._rank, str(error) or type(error).__name__, code)
@@ -154,12 +159,11 @@ class FailureStore:
 
     def _drain(self, cause: int) -> None:
         """Give the ranks that are not the cause the time to read why the run ends, where that goes with this one."""
-        until = time.monotonic() + (_PATIENCE_SECONDS if self._led and self._rank == 0 else 0)
-        others = [rank for rank in range(1, self._count) if rank != cause]
+        others = [f"ended/{rank}" for rank in range(1, self._count) if rank != cause]
         with suppress(RuntimeError):
             self.post(f"ended/{self._rank}", "")
-            while time.monotonic() < until and not all(self._store.check([f"ended/{rank}"]) for rank in others):
-                time.sleep(_LOOK_SECONDS)
+            patience = _PATIENCE_SECONDS if self._led and self._rank == 0 else 0
+            _wait_for(lambda: all(self._store.check([key]) for key in others), patience)
 
     def fail(self, failure: Failure) -> Failure:
         """Post why the run ends. Return the reason that was posted first."""
@@ -192,11 +196,8 @@ class FailureStore:
     def _reason(self, error: RuntimeError) -> TtrainError:
         """The reason why a wait failed: as somebody posts it, else as the signs of life of the others tell."""
         self._ends.set()
-        until = time.monotonic() + _PATIENCE_SECONDS
         try:
-            while time.monotonic() < until:
-                self._check()
-                time.sleep(_LOOK_SECONDS)
+            _wait_for(self._check, _PATIENCE_SECONDS)
             return self._first(self._diagnosed(error))
         except RankFailed as failure:
             return failure
