@@ -254,13 +254,6 @@ class DistributedGroup:
         self.rank, self.count, self.host, self._failures = rank, count, host, failures
         self._communication = CommunicationStream() if on_gpu else CommunicationThread()
 
-    def _waits(self, launch: Launch) -> Launch:
-        def guarded() -> None:
-            with self._failures.waiting():
-                launch()
-
-        return guarded
-
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Launch:
         pairs: list[tuple[Any, Any, int]] = [(dist.irecv, buffer, rank) for rank, buffer in receives if buffer.numel()]
         pairs += [(dist.isend, buffer, rank) for rank, buffer in sends if buffer.numel()]
@@ -272,14 +265,14 @@ class DistributedGroup:
         return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
 
     def start(self, launches: Sequence[Launch]) -> Launch:
-        return self._waits(partial(self._communication.start, launches)) if launches else lambda: None
+        return self._failures.waiting()(partial(self._communication.start, launches)) if launches else lambda: None
 
     def finish(self) -> None:
         with self._failures.waiting():
             self._communication.finish()
 
     def sum(self, buffer: Any) -> Launch:
-        return self._waits(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))
+        return self._failures.waiting()(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))
 
     def join(self, array: np.ndarray) -> None:
         with self._failures.waiting():
