@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -192,7 +192,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
 
         def content(progress: Progress, loss: float | None) -> CheckpointContent:
             model = {"model": {"name": "bigram"}}
-            return CheckpointContent(progress.step, model, progress.to_dict(), '{"characters": "ab"}', loss)
+            return CheckpointContent(progress.step, model, asdict(progress), '{"characters": "ab"}', loss)
 
         checkpoints = Checkpoints(context, content, clock)
         start = Position(progress.read_samples, progress.read_tokens)

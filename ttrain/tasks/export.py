@@ -179,7 +179,7 @@ def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) 
     samples, tokens = PhaseSchedule.of(given.config.train, stored["model"].get("context")).read(0, step)
     progress = Progress(step=step, compacted=report is not None, read_samples=samples, read_tokens=tokens)
     told = (given.tokenizer_json, None, given.tokenizer_config)
-    content = CheckpointContent(step, stored, progress.to_dict(), *told)
+    content = CheckpointContent(step, stored, dataclasses.asdict(progress), *told)
     command = given.config.source.command()
     attempt = {**environment_record(stored, {}, {}, None, command), "exported_from": given.origin}
     if report is not None:

@@ -167,7 +167,7 @@ def test_resumed_run_is_the_uninterrupted_one(make_training: MakeTraining, attem
     training.close()
     again = make_training("attempts", resume=True, **settings)
     assert again.loop.run().step == 14 and lines(again) == before  # a finished run does nothing when resumed
-    ended, expected = training.loop.context.progress.to_dict(), whole.loop.context.progress.to_dict()
+    ended, expected = (vars(each.loop.context.progress).copy() for each in (training, whole))
     assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
     assert ended == expected
 

@@ -251,7 +251,7 @@ class Run:
         """Return the content of a checkpoint besides its tensors."""
         tokenizer = self.dataset.tokenizer
         told = (None, val_loss) if tokenizer is None else (tokenizer.to_json(), val_loss, tokenizer.config)
-        return CheckpointContent(progress.step, self.stored, progress.to_dict(), *told)
+        return CheckpointContent(progress.step, self.stored, dataclasses.asdict(progress), *told)
 
     def print_sample(self, logits: Step | None) -> bool:
         """Print a prompt and what the model writes after it. Return False where it writes no text."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_args, get_type_hints
 
@@ -91,9 +91,6 @@ class Progress:
         self.val_loss = self.evaluated_at = self.best_val_loss = self.best_step = None
         self.stale_evaluations = 0
         return note
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Progress:

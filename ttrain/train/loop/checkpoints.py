@@ -270,10 +270,8 @@ class Checkpoints:
         if checkpoint is None or rollbacks > config.max_rollbacks:
             return False
         checkpoint.load(context.state)
-        stored = Progress.from_dict(checkpoint.progress).to_dict()
-        stored |= {"lr_factor": factor, "rollbacks": rollbacks, "wandb_id": progress.wandb_id}
-        for name, value in stored.items():
-            setattr(progress, name, value)
+        vars(progress).update(vars(Progress.from_dict(checkpoint.progress)), wandb_id=progress.wandb_id)
+        progress.lr_factor, progress.rollbacks = factor, rollbacks
         dropped = context.loggers.file.cut(checkpoint.step, progress.evaluated_at == checkpoint.step)
         note = (
             f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "
