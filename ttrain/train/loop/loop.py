@@ -75,17 +75,15 @@ class Evaluation:
         Raises NonFiniteError, and DataError where there is no target at all.
         """
         with Waiting("Evaluating on held-out data", self.say) as waiting, self.around():
-            return self._evaluated(stopped, waiting)
-
-    def _evaluated(self, stopped: Callable[[], bool], waiting: Waiting) -> EvaluationResult | None:
-        if self._counts is None and (counted := self._totals(stopped, waiting, self._count)) is not None:
-            self._counts = Counter({name: int(count) for name, count in counted.items()})
-            self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
-            if not self.tokens:
-                raise DataError(f"held-out data has no target in {self.samples} sample(s), so there is no loss of it.")
-        if self._counts is None:
-            return None
-        sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
+            if self._counts is None and (counted := self._totals(stopped, waiting, self._count)) is not None:
+                self._counts = Counter({name: int(count) for name, count in counted.items()})
+                self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
+                if not self.tokens:
+                    none = f"held-out data has no target in {self.samples} sample(s)"
+                    raise DataError(f"{none}, so there is no loss of it.")
+            if self._counts is None:
+                return None
+            sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
         if sums is None:
             return None
         found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
@@ -312,12 +310,9 @@ class Loop:
         progress.tokens += result.tokens
         if result.loss is not None and math.isfinite(result.loss):
             progress.train_loss = result.loss
-        if not result.finite or step % config.log_every == 0 or step == config.steps:
-            self.context.loggers.log(self._metrics(step, result, rates))
-
-    def _metrics(self, step: int, result: StepResult, rates: Rates) -> Metrics:
-        progress = self.context.progress
-        return {
+        if result.finite and step % config.log_every and step != config.steps:
+            return
+        line: Metrics = {
             "step": step,
             "train/loss": result.loss,
             **result.metrics,
@@ -328,5 +323,6 @@ class Loop:
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
             "nonfinite_steps": 0 if result.finite else 1,
-            **({} if result.activation_norm is None else {"activation_norm": result.activation_norm}),
         }
+        line |= {} if result.activation_norm is None else {"activation_norm": result.activation_norm}
+        self.context.loggers.log(line)
