@@ -42,7 +42,9 @@ class StopRequests:
         self._entered += 1
         if self._entered > 1:
             return self
-        wanted: dict[int, Any] = {number: self._note for number in SIGNALS if not _hangup_is_ignored(number)}
+        # A command that was started with nohup ignores SIGHUP, which means that it outlives its terminal.
+        heeded = (each for each in SIGNALS if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN)
+        wanted: dict[int, Any] = dict.fromkeys(heeded, self._note)
         self._before = set_handlers({**wanted, **dict.fromkeys(USER_SIGNALS[:1], self._note_save)})
         return self
 
@@ -50,9 +52,8 @@ class StopRequests:
         if self.requested is not None and time.monotonic() - self._at < _ECHO_SECONDS:
             return
         again, self.requested, self._at = self.requested is not None, signal.Signals(number), time.monotonic()
-        for other in SIGNALS:
-            if not _hangup_is_ignored(other) and (again or not self._echoes):
-                signal.signal(other, signal.SIG_DFL)
+        for other in self._before.keys() & SIGNALS if again or not self._echoes else ():
+            signal.signal(other, signal.SIG_DFL)
         if again:
             os.kill(os.getpid(), number)
         message = f"\n{self.requested.name}: finishing the step and saving; once more ends the run at once.\n"
@@ -72,8 +73,3 @@ class StopRequests:
         self._entered -= 1
         if not self._entered:
             set_handlers(self._before)
-
-
-def _hangup_is_ignored(number: int) -> bool:
-    """Return whether the command was started with nohup, which means that it outlives its terminal."""
-    return signal.Signals(number).name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN
