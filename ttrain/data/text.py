@@ -31,7 +31,11 @@ def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
     """Open the dataset of a text corpus. Raises DataError for a text that can't be used; see Corpus, TokenDataset."""
     context = require_context(config.name, sizes)
     corpus = Corpus(config)
-    _require_memory(corpus)
+    available, needed = psutil.virtual_memory().available, corpus.size * _HELD_PER_BYTE
+    if needed > available:
+        sizes = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
+        mend = "Train on what task=prepare makes of it, with data=tokens, or set data.max_bytes"
+        raise DataError(f"data.path={corpus.found.given} needs {sizes}. {mend}.")
     parts: dict[str, list[Ids]] = {"train": [], "val": []}
     tokenizer, described = encode_corpus(config, corpus, None, lambda split, ids: parts[split].append(ids))
     train, val = (np.concatenate([np.zeros(0, tokenizer.dtype), *part]) for part in parts.values())
@@ -129,11 +133,3 @@ def require_context(name: str, sizes: Sizes) -> int:
     if sizes.context is None:
         raise DataError(f"data={name} gives sequences of tokens, which this model does not take. Use data=regression.")
     return sizes.context
-
-
-def _require_memory(corpus: Corpus) -> None:
-    available, needed = psutil.virtual_memory().available, corpus.size * _HELD_PER_BYTE
-    if needed > available:
-        sizes = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
-        mend = "Train on what task=prepare makes of it, with data=tokens, or set data.max_bytes"
-        raise DataError(f"data.path={corpus.found.given} needs {sizes}. {mend}.")

@@ -65,9 +65,8 @@ def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
     if text := results.get("text"):
         size = f"{format_count(text['tokens'])} tokens, {format_bytes(text['bytes'])}"
         lines.append(("text", f"{', '.join(text['source'])}: {counted(text['documents'], 'document')}, {size}"))
-        lines.append(("loss", f"{text['loss']:.4f}"))
-        lines.append(("perplexity", f"{text['perplexity']:.4f}"))
-        lines.append(("bits per byte", f"{text['bits_per_byte']:.4f}"))
+        numbers = ("loss", "perplexity", "bits_per_byte")
+        lines += [(name.replace("_", " "), f"{text[name]:.4f}") for name in numbers]
         lines += [("note", notice) for notice in text["notices"]]
     if choices := results.get("choices"):
         lines.append(("choices", f"{choices['source']}: {counted(choices['questions'], 'question')}"))

@@ -65,13 +65,12 @@ def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
             continue
         if file.suffix.lower() == ".jsonl":
             try:
-                given = json.loads(line)
+                row = json.loads(line)
             except (json.JSONDecodeError, RecursionError) as error:
                 raise UserError(f"{place}: not JSON: {error}. Write a row a line.") from None
-            row = given
-            if isinstance(given, dict):
-                prompt, tools = given.get("prompt"), given.get("tools")
-                row = prompt if prompt or "messages" not in given else parsed(given["messages"])
+            if isinstance(row, dict):
+                prompt, tools = row.get("prompt"), row.get("tools")
+                row = prompt if prompt or "messages" not in row else parsed(row["messages"])
             if not isinstance(row, str | list):
                 raise UserError(f"{place}: has neither a text 'prompt' nor a list 'messages'.")
             if not row:

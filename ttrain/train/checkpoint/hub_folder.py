@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,10 @@ def find_folder(given: str, weights: bool = False) -> Path:
     except ImportError:
         raise UserError(f"names of the hub need huggingface_hub. pip install 'ttrain[hf]', or: {by_hand}") from None
     patterns = [*_TEXTS, *(["model*.safetensors"] if weights else [])]
-    try:
+    with suppress(LocalEntryNotFoundError, HFValidationError):
         cached = Path(snapshot_download(given, local_files_only=True))
         if (cached / CONFIG).is_file() and not (weights and missing_weights(cached)):
             return cached
-    except (LocalEntryNotFoundError, HFValidationError):
-        pass
     try:
         return Path(snapshot_download(given, allow_patterns=patterns))
     except Exception as error:  # those of the system, of the hub and of whatever it speaks HTTP with

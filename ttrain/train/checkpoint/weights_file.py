@@ -71,10 +71,6 @@ def _mappable(path: Path) -> bool:
         return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
 
 
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "it ends early"
-
-
 @dataclass(frozen=True)
 class Metadata:
     """Facts that a source of weights tells of its model and its tokens, besides the weights."""
@@ -210,4 +206,5 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         replace_file(path, write)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError on top of the system's error
         system = error.__context__ if isinstance(error.__context__, OSError) else error
-        raise UserError(f"{path} can't be written: {_first_line(str(system))}") from None
+        told = (str(system).strip() or "it ends early").splitlines()[0].rstrip(".")
+        raise UserError(f"{path} can't be written: {told}") from None

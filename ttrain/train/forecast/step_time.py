@@ -241,13 +241,10 @@ class KernelTimes:
 
 def host_time(work: Work, seconds: Mapping[Node, float], engine: str) -> StepTime:
     """Return the time of a step on `engine` by the seconds of its kernels."""
-    compute = bandwidth = 0.0
-    for repeats, nodes in work.nodes:
-        for node in nodes:
-            if node.op.family in COMPUTE_FAMILIES:
-                compute += repeats * seconds[node]
-            else:
-                bandwidth += repeats * seconds[node]
+    times = {True: 0.0, False: 0.0}  # of kernels that compute more than they move, and of the others
+    for repeats, node in ((repeats, node) for repeats, nodes in work.nodes for node in nodes):
+        times[node.op.family in COMPUTE_FAMILIES] += repeats * seconds[node]
+    compute, bandwidth = times[True], times[False]
     # Python launches kernels one by one, unless they are captured or compiled.
     dispatch, host_input = LAUNCH * work.launches * (engine != "traced"), work.inputs * 5e-6 + work.input_bytes / 4e9
     total = compute + bandwidth + dispatch + host_input

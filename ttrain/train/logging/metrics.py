@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partialmethod
@@ -114,13 +115,9 @@ class Events:
         """Add a line; `facts` are further JSON values."""
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
-        if self._path is None:
-            return
-        try:
-            with open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        if self._path is not None:
+            with suppress(OSError), open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(event, ensure_ascii=False) + "\n")
-        except OSError:
-            return
 
 
 def read_events(run: Path) -> Iterator[Event]:

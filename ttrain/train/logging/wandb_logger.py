@@ -40,7 +40,12 @@ class WandbLogger:
         say: Callable[[str], None],
     ) -> None:
         """`run_id` continues that run, which an earlier attempt began; None begins a new one. Raises UserError."""
-        self._wandb = _import_wandb()
+        try:
+            import wandb
+        except ImportError:
+            needs = "logger=wandb needs the package wandb: pip install wandb, or give logger=console."
+            raise UserError(needs) from None
+        self._wandb: Any = wandb
         self._config, self._folder, self._run_config = config, folder, run_config
         self._place = Path(os.environ.get("WANDB_DIR") or folder) / "wandb"
         record = read_json(folder / RECORD)
@@ -137,14 +142,6 @@ class WandbLogger:
             reinit="create_new",  # several jobs of a sweep in one process are several runs
             settings=self._wandb.Settings(**settings),
         )
-
-
-def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("logger=wandb needs the package wandb: pip install wandb, or give logger=console.") from None
-    return wandb
 
 
 def note_earlier_attempts(run: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from importlib import metadata
@@ -71,10 +72,8 @@ def package_versions() -> dict[str, str]:
     """Version of every package of PACKAGES that is installed, without importing it."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

@@ -141,15 +141,12 @@ def unrounded(
     given, exact = values, set[str]()
     with suppress(UserError):  # of a source that is gone or damaged
         given, _ = _open(find_folder(source, weights=True) if whole else Path(source), model)
-        exact = {path for path in narrow if path in given and _rounds_to(given[path], values[path])}
+        known = (path for path in narrow if path in given)
+        exact = {path for path in known if np.array_equal(bf16_bits(given[path]), bf16_bits(values[path]))}
     found = Weights(dict.fromkeys(values), lambda path: (given if path in exact else values)[path])
     lost = f"{len(narrow) - len(exact)} of {len(narrow)}"
     told = f"{lost} frozen weights are exported as the run keeps them, rounded to bf16: {source} is gone or has others."
     return found, told if len(narrow) > len(exact) else None
-
-
-def _rounds_to(weight: Any, kept: Any) -> bool:
-    return weight.shape == kept.shape and np.array_equal(bf16_bits(weight), bf16_bits(kept))
 
 
 def _compared(

@@ -100,15 +100,12 @@ class BatchReader:
         """Return the batch of a step, counted from 1. The newest one is kept, so that it may be read ahead of time."""
         if self._newest is None or self._newest[0] != step:
             view, rows = self._view(self.schedule.number(step)), self.schedule.at(step).rows
-            self._newest = step, view.batch("train", self._seed, self._samples(step), rows)
+            self._newest = step, view.batch("train", self._seed, self.before(step).samples, rows)
         return self._newest[1]
 
     def before(self, step: int) -> Position:
         """Return where a step of the attempt, counted from 1, starts to read."""
         return self._position(self.schedule.number(step), step)
-
-    def _samples(self, step: int) -> int:
-        return self._start.samples + self.schedule.read(self._step, step - 1).samples
 
     def _position(self, phase: int, step: int) -> Position:
         """Return where a step after one of this phase starts to read. Data that fills sequences up tells its tokens."""

@@ -113,7 +113,8 @@ class Supervisor:
 
     def _judge(self, end: _End) -> str | None:
         """Return why there is no use in another start; None where there is."""
-        reached = self._newest_step()
+        found = [] if self._run is None else list_checkpoints(self._run / "checkpoints")[0]
+        reached = found[-1].step if found else -1
         if reached > self._reached:
             self.failures = 0
         self._reached = max(reached, self._reached)
@@ -125,12 +126,6 @@ class Supervisor:
         if self.failures > self._config.max_restarts:
             return f"{self.failures} failures in a row without a new checkpoint."
         return None
-
-    def _newest_step(self) -> int:
-        if self._run is None:
-            return -1
-        found, _ = list_checkpoints(self._run / "checkpoints")
-        return found[-1].step if found else -1
 
     def _prepare_restart(self, end: _End, signals: PassOn) -> None:
         """Say what happened, wait, and run on_restart."""
