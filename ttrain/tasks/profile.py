@@ -76,13 +76,10 @@ def _by_node(config: Config) -> NodeProfile:
         assert rates is not None  # checked with the config
         watch, plain, watched, spans = Stopwatch(device), [], [], []
         for number in waited_for(range(WARM_UP + 1, WARM_UP + 2 * config.profile.steps, 2), "Profiling steps"):
-            for at in (number, number + 1):
-                inputs = (*drive.inputs(at), at)
-                if at == number:
-                    plain.append(_seconds(device, partial(drive.train_step, *inputs)))
-                else:
-                    calls = drive.train_step.calls(*inputs)
-                    watched.append(_seconds(device, partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
+            inputs = (*drive.inputs(number), number)
+            plain.append(_seconds(device, partial(drive.train_step, *inputs)))
+            calls = drive.train_step.calls(*drive.inputs(number + 1), number + 1)
+            watched.append(_seconds(device, partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
         names = (device.name, config.engine.name)
         return NodeProfile.of(*names, config.profile.top, plain, watched, rates, spans, ways)
