@@ -10,6 +10,7 @@ U' U'^T = M up to the eigenvalues left out, and as many columns as M has rank: a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -116,10 +117,8 @@ def sizes_of(content: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield weights under the original's names; those that no model has are left out."""
     for path, weight in content.items():
-        try:
+        with suppress(AttributeError, KeyError, ValueError):
             yield NAMING.name(path), weight
-        except (AttributeError, KeyError, ValueError):
-            continue
 
 
 def _matrix(value: Any) -> tuple[int, int] | None:

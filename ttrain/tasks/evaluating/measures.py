@@ -261,11 +261,8 @@ def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, 
         with named_place(lambda _, place=question.place: place):  # type: ignore[misc]
             pairs += [encoded_pair(scorer.tokenizer, question.context, f" {ending}") for ending in question.endings]
     with tqdm(desc="scoring endings", total=len(pairs), unit="ending") as bar:
-        totals = [found.total for found in scorer.likelihoods(pairs, bar.update)]
-    right: list[list[bool]] = []
-    for question in questions:
-        own, totals = totals[: len(question.endings)], totals[len(question.endings) :]
-        right.append(list(_right(question, own)))
+        totals = iter([found.total for found in scorer.likelihoods(pairs, bar.update)])
+    right = [list(_right(each, list(islice(totals, len(each.endings))))) for each in questions]
     counted = np.array(right, np.float64)
     result: dict[str, Any] = {"source": str(file), "questions": len(questions)}
     for name, values in zip(MEASURES, counted.T, strict=True):

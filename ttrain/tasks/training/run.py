@@ -38,7 +38,7 @@ from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, enc
 from ttrain.train.sampling.source import length_class
 from ttrain.train.sampling.stream import Stop, end_id, print_text, special_tokens, stream_text
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
-from ttrain.train.steps.resident import choose_resident
+from ttrain.train.steps.resident import IndexBatches, choose_resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
 
@@ -178,7 +178,9 @@ class Run:
 
     def reader(self, session: Session, step: int = 0, start: Position = Position()) -> BatchReader:  # noqa: B008
         """The training batches after so many steps; the first of them begins with the sample at `start`."""
-        return BatchReader(session.training_data(self.dataset), self.config.run.seed, self.phases, step, start)
+        data: Any = self.dataset  # of a split that lies on the device, steps are handed only the indices of samples
+        data = data if session.graph.resident is None else IndexBatches(data)
+        return BatchReader(data, self.config.run.seed, self.phases, step, start)
 
     @property
     def phases(self) -> PhaseSchedule:

@@ -55,11 +55,9 @@ def window(count: int) -> int:
 
 def new_figure(width: float = 7, height: float = 4) -> tuple[Any, Any]:
     """Return a figure of so many inches, and its axes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 

@@ -14,7 +14,6 @@ from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
-from ttrain.train.steps.resident import IndexBatches
 from ttrain.train.steps.step import Ahead, NoiseScale, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -31,10 +30,6 @@ class Session:
         """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
         for path, parameter in self.graph.model.parameters().items():
             self.state.write(path, initial_value(parameter, seed))
-
-    def training_data(self, dataset: Any) -> Any:
-        """The data as training steps are handed it: of a split that lies on the device only the indices of samples."""
-        return dataset if self.graph.resident is None else IndexBatches(dataset)
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: for training steps as they are recorded now."""
