@@ -85,7 +85,7 @@ class ConfigFiles:
         values, declared = self._read(path)
         package = (declared or path.rpartition("/")[0].replace("/", ".")) if package is None else package
         own = {key: value for key, value in values.items() if key != "defaults"}
-        yield from leaves(own, "" if package == "_global_" else package) if own else ()
+        yield from dict(leaves(own, "" if package == "_global_" else package)) if own else ()
 
     def _defaults(self, path: str) -> Iterator[tuple[str, Any, bool]]:
         """Yield the defaults list of a file: a group with its option, or a config of no group; and if it overrides."""

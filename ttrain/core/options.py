@@ -116,10 +116,10 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any
         yield prefix, old, new
 
 
-def leaves(value: Any, key: str) -> Iterator[str]:
-    """Yield the dotted keys below `key` of all that is no mapping, or an empty one."""
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key below `key` and the value of all that is no mapping, or an empty one."""
     if isinstance(value, dict) and value:
         for name, part in value.items():
             yield from leaves(part, f"{key}.{name}" if key else str(name))
     else:
-        yield key
+        yield key, value

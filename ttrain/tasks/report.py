@@ -17,6 +17,7 @@ from jinja2 import Environment
 import ttrain
 from ttrain.config.schema import Config
 from ttrain.core.files import write_chosen
+from ttrain.core.options import leaves
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
 from ttrain.train.logging.chart import Series, line_chart
@@ -124,19 +125,11 @@ def _charts(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
 
 def _differing(runs: Sequence[RunInfo]) -> list[list[str]]:
     """Return the key of each setting that differs, and its value in each run."""
-    flat = [dict(_flat(info.config)) for info in runs]
+    flat = [dict(leaves(info.config)) for info in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [[key, *(json.dumps(config.get(key)) for config in flat)] for key in keys]
     own = ("run.dir", "resume", "task.")
     return [[key, *values] for key, *values in rows if len(set(values)) > 1 and not key.startswith(own)]
-
-
-def _flat(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(values, dict) or not values:
-        yield prefix, values
-        return
-    for key, value in values.items():
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def _events(info: RunInfo) -> list[list[str]]:
