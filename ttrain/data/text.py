@@ -33,9 +33,9 @@ def open_text(config: TextConfig, sizes: Sizes) -> TokenDataset:
     corpus = Corpus(config)
     available, needed = psutil.virtual_memory().available, corpus.size * _HELD_PER_BYTE
     if needed > available:
-        sizes = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
+        room = f"{format_bytes(needed)} of memory once tokenized, and {format_bytes(available)} are free"
         mend = "Train on what task=prepare makes of it, with data=tokens, or set data.max_bytes"
-        raise DataError(f"data.path={corpus.found.given} needs {sizes}. {mend}.")
+        raise DataError(f"data.path={corpus.found.given} needs {room}. {mend}.")
     parts: dict[str, list[Ids]] = {"train": [], "val": []}
     tokenizer, described = encode_corpus(config, corpus, None, lambda split, ids: parts[split].append(ids))
     train, val = (np.concatenate([np.zeros(0, tokenizer.dtype), *part]) for part in parts.values())
