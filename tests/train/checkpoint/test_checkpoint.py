@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,9 +138,6 @@ def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:
 
 
 def test_space_for_two_is_asked_for_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-    from types import SimpleNamespace
-
     size = retention.SMALL_FILES + sum(array.nbytes for array in made().arrays.values())
     assert retention.checkpoint_bytes(made()) == size
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
@@ -271,7 +269,9 @@ class Disk:
             if not set(mode) & set("wax+"):
                 return original(path, mode, *arguments, **options)
             self._tick()
-            return _File(original(path, mode, *arguments, **options), self)
+            file: Any = original(path, mode, *arguments, **options)
+            file.write = partial(self.write, file, file.write)
+            return file
 
         monkeypatch.setattr(builtins, "open", opened)
 
@@ -287,32 +287,15 @@ class Disk:
         if self.count == self.fail_at:
             raise self.error
 
-    def write(self, file: Any, data: Any) -> int:
+    def write(self, file: Any, write: Callable[[Any], int], data: Any) -> int:
         """A write that fails has put half of its data down."""
         try:
             self._tick()
         except BaseException:
-            file.write(data[: len(data) // 2])
+            write(data[: len(data) // 2])
             file.flush()
             raise
-        return int(file.write(data))
-
-
-class _File:
-    def __init__(self, file: Any, disk: Disk) -> None:
-        self._file, self._disk = file, disk
-
-    def write(self, data: Any) -> int:
-        return self._disk.write(self._file, data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._file.close()
+        return write(data)
 
 
 def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Callable[[int], Checkpoints], ArrayState]:
@@ -388,11 +371,6 @@ def test_the_thread_that_saves_gives_way_and_the_others_do_not(tmp_path: Path) -
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def regions(size: int, pieces: int) -> Iterator[int]:
-    """Positions over a whole file: its first and last bytes and one of every piece."""
-    yield from sorted({*range(min(16, size)), *range(0, size, max(size // pieces, 1)), size - 1})
-
-
 @pytest.fixture
 def two(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 and 2; the second is about to be damaged."""
@@ -403,8 +381,12 @@ def two(tmp_path: Path) -> Path:
 
 
 def damaged(original: bytes) -> Iterator[tuple[int, bytes | None]]:
-    """A file with bytes flipped, cut off at, or grown; None for one that is gone. With the place of the damage."""
-    for position in regions(len(original), 24):
+    """A file with bytes flipped, cut off at, or grown; None for one that is gone. With the place of the damage.
+
+    The places are the first bytes, the last one, and one of every 24th part.
+    """
+    size = len(original)
+    for position in sorted({*range(min(16, size)), *range(0, size, max(size // 24, 1)), size - 1}):
         for bit in (0x01, 0xFF):
             yield position, original[:position] + bytes([original[position] ^ bit]) + original[position + 1 :]
         yield position, original[:position]

@@ -24,7 +24,7 @@ from ttrain.train.logging.metrics import read_metrics
 from ttrain.train.runs.run_directory import read_config, read_run
 from ttrain.train.steps.session import Session
 
-WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None", "while", "yield"]
+LINES = [f"{number} times the river ran over the stone and under the bridge of copper" for number in range(300)]
 MODEL = ["model.layers=2", "model.width=32", "model.heads=2", "model.context=16", "model.dropout=0.2"]
 TRAIN = ["train.batch_size=4", "train.eval_every=4", "train.eval_sequences=8", "train.save_every=4"]
 TRAIN += ["train.log_every=1"]
@@ -32,16 +32,10 @@ QUIET = ["logger=jsonl", "device=cpu", "device.threads=1", "sample.tokens=8"]
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generator = np.random.default_rng(0)
+def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(f"{generator.choice(WORDS)} \n"[: generator.integers(4, 9)] for _ in range(3000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def command(corpus: Path) -> list[str]:
-    return ["data=text", f"data.path={corpus}", *MODEL, *TRAIN, *QUIET]
+    path.write_text("\n".join(LINES))
+    return ["data=text", f"data.path={path}", *MODEL, *TRAIN, *QUIET]
 
 
 @pytest.fixture
@@ -119,8 +113,6 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
         (["run.dir=new", "sample.prompt=☃"], "never saw"),
         (["run.dir=new", "sample.prompt=''"], "sample.prompt is empty"),
         (["task=sample", "run.dir=run", "sample.prompt=☃"], "never saw"),
-        (["task=sample", "run.dir=run", "sample.checkpoint=77"], "no checkpoint of step 77"),
-        (["task=sample", "run.dir=."], "not a run"),
         (["task=sample", "run.dir=run", "device=null"], "computes no values. Give device=cpu"),
         (["task=sample", "run.dir=run", "sample.mode=sat"], "has no SAT head"),
         (["task=sample", "run.dir=run", "sample.mode=pairs"], "sample.mode=pairs"),
@@ -136,7 +128,7 @@ def test_bad_input_is_one_message_and_exit_2(
     assert losses(Path("run")) == losses(trained)
 
 
-def test_samples(train: Any, capsys: pytest.CaptureFixture[str], corpus: Path) -> None:
+def test_samples(train: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run.dir=run", "train.steps=8", "train.keep_last=9") == 0
     capsys.readouterr()
     os.rename("run", "moved")
@@ -189,7 +181,6 @@ def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
 
 SMALL = ["device=cpu", "device.threads=1", "model.layers=1", "model.heads=2", "model.width=32", "train.batch_size=2",
          "train.eval_sequences=2", "train.peak_tflops=1", "data.path=book.txt"]  # fmt: skip
-LINES = [f"{number} times the river ran over the stone and under the bridge of copper" for number in range(300)]
 
 
 @pytest.fixture
