@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ttrain.core.files import text_of
+
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -70,7 +72,8 @@ def quota_cores(root: Path | None = None, membership: Path | None = None) -> flo
     """
     found = []
     for folder in _groups(root or CGROUPS, membership or MEMBERSHIP):
-        text = _read(folder / "cpu.max") or _read(folder / "cpu.cfs_quota_us") + _read(folder / "cpu.cfs_period_us")
+        text = text_of(folder / "cpu.max")
+        text = text or text_of(folder / "cpu.cfs_quota_us") + text_of(folder / "cpu.cfs_period_us")
         numbers = [int(word) for word in text.split() if word.isdecimal()]  # `max` and -1 are none
         if len(numbers) == 2 and all(numbers):
             found.append(numbers[0] / numbers[1])
@@ -82,18 +85,10 @@ def _groups(root: Path, membership: Path) -> Iterator[Path]:
 
     In a container the path that the system tells may be the host's, and not be there: then its parents are read alone.
     """
-    for line in ["0::/", *_read(membership).splitlines()]:
+    for line in ["0::/", *text_of(membership).splitlines()]:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and "cpu" not in controllers.split(","):
             continue
         for mount in (controllers, "cpu") if controllers else ("", "unified", "cpu", "cpu,cpuacct"):
             folder = root / mount / path.lstrip("/")
             yield from (each for each in (folder, *folder.parents) if each.is_relative_to(root / mount))
-
-
-def _read(file: Path) -> str:
-    """The text of a file, empty where it can't be read."""
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

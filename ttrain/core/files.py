@@ -22,15 +22,11 @@ LARGEST_JSON = 1 << 30  # bytes
 
 def write_synced(path: Path, data: bytes) -> str:
     """Write a new file, wait until it is on the disk, and return the SHA-256 of what was handed over."""
-    digest, view = hashlib.sha256(), memoryview(data)
     with open(path, "xb") as file:
-        for start in range(0, len(view), CHUNK_BYTES):
-            chunk = view[start : start + CHUNK_BYTES]
-            digest.update(chunk)
-            file.write(chunk)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
 def replace_file(path: Path, content: bytes | str | Callable[[Path], object]) -> None:
@@ -95,6 +91,14 @@ def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> N
         raise UserError(f"{key}={path}: can't be written: {error.strerror or error}. Give another file.") from None
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a file; empty where it can't be read."""
+    try:
+        return path.read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; empty where there is none."""
     with suppress(OSError, CheckpointError):
@@ -148,10 +152,8 @@ def lock_file(file: IO[str], wait: bool = False) -> bool:
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError as error:  # any but one: a file system without locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 

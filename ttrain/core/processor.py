@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ttrain.core.errors import UserError
+from ttrain.core.files import text_of
 
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
@@ -83,8 +84,5 @@ def _flags() -> set[str]:
 
 def _field(key: str) -> str:
     """Return the first value of a field of /proc/cpuinfo, or nothing."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
+    lines = text_of(CPUINFO).splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")

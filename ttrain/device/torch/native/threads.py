@@ -12,6 +12,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
+from ttrain.core.files import text_of
+
 _RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.(so|dylib)[.\d]*$")
 # gcc's entry points, which Intel's and LLVM's runtimes also offer: outlined function, its data, threads, flags.
 FORK, NUMBER, COUNT = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
@@ -35,10 +37,7 @@ def entry_points() -> dict[str, int]:
 
 def _loaded() -> list[str]:
     """Paths of OpenMP runtimes that this process has loaded."""
-    try:
-        lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
-    except OSError:
-        return []
+    lines = text_of(Path("/proc/self/maps")).splitlines()
     paths = {line[line.index("/") :] for line in lines if "/" in line}
     return [path for path in paths if _RUNTIMES.search(path)]
 
