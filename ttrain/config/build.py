@@ -136,9 +136,8 @@ def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
     made: Any = component("model", config.name).load()(config, precision.compute)
     if lora.rank:
         attach(made, lora)
-    built: Model = made
-    precision.set_masters(built.parameters().values())
-    return built
+    precision.set_masters(made.parameters().values())
+    return made
 
 
 def resolved_model(config: Any, model: Model) -> dict[str, Any]:
@@ -287,10 +286,8 @@ def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None,
         config = info_of(config).held(config, precision.name)
     opens, here = component("device", config.name).load(), place()
     if world is None or world.group is None or here is None:
-        built: Device = opens(config)
-    else:
-        built = opens(replace(config, index=here.local_rank), world.group)
-    return built
+        return opens(config)
+    return opens(replace(config, index=here.local_rank), world.group)
 
 
 def planned_device(config: DeviceConfig) -> Device:
@@ -337,8 +334,7 @@ def null_device(config: DeviceConfig) -> Device:
 def our_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     """Return the engine of ttrain that has the config's name."""
     engine = loaded(f"ttrain.engine.{config.name}:{config.name.title()}Engine")
-    made: Engine = engine(device, state) if config.name == "dynamic" else engine(device, state, config.rematerialize)
-    return made
+    return engine(device, state) if config.name == "dynamic" else engine(device, state, config.rematerialize)
 
 
 def no_views(*_: Any) -> list[Logger]:

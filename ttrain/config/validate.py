@@ -49,9 +49,7 @@ class Findings:
         """Return the problem with the recipe or preset that set its key, which the user did not give himself."""
         key, _, rest = problem.partition("=")
         value, told, advice = rest.partition(": ")
-        named = (
-            self.origins().get(key, "").startswith(("recipe/", "debug/")) if told and "(set in" not in rest else False
-        )
+        named = told and "(set in" not in rest and self.origins().get(key, "").startswith(("recipe/", "debug/"))
         return f"{key}={value}{self.origin(key)}: {advice}" if named else problem
 
     def origin(self, key: str) -> str:
@@ -248,14 +246,10 @@ def expected(hint: Any) -> str:
     return words if bare is hint else f"{words} or null"
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
+@cache
 def hints_of(schema: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, evaluated once."""
-    if schema not in _HINTS:
-        _HINTS[schema] = typing.get_type_hints(schema)
-    return _HINTS[schema]
+    return typing.get_type_hints(schema)
 
 
 def without_none(hint: Any) -> Any:

@@ -53,9 +53,8 @@ class Shapes:
             for spec in given[name]:
                 plain = plain or (None if kind else spec.dtype)
                 first = plain or spec.dtype
-                dtype = {"": first, "accumulation": first.accumulation, "any": spec.dtype}.get(kind) or DType.parse(
-                    kind
-                )
+                kinds = {"": first, "accumulation": first.accumulation, "any": spec.dtype}
+                dtype = kinds.get(kind) or DType.parse(kind)
                 known = [found for axes in choices if (found := _bound(axes, spec.shape, sizes)) is not None]
                 if spec.dtype is not dtype or not known:
                     got = ", ".join(f"{name} {spec}" for name, specs in given.items() for spec in specs)
