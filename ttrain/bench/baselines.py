@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 
 from ttrain.bench.contender import Contender
@@ -102,8 +103,6 @@ class DistributedContender(PyTorchContender):
     """One of several ranks under DistributedDataParallel, on gloo or NCCL; it has an equal share of every batch."""
 
     def build(self) -> None:
-        import torch.distributed as dist
-
         dist.init_process_group("nccl" if self._device_config.name == "cuda" else "gloo")
         super().build()
         rank, count = dist.get_rank(), dist.get_world_size()
@@ -114,14 +113,10 @@ class DistributedContender(PyTorchContender):
 
     def loss(self, handle: torch.Tensor) -> float:
         """Its mean over the ranks."""
-        import torch.distributed as dist
-
         dist.all_reduce(handle)
         return float(handle) / dist.get_world_size()
 
     def close(self) -> None:
-        import torch.distributed as dist
-
         dist.destroy_process_group()
 
 

@@ -102,9 +102,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, TtrainError):
         return _short(str(error))
     causes = [error]
-    while (inner := causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None)) is not None:
-        if inner in causes:
-            break
+    while (inner := causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None)) and inner not in causes:
         causes.append(inner)
     text = " ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
     if any(name in text for name in _NO_COMPILER):

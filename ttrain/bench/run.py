@@ -87,8 +87,7 @@ class Worker:
         link = self.links[number]
         try:
             if link.poll(self._silence):
-                answer: dict[str, Any] = link.recv()
-                return answer
+                return link.recv()
         except (EOFError, OSError):
             words = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines()]
             last = f": {next(filter(None, reversed(words)), '')[:240]}".rstrip(": ")
