@@ -66,7 +66,6 @@ class NullDevice(Device):
         self.launched: list[str] = []
         self.capturing: str | None = None
         self.closed = False
-        self.graphs = 0
         host = rows.host if isinstance(rows, Table) else None
         self._table: Mapping[str, Kernel] = _EveryOp(self, without)
         if rows is not None:
@@ -133,7 +132,6 @@ class NullDevice(Device):
         finally:
             self.capturing = None
         self.counters.captures += 1
-        self.graphs += 1
 
         def replay() -> None:
             if self.closed:
@@ -144,5 +142,4 @@ class NullDevice(Device):
         return replay
 
     def close(self) -> None:
-        self.graphs = 0
         self.closed = True
