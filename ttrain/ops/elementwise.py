@@ -228,17 +228,12 @@ def dropout_mask(seed: Value, spec: TensorSpec, p: float, stream: int) -> Tensor
     return spec
 
 
-@composite(name="dropout")
+@composite(name="dropout", vjp=lambda node, dy: [node.op.record(dy, node.input("seed"), **node.attributes), None])
 def _dropout(x: Value, seed: Value, p: float, stream: int) -> Value:
     """y = x * mask / (1 - p); the mask depends on `seed` (int64 scalar), `stream` and the element's index."""
     require(x.spec.dtype.is_floating, "dropout", x.spec, "a floating-point tensor")
     require(0 <= p < 1, "dropout", f"p={p}", "a probability of at least 0 and below 1")
     return x * dropout_mask(seed, x.spec, p, stream)
-
-
-@_dropout.gradient
-def _(node: Node, dy: Value) -> Sequence[Value | None]:
-    return [_dropout(dy, node.input("seed"), **node.attributes), None]
 
 
 for _shape, _p, _stream in (((4, 8), 0.5, 0), ((2, 3, 33), 0.1, 7), ((257,), 0.0, 3)):

@@ -66,8 +66,7 @@ def token_windows(starts: Value, stream: Value, length: int) -> tuple[Value, Val
     tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: stream of any integers [N], starts
     int64 [B], each from 0 to N - length - 1.
     """
-    found: tuple[Value, Value] = op("token_windows").record(starts, stream, length=length)
-    return found
+    return op("token_windows").record(starts, stream, length=length)
 
 
 def _windows_in_torch(starts: Any, stream: Any, length: int) -> tuple[Any, Any]:
