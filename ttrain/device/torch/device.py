@@ -138,7 +138,12 @@ class TorchDevice(Device):
                 "peak": torch.cuda.max_memory_allocated(self.device),
                 "total": torch.cuda.mem_get_info(self.device)[1],
             }
-        return _process_memory()
+        import psutil
+
+        in_use = psutil.Process().memory_info().rss
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux: KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"in_use": in_use, "peak": max(peak, in_use), "total": psutil.virtual_memory().total}
 
     def describe(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -232,11 +237,3 @@ def _require_gpu(index: int) -> None:
             f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
             f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
         )
-
-
-def _process_memory() -> dict[str, int]:
-    import psutil
-
-    in_use = psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # Linux: KiB
-    return {"in_use": in_use, "peak": max(peak, in_use), "total": psutil.virtual_memory().total}

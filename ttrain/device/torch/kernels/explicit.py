@@ -19,19 +19,13 @@ from ttrain.device.torch.kernels.random import Dropout, Rows, counting
 aten = torch.ops.aten
 
 
-def _heads_of(attributes: Attributes) -> tuple[int, int, int]:
-    """Return the numbers of heads of queries, keys and values."""
-    heads: int = attributes["heads"]
-    shared = attributes.get("kv_heads", heads)
-    return heads, shared, shared
-
-
 def by_heads(tensors: Sequence[Tensor | None], attributes: Attributes) -> list[Tensor]:
     """Queries, keys and values, or their gradients, as views [B, H, T, width]; one tensor is a packed projection."""
-    given = [x for x in tensors if x is not None]
+    given, heads = [x for x in tensors if x is not None], attributes["heads"]
     if len(given) == 1:
-        return list(heads_view(given[0], 3, attributes["heads"]))
-    return [heads_view(x, 1, heads)[0] for x, heads in zip(given, _heads_of(attributes), strict=True)]
+        return list(heads_view(given[0], 3, heads))
+    shared = attributes.get("kv_heads", heads)
+    return [heads_view(x, 1, count)[0] for x, count in zip(given, (heads, shared, shared), strict=True)]
 
 
 _GPU_SCORES, _GPU_ROWS = 2**28, (128, 1024)  # of a block on a GPU: so many scores, in rows between these bounds

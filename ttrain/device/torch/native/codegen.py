@@ -134,12 +134,7 @@ def c_double(value: float) -> str:
     return float(value).hex()
 
 
-def c_bool(value: bool) -> str:
-    """Return a truth value as a C++ literal."""
-    return "true" if value else "false"
-
-
 def template(name: str, *arguments: Any) -> str:
     """name<arguments>, booleans as C++ spells them."""
-    spelled = (c_bool(item) if isinstance(item, bool) else str(item) for item in arguments)
+    spelled = (str(item).lower() if isinstance(item, bool) else str(item) for item in arguments)
     return f"{name}<{', '.join(spelled)}>"

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -40,23 +41,18 @@ def launch(function: int, arguments: Sequence[int], keep: Any = None) -> NativeL
 def joined(launches: Iterable[Launch], run: int) -> list[Launch]:
     """The launches with neighbouring native ones as one foreign call; `run` is the address of ttrain_run."""
     result: list[Launch] = []
-    group: list[NativeLaunch] = []
-    for item in flat_launches(list(launches)):
-        if isinstance(item, NativeLaunch):
-            group.append(item)
-            continue
-        result += _together(group, run)
-        group = []
-        result.append(item)
-    return result + _together(group, run)
+    for native, group in groupby(flat_launches(launches), lambda item: isinstance(item, NativeLaunch)):
+        found = list(group)
+        result += _together(found, run) if native else found
+    return result
 
 
-def _together(group: Sequence[NativeLaunch], run: int) -> list[Launch]:
+def _together(group: list[Any], run: int) -> list[Launch]:
     if len(group) < 2:
-        return list(group)
+        return group
     calls = (ctypes.c_int64 * (2 * len(group)))(*(part for item in group for part in (item.function, item.block)))
     made = partial(_RUN(run), ctypes.addressof(calls), len(group))
-    made.kept = (calls, list(group))  # type: ignore[attr-defined]
+    made.kept = (calls, group)  # type: ignore[attr-defined]
     return [made]
 
 

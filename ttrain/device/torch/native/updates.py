@@ -12,7 +12,7 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch, split_update
-from ttrain.device.torch.native.codegen import Request, c_bool, c_double, c_float, c_type, call, template
+from ttrain.device.torch.native.codegen import Request, c_double, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
 
@@ -110,7 +110,7 @@ def _update(request: Request, sizing: Sizing) -> Native | None:
         *(["const float clip = *in<float>(a, 4);"] if factor is not None else []),
         *scalars,
         *(
-            f"const Rounding<{types[position]}, {c_bool(number in stochastic)}> "
+            f"const {template('Rounding', types[position], number in stochastic)} "
             f"round{position}({'in<i64>(a, 5)' if numbered else 'nullptr'}, {settings.get('stream', 0) + number}u);"
             for number, position in enumerate(written)
         ),
