@@ -191,8 +191,8 @@ def exchange(x: Value, s: Value, t: Value) -> Any:
     """It starts behind the last of what it sends."""
     y = ops.relu(x)
     outputs = {"z": ops.tanh(ops.exp(y))}
-    values = ops.reduce_start([ops.assign(t, y), ops.accumulate(s, ops.relu(y))], (), scatters=False)
-    ops.collectives_done(values, [])
+    values = ops.collective.reduce_start([ops.assign(t, y), ops.accumulate(s, ops.relu(y))], (), scatters=False)
+    ops.collective.collectives_done(values, [])
     return outputs
 
 
@@ -201,8 +201,8 @@ def update_of_ranks(graph: Graph, x: Value, s: Value) -> Any:
     y = ops.relu(x)
     outputs = {"z": (z := ops.tanh(y))}
     with graph.stage(Stage.UPDATE):
-        outputs["sum"] = ops.all_reduce(z)  # a rank may have nothing to move this for
-        ops.all_reduce_state([ops.assign(s, ops.exp(y))])
+        outputs["sum"] = ops.collective.all_reduce(z)  # a rank may have nothing to move this for
+        ops.collective.all_reduce_state([ops.assign(s, ops.exp(y))])
     return outputs
 
 

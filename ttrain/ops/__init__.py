@@ -3,16 +3,9 @@
 Importing this package fills the registry; the functions here record nodes into the graph of their inputs.
 """
 
+from ttrain.ops import collective
 from ttrain.ops.activation import activation, gated_activation, gelu
 from ttrain.ops.attention import attention, cache_write, cached_attention, softmax
-from ttrain.ops.collective import (
-    all_gather_state,
-    all_reduce,
-    all_reduce_state,
-    block_norms,
-    collectives_done,
-    reduce_start,
-)
 from ttrain.ops.elementwise import (
     add,
     at_least,

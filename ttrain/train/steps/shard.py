@@ -118,7 +118,7 @@ class FlatShard:
             return
         if written and parameters[0].has_copy(compute) and written[0].producer is not None:
             written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-        ops.all_gather_state([use(graph, p, compute) for p in parameters], written, self.sharding.bounds)
+        ops.collective.all_gather_state([use(graph, p, compute) for p in parameters], written, self.sharding.bounds)
 
     def weight_spec(self, parameter: Parameter, low_bits: bool) -> TensorSpec:
         """Return the spec of a parameter's master values.
@@ -143,10 +143,10 @@ def summed_over_ranks(
         for bucket in reversed(shard.sharding.bounds):
             inside, base = shard.tensors_of(bucket)
             bounds = tuple(bound - base for bound in bucket)
-            *given[inside], received = ops.reduce_start(given[inside], (bounds,), scatters=owned is not None)
+            *given[inside], received = ops.collective.reduce_start(given[inside], (bounds,), scatters=owned is not None)
             buffers.append(received)
     lists = [*summed, *(owned or ())]
-    left = iter(ops.collectives_done([value for values in lists for value in values], buffers))
+    left = iter(ops.collective.collectives_done([value for values in lists for value in values], buffers))
     done = [list(islice(left, len(values))) for values in lists]
     return done[-len(shards) :]
 
@@ -187,10 +187,10 @@ def _norm(graph: Graph, shards: Sequence[tuple[FlatShard, Sequence[Value]]], ran
         places += [before + part.blocks for part in shard.owned]
         before += shard.blocks
     if tensors:
-        norms = ops.block_norms(tensors, tuple(places), before, BLOCK)
+        norms = ops.collective.block_norms(tensors, tuple(places), before, BLOCK)
     else:
         norms = ops.full(graph, TensorSpec((before,)), 0.0)
-    return ops.global_norm([ops.all_reduce(norms) if ranks.sharding else norms])
+    return ops.global_norm([ops.collective.all_reduce(norms) if ranks.sharding else norms])
 
 
 def average_spec(parameter: Parameter) -> TensorSpec:

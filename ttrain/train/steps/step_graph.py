@@ -282,7 +282,7 @@ class StepGraph:
 
     def _over_all_chips(self, value: Value) -> Value:
         """A sum over the batch of one chip -> over that of all."""
-        return ops.all_reduce(value) if self.chips > 1 else value
+        return ops.collective.all_reduce(value) if self.chips > 1 else value
 
     def _gradients(self, graph: Graph) -> list[Value]:
         """Return the gradients in the state, in the order of `parameters`."""
@@ -317,7 +317,7 @@ class StepGraph:
         It is the norm to be clipped. It is an output, and so is that of all gradients where it is another.
         """
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
-            left = iter(ops.all_reduce_state(gradients) if self.chips > 1 else gradients)
+            left = iter(ops.collective.all_reduce_state(gradients) if self.chips > 1 else gradients)
             found = [[next(left) for _ in part.flat.parameters] for _, part in self.updates]
             if self.ranks.count > 1:
                 sharding = self.ranks.sharding
