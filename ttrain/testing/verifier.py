@@ -26,7 +26,6 @@ from ttrain.models.base import Model, loss_weights, preparation
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import use
 from ttrain.testing import cases
-from ttrain.testing.cases import cases_of
 from ttrain.testing.compare import (
     EXACT,
     GRADIENT,
@@ -292,7 +291,7 @@ def chosen_ops(names: Sequence[str], key: str = "") -> list[Op]:
     for name in names:
         if name not in REGISTRY and name not in families:
             raise ConfigError(f"{key}{name}: no such op or family. {did_you_mean(name, {*REGISTRY, *families})}")
-        if name in REGISTRY and not cases_of(REGISTRY[name]):
+        if name in REGISTRY and not cases.cases_of(REGISTRY[name]):
             raise ConfigError(f"{key}{name}: the op has no cases to run. Declare some: see docs/extending.md.")
     return [op for op in REGISTRY.values() if not names or op.name in names or op.family in names]
 
@@ -312,7 +311,7 @@ class Verifier:
 
     def ops(self, chosen: Sequence[Op], each: Each = iter) -> Iterator[Comparison]:
         """Compare ops in all their cases, forward and backward. `each` passes the trials on, for who counts them."""
-        reached = {op: reach(op, self.device) for op in chosen if cases_of(op)}
+        reached = {op: reach(op, self.device) for op in chosen if cases.cases_of(op)}
         self._note("Without cases to run, so not verified", [op for op in chosen if op not in reached])
         self._note(f"No kernel on {self.device.name}", [op for op, (seen, _) in reached.items() if not seen])
         inner = [op for op, (seen, alone) in reached.items() if seen and not alone]

@@ -154,11 +154,6 @@ class Program:
         (self.steps, self.results), self.inputs, self.is_scalar = rule.program, len(rule.slots) + 4, rule.alone
         self.register, self.registers = self._assign()
 
-    @property
-    def scalar_count(self) -> int:
-        """Numbers that a launch keeps, in fp64 and in fp32: every scalar input, and every step on scalars."""
-        return sum(self.is_scalar)
-
     def _assign(self) -> tuple[dict[int, int], int]:
         """A scratch vector for each step on vectors, taken again after its last reader; and how many there are."""
         last = {item: number for number, (_, operands, _) in enumerate(self.steps) for item in operands}

@@ -134,7 +134,8 @@ class _Blocks:
         _, total = flat_offsets([tensor.numel() for tensor in update.lists[0]])
         most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
         block = (max(1, min(total, call.context.block, most)),)
-        exact, rounded = (call.scratch((self.program.scalar_count,), each) for each in (torch.float64, torch.float32))
+        kept = (sum(self.program.is_scalar),)  # every scalar input, and every step on scalars
+        exact, rounded = (call.scratch(kept, each) for each in (torch.float64, torch.float32))
         self.keys = call.scratch((_KEYS * (len(update.lists) - 1),), torch.int32)
         self.g, self.t, *rest = (
             call.scratch(block, torch.float32) for _ in range(2 + sum(update.narrow) + self.program.registers)

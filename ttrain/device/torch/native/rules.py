@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, alibi_slopes
@@ -83,10 +84,11 @@ def _softmax(request: Request, sizing: Sizing) -> Native | None:
     return one_call(request, "softmax", arguments, c_float(request.settings["scale"]))
 
 
-def _softmax_grad(request: Request, sizing: Sizing) -> Native:
-    dy = request.input(0)
-    arguments = (c_type(dy), *rows_and_width(dy.shape), sizing.threads_for(4 * dy.size))
-    return one_call(request, "softmax_grad", arguments, c_float(request.settings["scale"]))
+def _by_rows(cost: int, request: Request, sizing: Sizing) -> Native:
+    """Treat each row by itself, at a cost of so many additions an element."""
+    x, scale = request.input(0), request.settings.get("scale")
+    arguments = (c_type(x), *rows_and_width(x.shape), sizing.threads_for(cost * x.size))
+    return one_call(request, request.op, arguments, *([] if scale is None else [c_float(scale)]))
 
 
 def _reduce_sum(request: Request, sizing: Sizing) -> Native | None:
@@ -113,12 +115,6 @@ def _cross_entropy(request: Request, sizing: Sizing) -> Native:
     )  # fmt: skip
     total = call("sum_losses", str(rows), "in<float>(a, 5)", "in<float>(a, 2)", "out<float>(a, 3)")
     return Native(f"{body}\n{total}", [fp32(rows)])
-
-
-def _cross_entropy_grad(request: Request, sizing: Sizing) -> Native:
-    logits = request.input(0)
-    arguments = (c_type(logits), *logits.shape, sizing.threads_for(10 * logits.size))
-    return one_call(request, "cross_entropy_grad", arguments)
 
 
 def _squared_error(request: Request, sizing: Sizing) -> Native:
@@ -220,10 +216,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm_grad", "rms_norm_grad"), _norm_grad),
     "rotary": _rotary,
     "softmax": _softmax,
-    "softmax_grad": _softmax_grad,
+    "softmax_grad": partial(_by_rows, 4),
     "reduce_sum": _reduce_sum,
     "cross_entropy": _cross_entropy,
-    "cross_entropy_grad": _cross_entropy_grad,
+    "cross_entropy_grad": partial(_by_rows, 10),
     "squared_error": _squared_error,
     "embedding_grad": _embedding_grad,
     "add_embedding_grad": _embedding_grad,
