@@ -24,44 +24,23 @@ def adamw(
     beta2: float,
     eps: float,
     weight_decay: float,
+    cautious: bool = False,
 ) -> tuple[Value, Value, Value]:
     """AdamW (Loshchilov and Hutter, 2019) in torch.optim.AdamW's form.
 
     p <- p (1 - lr weight_decay);  m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;
     p <- p - lr / (1 - b1^step) * m / (sqrt(v / (1 - b2^step)) + eps).
+
+    A `cautious` decay leaves out the elements that the update moves away from zero: those with m p < 0.
     """
-    change, first, second = _adam(gradient, first, second, lr, step, beta1, beta2, eps)
-    return parameter * (1.0 - weight_decay * lr) - change, first, second
-
-
-@update_rule
-def cautious_adamw(
-    parameter: Value,
-    gradient: Value,
-    first: Value,
-    second: Value,
-    lr: Value,
-    step: Value,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> tuple[Value, Value, Value]:
-    """adamw whose decay leaves out the elements that the update moves away from zero: those with m p < 0."""
-    change, first, second = _adam(gradient, first, second, lr, step, beta1, beta2, eps)
-    growing = relu(sign(-1.0 * first * parameter))
-    return parameter * (1.0 - weight_decay * lr * (1.0 - growing)) - change, first, second
-
-
-def _adam(
-    gradient: Value, first: Value, second: Value, lr: Value, step: Value, beta1: float, beta2: float, eps: float
-) -> tuple[Value, Value, Value]:
-    """Return the step that is subtracted from the parameter, and the new moments."""
     first = beta1 * first + (1 - beta1) * gradient
     second = beta2 * second + (1 - beta2) * (gradient * gradient)
     rate = lr if beta1 == 0 else lr / unbiased(beta1, step)
     root = sqrt(second) if beta2 == 0 else sqrt(second) * (1.0 / sqrt(unbiased(beta2, step)))
-    return rate * first / (root + eps), first, second
+    change, decay = rate * first / (root + eps), weight_decay * lr
+    if cautious:
+        decay = decay * (1.0 - relu(sign(-1.0 * first * parameter)))
+    return parameter * (1.0 - decay) - change, first, second
 
 
 def unbiased(beta: float, step: Value) -> Value:
@@ -70,14 +49,15 @@ def unbiased(beta: float, step: Value) -> Value:
 
 
 class AdamW(Optimizer[AdamWConfig]):
-    """The rule of every parameter is adamw, or where it decays with caution cautious_adamw."""
+    """The rule of every parameter is adamw, cautious where it decays with caution."""
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         beta1, beta2 = self.config.betas
         settings = {"beta1": beta1, "beta2": beta2, "eps": self.config.eps}
         settings["weight_decay"] = self.config.weight_decay * decays
-        name = "cautious_adamw" if self.config.cautious and settings["weight_decay"] else "adamw"
-        return Rule(name, ("first_moment", "second_moment"), tuple(settings.items()))
+        if self.config.cautious and settings["weight_decay"]:
+            settings["cautious"] = True
+        return Rule("adamw", ("first_moment", "second_moment"), tuple(settings.items()))
 
 
 for _config, _decays in (

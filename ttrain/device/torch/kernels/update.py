@@ -87,7 +87,8 @@ _FUSED = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 @row("update", delivery=Delivery.INPLACE)
 def _update(call: Call) -> None:
     update = _Update(call)
-    if call.attributes["rule"].name in _FUSED and not any(update.narrow):
+    rule = call.attributes["rule"]
+    if rule.name in _FUSED and "cautious" not in dict(rule.settings) and not any(update.narrow):
         _in_one_pass(call, update)
     else:
         _Blocks(call, update)

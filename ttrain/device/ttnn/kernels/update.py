@@ -268,7 +268,9 @@ def _update(
     """
     *lists, (*scalars, seed) = split_update(ins, count)  # scalars: lr, step and the clip factor
     rounded = lists.pop() if copies else []
-    chain_of: Callable[..., Update] = _RULES.get(rule.name, stepwise)
+    chain_of: Callable[..., Update] = (
+        stepwise if dict(rule.settings).get("cautious") else _RULES.get(rule.name, stepwise)
+    )
     update = chain_of(c, rule, *scalars)
     rounding = rounding_of(c, stochastic, stream, seed) if stochastic else None
     launches, numbered = [], 0
@@ -279,7 +281,7 @@ def _update(
         if rounding is not None:
             for first, (part, *parts) in pieces(c, [gradients, *slots]):
                 launches.append(on_wide(c, parts, part, update, rounding(parts[0].layout, numbered + first)))
-        elif narrow and rule.name == "adamw" and c.fused and not c.replayed:
+        elif narrow and chain_of is _adamw and c.fused and not c.replayed:
             launches.append(partial(_adamw_fused, c, slots, gradients, rule, *scalars))
         else:
             launches.append(on_wide(c, slots, gradients, update))
