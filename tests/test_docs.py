@@ -310,7 +310,7 @@ def check_the_plugin() -> None:
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": [weights["head.bias"]], "weight_decay": 0.0}]
     optimizer = torch.optim.Adagrad(groups, lr=config.optimizer.lr)
     rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: build.build_schedule(config.schedule, config.train.steps)(step + 1)
+        optimizer, lambda step: build.made("schedule", config.schedule, config.train.steps)(step + 1)
     )
     expected = []
     for step in range(config.train.steps):

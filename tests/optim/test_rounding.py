@@ -13,7 +13,7 @@ from tests.models.session import BF16, ENGINES, FP32, Session, token_batch
 from tests.native.conftest import require_compiler
 from tests.optim.updates import SEED, Parameters, Updates, Vector, gradient
 from tests.ttnn.runs import adamw, gpt
-from ttrain.config.build import build_optimizer, build_session
+from ttrain.config.build import build_session, made
 from ttrain.core.random_bits import mix, stream_key
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.settings import DeviceConfig
@@ -48,7 +48,7 @@ def rounded(values: np.ndarray, seed: int, stream: int, first: int) -> np.ndarra
 def test_every_bit_is_that_of_the_definition(engine: str) -> None:
     """SGD with momentum on bf16 weights, computed beside it in numpy."""
     config = SGDConfig(lr=1.0, momentum=0.9, clip_norm=None, stochastic_rounding=True)
-    update = Updates(Parameters(), build_optimizer(config), engine, master=BF16)
+    update = Updates(Parameters(), made("optimizer", config), engine, master=BF16)
     expected: dict[str, np.ndarray] = {}
     streams, firsts = {}, {}
     for number, run in enumerate(shard.flat for shard in update.graph.shards):
@@ -102,7 +102,7 @@ def test_engines_agree_to_the_bit(row: str) -> None:
     config, master = OPTIMIZERS[row]
     results = []
     for engine in ENGINES:
-        update = Updates(Parameters(), build_optimizer(config), engine, master=master)
+        update = Updates(Parameters(), made("optimizer", config), engine, master=master)
         for step in range(1, 5):
             for path, parameter in update.model.parameters().items():
                 update.write({f"{path}/gradient": gradient(path, parameter.shape, step) / step**3})
@@ -151,7 +151,7 @@ def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_not_finite_stays_so(engine: str, value: float) -> None:
     config = SGDConfig(stochastic_rounding=True, clip_norm=None)
-    update = Updates(Vector(40), build_optimizer(config), engine, master=BF16)
+    update = Updates(Vector(40), made("optimizer", config), engine, master=BF16)
     update.write({"weight": np.full(40, value, np.float32), "weight/gradient": np.zeros(40, np.float32)})
     update.run(1)
     np.testing.assert_array_equal(update.state.read("weight"), np.full(40, value, np.float32))
@@ -270,7 +270,7 @@ SPLIT = {
 def updated(optimizer: str, engine: str, low_bits: bool, lr: float) -> State:
     """The state after three updates."""
     config = replace(SPLIT[optimizer], clip_norm=None)
-    run = Updates(Vector(1000, DType.BF16), build_optimizer(config), engine, low_bits=low_bits)
+    run = Updates(Vector(1000, DType.BF16), made("optimizer", config), engine, low_bits=low_bits)
     run.state.write("weight", numbers(1000))
     for step in (1, 2, 3):
         run.advance(step, lr=lr)

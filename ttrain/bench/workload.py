@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ttrain.bench.settings import PERCEPTRON
-from ttrain.config.build import build_model, build_optimizer
+from ttrain.config.build import build_model, made
 from ttrain.data.settings import TextConfig
 from ttrain.device.settings import DeviceConfig
 from ttrain.models.base import Model
@@ -165,4 +165,4 @@ class Case:
 
     def flops(self) -> int:
         """Return the floating-point operations of one step, as the ops of our graph declare them."""
-        return flops_per_step(StepGraph(self.model, build_optimizer(self.work.optimizer), self.work.rows))
+        return flops_per_step(StepGraph(self.model, made("optimizer", self.work.optimizer), self.work.rows))

@@ -31,7 +31,6 @@ from ttrain.models.base import Model
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.lora import attach
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
-from ttrain.optim.base import Optimizer
 from ttrain.optim.groups import learning_rates, trained
 from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.parallel.ranks import Ranks
@@ -46,6 +45,16 @@ from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 
 
+def made(group: str, config: Any, *given: Any) -> Any:
+    """Return the component of a group that a config names: target(config, *given).
+
+    Of an optimizer and a schedule `given` is nothing and the steps of the run, of an engine a device and a state. A
+    logger makes views of the metrics beside the console, and is given the run directory, the config as plain values,
+    the id that it gave an earlier attempt, and a function that prints a line for the user.
+    """
+    return component(group, config.name).load()(config, *given)
+
+
 def build_dataset(
     config: DataConfig, model: Any, lengths: list[int], first: Callable[[Dataset], None] = lambda _: None
 ) -> Dataset:
@@ -55,7 +64,7 @@ def build_dataset(
     DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
     """
     with Waiting("Reading the data"):
-        dataset: Dataset = component("data", config.name).load()(config, data_sizes(model))
+        dataset: Dataset = made("data", config, data_sizes(model))
     first(dataset)
     problems = data_problems(dataset, config.name, model, lengths)
     if problems:
@@ -133,11 +142,11 @@ def build_model(
 
 
 def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
-    made: Any = component("model", config.name).load()(config, precision.compute)
+    model = made("model", config, precision.compute)
     if lora.rank:
-        attach(made, lora)
-    precision.set_masters(made.parameters().values())
-    return made
+        attach(model, lora)
+    precision.set_masters(model.parameters().values())
+    return model
 
 
 def resolved_model(config: Any, model: Model) -> dict[str, Any]:
@@ -203,11 +212,6 @@ def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
     return opened
 
 
-def build_optimizer(config: OptimizerConfig) -> Optimizer:
-    """The optimizer: target(config)."""
-    return component("optimizer", config.name).load()(config)
-
-
 def build_session(
     model: Model,
     device: Device,
@@ -229,7 +233,7 @@ def build_session(
     rows = train.batch_size // ranks.slices // train.gradient_accumulation // device.chips
     graph = StepGraph(
         model,
-        build_optimizer(optimizer),
+        made("optimizer", optimizer),
         rows,
         train.gradient_accumulation,
         guarded=guard.nonfinite == "skip",
@@ -244,19 +248,14 @@ def build_session(
         uniform_compute=device.uniform_compute,
     )
     state = State(device, graph.state_tensors(training))
-    return Session(graph, state, build_engine(engine, device, state))
+    return Session(graph, state, made("engine", engine, device, state))
 
 
 def build_rates(
     model: Model, train: TrainConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
 ) -> Callable[[int], dict[str, float]]:
     """Step, counted from 1, to its learning rates by the names of their step inputs."""
-    return learning_rates(model.parameters(), optimizer, build_schedule(schedule, train.steps))
-
-
-def build_schedule(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
-    """Step, counted from 1, to the factor of the peak learning rate: target(config, steps of the run)."""
-    return component("schedule", config.name).load()(config, steps)
+    return learning_rates(model.parameters(), optimizer, made("schedule", schedule, train.steps))
 
 
 def planned_ranks(config: ParallelConfig) -> Ranks:
@@ -303,25 +302,9 @@ def planned_device(config: DeviceConfig) -> Device:
     return null_device(config)
 
 
-def build_engine(config: EngineConfig, device: Device, state: State) -> Engine:
-    """The engine over a device and a state: target(config, device, state)."""
-    return component("engine", config.name).load()(config, device, state)
-
-
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
     """Return the console of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
     return Console(bar=bar and config.name != "jsonl", name=name)
-
-
-def build_views(
-    config: LoggerConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
-) -> list[Logger]:
-    """Further views of the metrics beside the console: target(config, folder, run_config, run_id, say).
-
-    `folder` is the run directory, `run_config` the config as plain values, `run_id` the logger's id of an earlier
-    attempt, `say` prints a line for the user.
-    """
-    return component("logger", config.name).load()(config, folder, run_config, run_id, say)
 
 
 def null_device(config: DeviceConfig) -> Device:

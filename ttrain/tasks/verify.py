@@ -61,7 +61,7 @@ def _engines(config: Config, device: Device) -> tuple[dict[str, MakeEngine], lis
     notes = []
     every = [name for name in names("engine") if name != "auto"]
     for name in every if config.verify.engines == "all" else [config.engine.name]:
-        make = partial(build.build_engine, dataclasses.replace(config.engine, name=name))
+        make = partial(build.made, "engine", dataclasses.replace(config.engine, name=name))
         try:
             make(device, State(device, [])).close()
             found[name] = make

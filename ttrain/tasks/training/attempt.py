@@ -203,7 +203,7 @@ class Attempt:
     def _loggers(self, progress: Progress) -> Loggers:
         folder, console, logger, views = self.folder, self.console, self.run.config.logger, []
         if folder.leads:
-            views = build.build_views(logger, folder.path, self.run.stored, progress.wandb_id, console.say)
+            views = build.made("logger", logger, folder.path, self.run.stored, progress.wandb_id, console.say)
         progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
         return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
 

@@ -52,7 +52,7 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
     engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
-        flats = flat_parameters(model.parameters(), build.build_optimizer(config.optimizer), model.compute)
+        flats = flat_parameters(model.parameters(), build.made("optimizer", config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([FlatShard(flat, ranks) for flat in flats], ranks))
     rows = config.train.batch_size // config.train.gradient_accumulation
     parts = replace(config, engine=engine).step_parts

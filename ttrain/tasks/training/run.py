@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ttrain.config import build
-from ttrain.config.build import build_schedule
+from ttrain.config.build import made
 from ttrain.config.schema import Config
 from ttrain.config.validate import section_type
 from ttrain.core.units import format_count
@@ -60,7 +60,7 @@ class Rate:
 
     def at(self, step: int) -> float:
         """The peak times the schedule at a step, counted from 1."""
-        return self.peak * build_schedule(self.schedule, self.steps)(step)
+        return self.peak * made("schedule", self.schedule, self.steps)(step)
 
 
 def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str | None:
