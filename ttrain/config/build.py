@@ -166,11 +166,9 @@ def resized_model(model: Model, length: int, precision: PrecisionConfig, lora: L
     if not hasattr(model.config, "context"):
         return None
     other = _model(replace(model.config, context=length), precision, lora)
-    parameters, buffers = model.parameters(), model.buffers()
-    same = all(parameter.spec == parameters[path].spec for path, parameter in other.parameters().items())
-    return (
-        other if same and all(buffer.spec == buffers[path].spec for path, buffer in other.buffers().items()) else None
-    )
+    tensors: list[tuple[Any, Any]] = [(other.parameters(), model.parameters()), (other.buffers(), model.buffers())]
+    same = all(tensor.spec == before[path].spec for after, before in tensors for path, tensor in after.items())
+    return other if same else None
 
 
 def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:

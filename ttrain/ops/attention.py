@@ -292,9 +292,8 @@ _CASES: tuple[tuple[Any, ...], ...] = (
 def _case(q: Any, k: Any, v: Any, bias: Any, heads: int, more: Mapping[str, Any]) -> Case:
     scale = attention_scale(q[2] // (3 if k is None else 1) // heads)
     attributes = {"heads": heads, "scale": scale, "mask": AttentionMask(), **more}
-    positions = (
-        [[t % (3 + row) for t in range(q[1])] for row in range(q[0])] if attributes.pop("documents", 0) else None
-    )
+    documents = attributes.pop("documents", False)
+    positions = [[t % (3 + row) for t in range(q[1])] for row in range(q[0])] if documents else None
     shapes = (q, k, v, bias, () if more.get("p") else None, q[:2] if positions else None)
     return Case(shapes, attributes, {"seed": 2**62}, values={"positions": positions})
 

@@ -66,9 +66,8 @@ class Comparison:
         return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 
     def __str__(self) -> str:
-        name = (
-            f"{self.subject} {self.quantity}" + (f" ({self.case})" if self.case else "") + f" by engine {self.engine}"
-        )
+        case = f" ({self.case})" if self.case else ""
+        name = f"{self.subject} {self.quantity}{case} by engine {self.engine}"
         if math.isinf(self.ulp):
             return f"{name}: {self.note or 'NaN or infinite'}"
         return (
