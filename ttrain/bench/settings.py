@@ -33,7 +33,7 @@ class BenchConfig:
     )
     precision: list[str] = option(
         ["fp32", "bf16"], "precisions, each measured separately", choices=PRECISIONS, one=True
-    )  # fmt: skip
+    )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(
         list(BASELINES),

@@ -48,7 +48,7 @@ class Section(Generic[Entry]):
 
     def keep(self, new: Mapping[str, Entry]) -> bool:
         """Add entries, and return True if that worked. False means that the file can't be written."""
-        try:
+        with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
                 lock_file(lock, wait=True)
@@ -56,9 +56,8 @@ class Section(Generic[Entry]):
                 picked = {key: self.pick(known[key], entry) if key in known else entry for key, entry in new.items()}
                 sections = {**self._sections(), self.name: {**known, **picked}}
                 replace_file(self.path, json.dumps({"version": VERSION, "sections": sections}, indent=1) + "\n")
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def _sections(self) -> dict[str, dict[str, Any]]:
         content = read_json(self.path)

@@ -24,9 +24,9 @@ FUNCTIONS: dict[str, Function] = {
 }  # fmt: skip
 
 
-def _called(function: Function, call: Call) -> None:
-    """Emit a torch function that takes the inputs in order and `out`."""
-    call.emit(function, *call.ins, out=call.outs[0])
+def _called(function: Function, call: Call, more: tuple[Any, ...] = (), out: str = "out") -> None:
+    """Emit a torch function that takes the inputs in order, perhaps more numbers, and the output by a name."""
+    call.emit(function, *call.ins, *more, **{out: call.outs[0]})
 
 
 for _name, _function in FUNCTIONS.items():
@@ -107,14 +107,9 @@ def _scale(call: Call) -> None:
     call.emit(torch.mul, x, scalar_like(call.attributes["factor"], x), out=call.outs[0])
 
 
-def _gradient(function: Function, more: tuple[Any, ...], call: Call) -> None:
-    """Emit a function of aten that takes the inputs in order, further numbers and `grad_input`."""
-    call.emit(function, *call.ins, *more, grad_input=call.outs[0])
-
-
-row("relu_grad")(partial(_gradient, aten.threshold_backward.grad_input, (0,)))
-row("tanh_grad")(partial(_gradient, aten.tanh_backward.grad_input, ()))
-row("silu_grad")(partial(_gradient, aten.silu_backward.grad_input, ()))
+row("relu_grad")(partial(_called, aten.threshold_backward.grad_input, more=(0,), out="grad_input"))
+row("tanh_grad")(partial(_called, aten.tanh_backward.grad_input, out="grad_input"))
+row("silu_grad")(partial(_called, aten.silu_backward.grad_input, out="grad_input"))
 
 
 @row("full")
