@@ -26,7 +26,6 @@ class NativeLaunch(partial):
     """A call without arguments, whose parts `joined` can read."""
 
     function: int
-    block: int
     kept: Any
 
 
@@ -34,7 +33,7 @@ def launch(function: int, arguments: Sequence[int], keep: Any = None) -> NativeL
     """A launch of the function at an address on these addresses and numbers; `keep` lives as long as it does."""
     block = (ctypes.c_int64 * max(len(arguments), 1))(*arguments)
     made = NativeLaunch(_SIGNATURE(function), ctypes.addressof(block))
-    made.function, made.block, made.kept = function, ctypes.addressof(block), (block, keep)
+    made.function, made.kept = function, (block, keep)
     return made
 
 
@@ -50,7 +49,7 @@ def joined(launches: Iterable[Launch], run: int) -> list[Launch]:
 def _together(group: list[Any], run: int) -> list[Launch]:
     if len(group) < 2:
         return group
-    calls = (ctypes.c_int64 * (2 * len(group)))(*(part for item in group for part in (item.function, item.block)))
+    calls = (ctypes.c_int64 * (2 * len(group)))(*(part for item in group for part in (item.function, *item.args)))
     made = partial(_RUN(run), ctypes.addressof(calls), len(group))
     made.kept = (calls, group)  # type: ignore[attr-defined]
     return [made]

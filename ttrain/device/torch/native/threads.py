@@ -25,7 +25,9 @@ def entry_points() -> dict[str, int]:
     import torch  # its runtime comes with it
 
     beside = str(Path(torch.__file__).parent)
-    for path in sorted(_loaded(), key=lambda path: not path.startswith(beside)):
+    mapped = [line for line in text_of(Path("/proc/self/maps")).splitlines() if "/" in line]
+    runtimes = set(filter(_RUNTIMES.search, (line[line.index("/") :] for line in mapped)))
+    for path in sorted(runtimes, key=lambda path: not path.startswith(beside)):
         try:
             runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
             names = (FORK, NUMBER, COUNT)
@@ -33,13 +35,6 @@ def entry_points() -> dict[str, int]:
         except (OSError, AttributeError):
             continue
     return {}
-
-
-def _loaded() -> list[str]:
-    """Paths of OpenMP runtimes that this process has loaded."""
-    lines = text_of(Path("/proc/self/maps")).splitlines()
-    paths = {line[line.index("/") :] for line in lines if "/" in line}
-    return [path for path in paths if _RUNTIMES.search(path)]
 
 
 _pool = 0  # its address
