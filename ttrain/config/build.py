@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from ttrain.config.registry import component, loaded
+from ttrain.config.registry import component
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
@@ -296,7 +296,7 @@ def planned_device(config: DeviceConfig) -> Device:
     target = component("device", config.name).target
     package = target.partition(":")[0].rpartition(".")[0] if isinstance(target, str) else ""
     if package and find_spec(f"{package}.planned") is not None:
-        return import_module(f"{package}.planned").planned(config)
+        return resolve_name(f"{package}.planned:planned")(config)
     return null_device(config)
 
 
@@ -314,7 +314,7 @@ def null_device(config: DeviceConfig) -> Device:
 
 def our_engine(config: EngineConfig, device: Device, state: State) -> Engine:
     """Return the engine of ttrain that has the config's name."""
-    engine = loaded(f"ttrain.engine.{config.name}:{config.name.title()}Engine")
+    engine = resolve_name(f"ttrain.engine.{config.name}:{config.name.title()}Engine")
     return engine(device, state) if config.name == "dynamic" else engine(device, state, config.rematerialize)
 
 

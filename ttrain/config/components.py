@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
-from ttrain.config.registry import loaded, register, rows
+from ttrain.config.registry import register, rows
 from ttrain.core.options import option, rule
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig, TorchConfig
@@ -63,7 +64,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("engine", EngineConfig, "ttrain.config.build:our_engine", ("auto", "dynamic", "static", "traced")),
     ("device", TorchConfig, "ttrain.device.torch.device:open_device", ("auto", "cpu", "cuda")),
     ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
-    *(("device", config, target, (name,)) for family in FAMILIES for name, (config, target) in loaded(family).items()),
+    *(("device", config, target, (name,)) for key in FAMILIES for name, (config, target) in resolve_name(key).items()),
     ("optimizer", optim.SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),
     ("optimizer", optim.AdamWConfig, "ttrain.optim.adamw:AdamW", ("adamw",)),
     ("optimizer", optim.LionConfig, "ttrain.optim.lion:Lion", ("lion",)),

@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from ttrain.core.errors import ConfigError
@@ -32,13 +33,7 @@ class Component:
 
     def load(self) -> Callable[..., Any]:
         """The class or function behind the name; imports its module on first use."""
-        return loaded(self.target) if isinstance(self.target, str) else self.target
-
-
-def loaded(name: str) -> Any:
-    """Return the object that a constant `module:attribute` of ours names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+        return resolve_name(self.target) if isinstance(self.target, str) else self.target
 
 
 _ROWS: dict[tuple[str, str], Component] = {}
