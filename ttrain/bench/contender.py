@@ -291,12 +291,18 @@ def modelled(device: DeviceConfig) -> bool:
     return info.mode(device) != MOCK and not info.present(device)
 
 
-def enter_times(case: Case, found: CaseResult, row: Row, device: DeviceConfig, engine: str) -> None:
-    """Enter the time of a contender into its row. Raises UserError where there is no model of the device's times."""
-    device = info_of(device).held(device, case.precision)
-    told = info_of(device).estimate(device, _planned(case, device), engine)
+def expected(device: DeviceConfig, work: Work, engine: str) -> Estimate:
+    """Return the time of work on a device that is not here. Raises UserError where there is no model of its times."""
+    told = info_of(device).estimate(device, work, engine)
     if not isinstance(told, Estimate):
         raise UserError(f"device={device.name}: it is not here. {told or 'There is no model of its times.'}")
+    return told
+
+
+def enter_times(case: Case, found: CaseResult, row: Row, device: DeviceConfig, engine: str) -> None:
+    """Enter the time of a contender into its row."""
+    device = info_of(device).held(device, case.precision)
+    told = expected(device, _planned(case, device), engine)
     found.basis, found.device = COST_MODEL, {"name": device.name, "mode": COST_MODEL, "model": told.time.source}
     row.status, row.description, row.round_ms = "ok", f"cost model of engine={engine}", [1e3 * told.time.total]
     row.facts = {"bound_by": told.time.bottleneck.replace("_", " "), "peak_flops": told.peak}

@@ -247,7 +247,7 @@ def expected(hint: Any) -> str:
 
 
 @cache
-def hints_of(schema: type[Any]) -> dict[str, Any]:
+def hints_of(schema: Any) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, evaluated once."""
     return typing.get_type_hints(schema)
 
