@@ -12,7 +12,7 @@ import torch
 
 from tests.models.session import BF16
 from tests.optim.updates import Parameters, Updates, gradient
-from ttrain.config.build import build_optimizer
+from ttrain.config.build import made
 from ttrain.core.spec import DType
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
@@ -52,7 +52,7 @@ class Run(Updates):
         self, row: str, changes: dict[str, Any], engine: str, compute: DType = DType.FP32, **options: Any
     ) -> None:
         config, build_torch = TABLE[row]
-        optimizer = build_optimizer(replace(config, **changes))
+        optimizer = made("optimizer", replace(config, **changes))
         super().__init__(Parameters(compute), optimizer, engine, rate=factor, **options)
         self.tensors = {path: torch.nn.Parameter(torch.from_numpy(self.state.read(path))) for path in self.paths}
         self.torch = build_torch([self._group(path, tensor) for path, tensor in self.tensors.items()], self.config)

@@ -14,7 +14,7 @@ import torch
 from tests.native.conftest import require_compiler
 from tests.optim.updates import Parameters, Updates, gradient
 from tests.ttnn.runs import agillm, golden, gpt, llama, mlp
-from ttrain.config.build import build_optimizer
+from ttrain.config.build import made
 from ttrain.core.spec import DType
 from ttrain.graph import Graph, Kind
 from ttrain.graph.verify import verify
@@ -161,7 +161,7 @@ def updates(place: str, optimizer: Any, model: Any, **options: Any) -> Updates:
 @pytest.mark.parametrize("name", TABLE)
 def test_twenty_updates_are_those_of_the_formula(name: str, place: str) -> None:
     config, formula = TABLE[name]
-    optimizer = build_optimizer(replace(config, clip_norm=1.0))
+    optimizer = made("optimizer", replace(config, clip_norm=1.0))
     run = updates(place, optimizer, Layers())
     shapes = {path: parameter.shape for path, parameter in run.model.parameters().items()}
     values = {path: torch.from_numpy(gradient(path, shape, 99)).double() for path, shape in shapes.items()}
@@ -185,7 +185,7 @@ def test_rows_that_pad_count_for_nothing_in_adafactor() -> None:
         for parameter in (model.embedding.weight, model.head.weight, model.head.bias):
             assert parameter is not None
             parameter.padding = padding
-        runs.append(updates("cpu static", build_optimizer(AdafactorConfig(lr=0.3)), model))
+        runs.append(updates("cpu static", made("optimizer", AdafactorConfig(lr=0.3)), model))
         for step in range(1, 4):
             runs[-1].advance(step)
     for name in runs[0].state.names(Kind.PARAMETER, Kind.OPTIMIZER):
@@ -204,7 +204,7 @@ def test_muon_takes_the_hidden_matrices_of_every_model() -> None:
         },
     }  # fmt: skip
     for model, expected in models.items():
-        rules = {path: build_optimizer(MuonConfig()).rule(p, True) for path, p in model.parameters().items()}
+        rules = {path: made("optimizer", MuonConfig()).rule(p, True) for path, p in model.parameters().items()}
         assert {rule.name for rule in rules.values()} == {"muon", "adamw"}
         names = {path.removesuffix(".weight").rpartition(".")[2] for path, rule in rules.items() if rule.whole}
         assert names == expected
@@ -229,7 +229,7 @@ def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DTy
     """Of the master weights, whatever layers read."""
     model = Layers()
     model.compute = compute
-    run = updates(place, build_optimizer(MuonConfig()), model, ema=EMA)
+    run = updates(place, made("optimizer", MuonConfig()), model, ema=EMA)
     wanted: dict[str, np.ndarray] = {}
     for step in range(1, 9):
         run.advance(step)
@@ -242,7 +242,7 @@ def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DTy
 
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_and_averages_take_each_others_place_bit_for_bit(place: str) -> None:
-    for optimizer, ema in ((build_optimizer(AdamWConfig()), EMA), (build_optimizer(ScheduleFreeConfig()), None)):
+    for optimizer, ema in ((made("optimizer", AdamWConfig()), EMA), (made("optimizer", ScheduleFreeConfig()), None)):
         run = updates(place, optimizer, Layers(), ema=ema)
         for step in range(1, 4):
             run.advance(step)
@@ -257,7 +257,7 @@ def test_weights_and_averages_take_each_others_place_bit_for_bit(place: str) -> 
 
 
 def test_copies_that_layers_read_are_those_of_the_averages_meanwhile() -> None:
-    run = Updates(Parameters(DType.BF16), build_optimizer(AdamWConfig()), ema=EMA)
+    run = Updates(Parameters(DType.BF16), made("optimizer", AdamWConfig()), ema=EMA)
     model, state = run.model, run.state
     for path, parameter in model.parameters().items():
         state.write(path, gradient(path, parameter.shape, 1))
@@ -275,7 +275,7 @@ def test_they_cost_nothing_where_they_are_off() -> None:
     traced = {}
     for ema in (None, EMA):
         graph = Graph()
-        steps = StepGraph(Layers(), build_optimizer(AdamWConfig()), rows=1, gradient_accumulation=2, ema=ema)
+        steps = StepGraph(Layers(), made("optimizer", AdamWConfig()), rows=1, gradient_accumulation=2, ema=ema)
         steps.trace_update(graph)
         averages = [t for t in steps.state_tensors() if t.name.endswith("/average")]
         traced[ema] = sum(node.op.name == "update" for node in graph.nodes), len(averages)
@@ -285,7 +285,7 @@ def test_they_cost_nothing_where_they_are_off() -> None:
 
 def test_a_rank_averages_its_share_before_others_overwrite_it() -> None:
     graph = Graph()
-    steps = StepGraph(Layers(), build_optimizer(MuonConfig()), rows=1, ema=EMA, ranks=Ranks(0, 2, 2, shards=True))
+    steps = StepGraph(Layers(), made("optimizer", MuonConfig()), rows=1, ema=EMA, ranks=Ranks(0, 2, 2, shards=True))
     steps.trace_update(graph)
     verify(graph, "of two ranks")
     averaged = {t.name: t for t in steps.state_tensors() if t.name.endswith("/average")}
