@@ -32,7 +32,7 @@ from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.settings import GuardConfig
 from ttrain.train.steps import step_graph
-from ttrain.train.steps.step import StepResult
+from ttrain.train.steps.step import StepResult, TrainStep
 
 
 def kinds(run: str) -> list[str]:
@@ -325,8 +325,6 @@ LIMIT = 50.0  # above it the faulty kernels overflow
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`faulty("relu")` makes results of that kernel above LIMIT infinite."""
-    import torch
-
     original = torch_device.kernel_table
 
     def choose(name: str) -> None:
@@ -431,8 +429,6 @@ def test_an_applied_step_names_the_gradient_and_a_resumed_run_the_tensor(
 
 
 def test_a_search_that_fails_hides_nothing(train: Train, spoiled: Any, capsys: Any, monkeypatch: Any) -> None:
-    from ttrain.train.steps.step import TrainStep
-
     spoiled({5: {"targets": np.nan}})
     monkeypatch.setattr(TrainStep, "inspect", lambda *_: (_ for _ in ()).throw(RuntimeError("no more memory")))
     monkeypatch.setattr("ttrain.train.loop.guards._bad_elements", lambda _: None)

@@ -1,13 +1,16 @@
-"""A checkpoint or a YAML file from a stranger can't run code, read elsewhere or take all memory."""
+"""A checkpoint or a YAML file from a stranger can't run code or read elsewhere; no malformed config is run."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import random
 import shutil
 import struct
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,11 @@ import yaml
 
 from tests.faults.conftest import TINY, Train
 from ttrain.cli import main
+from ttrain.config.schema import Config, sections
+from ttrain.config.validate import without_none
 from ttrain.core.errors import CheckpointError
 from ttrain.core.files import sha256_file
+from ttrain.core.options import default_of
 from ttrain.train.checkpoint.checkpoint import Progress, sealed
 
 SHARD = "parameters-00001-of-00001.safetensors"
@@ -181,3 +187,75 @@ def test_a_tokenizer_that_is_none(stranger: Path, train: Train) -> None:
         reseal(stranger, add={file.name: {"bytes": len(content), "sha256": sha256_file(file)}})
         train.command("task=sample", "run.dir=run", code=2)
         assert not Path("exploded").exists()
+
+
+# malformed configs made from the schema
+
+
+# TTRAIN_FUZZ=300 checks so many; the suite takes fewer, because composing a config takes a tenth of a second.
+EXAMPLES = int(os.environ.get("TTRAIN_FUZZ", "25"))
+# Text that every option may have, so nothing but its type can be wrong.
+NO_NUMBER = ("x", "1e", "--3", "[1,2]", "{a: 1}", "1_x", "''", "true1")
+
+
+def declared() -> Iterator[tuple[str, Any, Any]]:
+    """(key, type, rules) of every key that a default command has."""
+    default = Config()
+    for section in sections():
+        part = getattr(default, section)
+        if not is_dataclass(part):
+            continue
+        hints = typing.get_type_hints(type(part))
+        for field in fields(part):
+            if field.name != "name":
+                yield f"{section}.{field.name}", hints[field.name], field.metadata
+
+
+KEYS = list(declared())
+
+
+def wrong_values(hint: Any, rules: Any) -> list[str]:
+    """Values that the key must refuse."""
+    bare, values = without_none(hint), []
+    if bare in (int, float):
+        values += NO_NUMBER
+        values += [] if bare is float else ["1.5", "1e-3", "inf", "nan"]
+    elif bare is bool:
+        values += ["maybe", "2", "[true]", "1.0"]
+    elif bare is str and rules["choices"]:
+        values += ["nonsense", "[a]", "{a: 1}"]
+    if bare in (int, float):
+        if rules["minimum"] is not None:
+            values.append(str(rules["minimum"] - 1))
+        if rules["above"] is not None:
+            values += [str(rules["above"]), str(rules["above"] - 1)]
+        if rules["below"] is not None:
+            values += [str(rules["below"]), str(rules["below"] + 1)]
+        if rules["maximum"] is not None:
+            values.append(str(rules["maximum"] + 1))
+    if bare is hint and values:
+        values.append("null")
+    return values
+
+
+WRONG = [f"{key}={value}" for key, hint, rules in KEYS for value in wrong_values(hint, rules)]
+PREFIXES = ("", "+", "++", "--")
+OTHERS = [
+    "train.steps_q=1", "qtrain.steps=1", "optimizer=adamwq", "train.steps", "train.steps=[1", "train.steps={a",
+    "train.steps=${x", "train.steps=1,2", "train.steps=a: b: c}", "train.steps=(", "train.steps=\"x",
+    "+model._target_=os.system",
+]  # fmt: skip
+
+
+def test_every_malformed_config_is_refused_in_one_line(train: Train) -> None:
+    chosen = random.Random(0).sample(WRONG, EXAMPLES)
+    before = set(os.listdir())
+    for override in [*OTHERS, *(PREFIXES[number % 4] + given for number, given in enumerate(chosen))]:
+        said = train.command(override, "device=null", code=2)
+        assert said.startswith("ttrain: ") and said.count("\n") == 1, f"{override}: {said}"
+        assert set(os.listdir()) == before, override
+
+
+def test_the_schema_was_walked() -> None:
+    assert len(KEYS) > 90 and len(WRONG) > 400
+    assert default_of(Config.__dataclass_fields__["train"]).steps == 1000

@@ -67,8 +67,7 @@ class Run:
             overrides = continuing(["a=1", "resume=none"], run)
             return [sys.executable, "-S", "-E", str(self.script), str(self.folder), ",".join(plan), *overrides]
 
-        self.supervisor = Supervisor(config, command, self.said.append)
-        return self.supervisor.run()
+        return Supervisor(config, command, self.said.append).run()
 
     @property
     def starts(self) -> list[str]:

@@ -199,8 +199,7 @@ def test_what_three_steps_change_does_not_depend_on_the_width(family: str) -> No
     assert 1 / 1.6 < mup[1] / mup[0] < 1.6
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_is_refused(inside: Path, capsys: Any) -> None:
     for given in (
         ["model.parametrization=mup"],
         ["model.base_width=32"],

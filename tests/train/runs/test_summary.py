@@ -155,9 +155,8 @@ def test_speed_of_a_run_with_all_its_attempts(make_training: MakeTraining, tmp_p
     progress, run = second.loop.context.progress, second.run_directory
     assert progress.step == 10 and progress.seconds == 32 + 2 * 1.5
     assert make_summary(progress)["tokens_per_s"] == round(progress.tokens / 35, 1)
-    assert (
-        recorded(list(read_metrics(run.metrics)))["median_step_ms"] == 1500
-    )  # but for the first line of an attempt, and the slow step
+    # But for the first line of an attempt, and the slow step.
+    assert recorded(list(read_metrics(run.metrics)))["median_step_ms"] == 1500
     run.record({"train": {"steps": 10}}, {})
     so_far = round(progress.tokens / 34.5, 1)  # the last line says what was known before it was written
     assert read_run(run.path).tokens_per_s == so_far == numbers_of("train", run.path, None)["tokens_per_s"]

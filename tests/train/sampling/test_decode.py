@@ -1,20 +1,26 @@
-"""Reading with caches equals computing the whole text anew, at every token, on every engine."""
+"""Reading with caches equals computing the whole text anew; and drawing tokens, against torch and against counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from tests.models.plain_agillm import next_scores, pair_scores
 from tests.models.session import ENGINES, initial_values, open_cpu
 from ttrain import ops
 from ttrain.core.attention_mask import CAUSAL, PAIRS
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.library_tokenizer import LibraryTokenizer, train_bpe
+from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer
 from ttrain.device.base import Device
 from ttrain.engine.state import State
 from ttrain.graph import Graph
@@ -26,18 +32,27 @@ from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
-from ttrain.train.sampling.draw import whole_text_scores
-from ttrain.train.sampling.source import StepsByLength, TokenSource, check_sampling, sampling_traces
+from ttrain.train.sampling.draw import (
+    ContextWindow,
+    Continuation,
+    Sampler,
+    encode_prompt,
+    penalized,
+    token_probabilities,
+    whole_text_scores,
+)
+from ttrain.train.sampling.source import StepsByLength, TokenSource, check_sampling, print_source, sampling_traces
+from ttrain.train.sampling.stream import Stop, stream_text
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.train.task_settings import SampleConfig
 
 CONTEXT, VOCABULARY = 70, 31
+SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocabulary": VOCABULARY}
 
 
 def small_gpt(compute: DType = DType.FP32, **changes: Any) -> GPT:
-    sizes = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocabulary": VOCABULARY}
-    return GPT(GPTConfig(**{**sizes, **changes}), compute)
+    return GPT(GPTConfig(**{**SIZES, **changes}), compute)
 
 
 class Reading:
@@ -154,14 +169,7 @@ def test_modes_ask_for_what_a_model_has() -> None:
 # AGILLM and its ways of sampling, against the original's computation of the whole text in torch
 
 
-SIZE: dict[str, Any] = {
-    "preset": None,
-    "layers": 2,
-    "heads": 2,
-    "width": 16,
-    "context": CONTEXT,
-    "vocabulary": VOCABULARY,
-}
+SIZE: dict[str, Any] = {**SIZES, "preset": None}
 FOLDS = {"narrow": {"rank": 6}, "wide": {"rank": 12}, "wide, not folded": {"rank": 12, "fold": "off"}}
 
 
@@ -277,3 +285,321 @@ def test_cached_keys_are_as_wide_as_scores_need() -> None:
         assert specs["blocks.1.attention/causal_values"].shape == (1, 2, 70, 8)
         widths[fold] = specs["blocks.1.attention/causal_keys"].shape[3]
     assert widths == {"narrow": 6, "wide": 8, "wide, not folded": 12}
+
+
+# drawing tokens
+
+
+LOGITS = np.random.default_rng(3).normal(0, 2, 23).astype(np.float32)
+
+
+def torch_probabilities(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """The usual implementation: mask with -inf, softmax again."""
+    import torch
+
+    scores = torch.tensor(logits, dtype=torch.float64) / temperature
+    if top_k is not None:
+        scores[scores < torch.topk(scores, min(top_k, len(scores))).values[-1]] = -torch.inf
+    if top_p is not None:
+        ordered, order = torch.sort(scores, descending=True)
+        before = torch.softmax(ordered, 0).cumsum(0) - torch.softmax(ordered, 0)
+        scores[order[before >= top_p]] = -torch.inf
+    return torch.softmax(scores, 0).numpy()
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.8, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, 1, 5, 23, 99])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.9, 1.0])
+def test_distribution_equals_torch(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    found = token_probabilities(LOGITS, temperature, top_k, top_p)
+    np.testing.assert_allclose(found, torch_probabilities(LOGITS, temperature, top_k, top_p), rtol=1e-9, atol=1e-15)
+    assert found.sum() == pytest.approx(1)
+
+
+def test_ties_at_the_edge_keep_the_lower_id() -> None:
+    assert token_probabilities(np.zeros(4, np.float32), 1.0, top_k=2).tolist() == [0.5, 0.5, 0, 0]
+    assert token_probabilities(np.zeros(4, np.float32), 1.0, top_p=0.5).tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_min_p_is_relative_to_the_likeliest_token() -> None:
+    logits = np.log(np.array([0.5, 0.26, 0.2, 0.04])).astype(np.float32)
+    np.testing.assert_allclose(token_probabilities(logits, 1.0, min_p=0.5), [0.5 / 0.76, 0.26 / 0.76, 0, 0], rtol=1e-6)
+    assert token_probabilities(logits, 1.0, min_p=1.0).tolist() == [1, 0, 0, 0]
+    cut = token_probabilities(logits, 1.0, top_k=3, top_p=0.6, min_p=0.6)
+    assert cut.tolist() == [1, 0, 0, 0]  # top_p leaves two tokens, of which min_p leaves one
+
+
+def penalties_by_hand(
+    logits: list[float], window: list[int], repetition: float, presence: float, frequency: float
+) -> list[float]:
+    """One token at a time: first what is taken off, then the factor."""
+    lowered = list(logits)
+    for token in set(window):
+        score = logits[token] - presence - frequency * window.count(token)
+        lowered[token] = score / repetition if score > 0 else score * repetition
+    return lowered
+
+
+@pytest.mark.parametrize(("repetition", "presence", "frequency"), [(1, 0, 0), (2, 0, 0), (1, 0.6, 0), (1.3, 0.5, 1.0)])
+@pytest.mark.parametrize("window", [[], [0], [2, 2, 1, 2], [0, 1, 2, 3, 3]])
+def test_penalties_lower_what_occurred(window: list[int], repetition: float, presence: float, frequency: float) -> None:
+    logits = [2.0, 0.4, -1.0, 3.5, 0.0]
+    expected = penalties_by_hand(logits, window, repetition, presence, frequency)
+    given = np.array(logits, np.float32)
+    np.testing.assert_allclose(penalized(given, window, repetition, presence, frequency), expected, rtol=1e-6)
+    assert given.tolist() == np.array(logits, np.float32).tolist()
+
+
+def test_penalties_look_at_the_newest_tokens_only() -> None:
+    logits = np.array([3.0, 2.5, 2.0], np.float32)
+    for window, expected in ((1, 1), (2, 2), (None, 0)):
+        sampler = Sampler(SampleConfig(temperature=0, presence=1.1, penalty_window=window))
+        assert sampler.choose(logits, 0, 0, history=[2, 1, 0]) == expected
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    assert token_probabilities(np.array([3e38, -3e38, 0], np.float32), 1e-3).tolist() == [1, 0, 0]
+
+
+def test_choices_follow_the_distribution_and_repeat_for_a_seed() -> None:
+    sampler = Sampler(SampleConfig(temperature=1.0, seed=5))
+    drawn = [sampler.choose(LOGITS, 0, position) for position in range(6000)]
+    counts = np.bincount(drawn, minlength=23) / 6000
+    expected = token_probabilities(LOGITS, 1.0)
+    assert np.abs(counts - expected).max() < 5 * np.sqrt(0.25 / 6000)
+    again = Sampler(SampleConfig(temperature=1.0, seed=5))
+    assert [again.choose(LOGITS, 0, position) for position in range(50)] == drawn[:50]
+    for other, stream in ((Sampler(SampleConfig(temperature=1.0, seed=6)), 0), (again, 1)):
+        assert [other.choose(LOGITS, stream, position) for position in range(50)] != drawn[:50]
+
+
+class Successor:
+    """A model whose likeliest next token is the last one plus 1 (mod 8); remembers what it was fed."""
+
+    inputs = {"tokens": TensorSpec((1, 4), DType.INT64), "position": TensorSpec((), DType.INT64)}
+
+    def __init__(self, value: float = 50.0) -> None:
+        self.fed: list[tuple[list[int], int]] = []
+        self.value = value
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        tokens, position = inputs["tokens"], inputs["position"]
+        assert tokens.shape == (1, 4) and tokens.dtype == np.int64
+        self.fed.append((tokens[0].tolist(), position))
+        logits = np.zeros((1, 12), np.float32)
+        logits[0, (tokens[0, position] + 1) % 8] = self.value
+        logits[0, 8:] = 1e9  # ids beyond the tokenizer's: padding of the output
+        return {"logits": logits}
+
+
+@pytest.mark.parametrize(("slide", "lengths"), [(1, [3, 4, 4, 4, 4]), (2, [3, 4, 3, 4, 3]), (3, [3, 4, 2, 3, 4])])
+def test_a_text_may_lose_several_tokens_at_once(slide: int, lengths: list[int]) -> None:
+    model = Successor()
+    scores, window = whole_text_scores(model, 8), ContextWindow(4, slide)
+    drawn = Continuation([5, 6, 7], window, Sampler(SampleConfig()), tokens=5).drawn(scores)
+    assert list(drawn) == [0, 1, 2, 3, 4]
+    assert [position + 1 for _, position in model.fed] == lengths
+    assert all(fed[position] == (7 + number) % 8 for number, (fed, position) in enumerate(model.fed))
+
+
+def test_the_window_is_never_empty() -> None:
+    for context, slide, expected in ((64, None, 8), (4, None, 1), (1, None, 1), (8, 99, 7), (1, 5, 1), (8, 3, 3)):
+        window = ContextWindow.of(context, slide)
+        assert window.slide == expected
+        assert all(1 <= len(window(list(range(length)))) <= context for length in range(1, 40))
+
+
+def test_a_long_prompt_keeps_its_end() -> None:
+    model = Successor()
+    text = Continuation([*range(6)], ContextWindow(4), Sampler(SampleConfig()), 1)
+    assert list(text.drawn(whole_text_scores(model, 8))) == [6]
+    assert model.fed == [([2, 3, 4, 5], 3)]
+
+
+def test_nan_logits_are_an_error() -> None:
+    scores = whole_text_scores(Successor(float("nan")), 8)
+    with pytest.raises(NonFiniteError, match="logits hold NaN"):
+        list(Continuation([0], ContextWindow(4), Sampler(SampleConfig()), tokens=1).drawn(scores))
+
+
+def test_prompts() -> None:
+    tokenizer = CharTokenizer("ab\n")
+    assert encode_prompt(tokenizer, "ba") == [2, 1]
+    assert encode_prompt(tokenizer, None) == [0]
+    assert encode_prompt(CharTokenizer("ab"), None) == [0]
+    with pytest.raises(DataError, match=r"never saw 'q'"):
+        encode_prompt(tokenizer, "aq")
+    with pytest.raises(UserError, match=r"sample\.prompt is empty"):
+        encode_prompt(tokenizer, "")
+
+
+@pytest.mark.parametrize(
+    ("names", "special", "unknown", "expected"),
+    [
+        ("<s> </s> <unk>", ["<s>", "</s>"], "<unk>", 1),  # the token between documents
+        ("<s> <unk> c", ["<s>"], "<unk>", 0),
+        ("<unk> c d", [], "<unk>", 0),
+    ],
+)
+def test_a_tokenizer_without_line_breaks_starts_from_no_text_that_is_shown(
+    names: str, special: list[str], unknown: str, expected: int
+) -> None:
+    vocabulary = {name: number for number, name in enumerate([*names.split(), "a", "b"])}
+    library = Library(models.WordLevel(vocabulary, unk_token=unknown))
+    library.add_special_tokens(special)
+    tokenizer = LibraryTokenizer(library.to_str())
+    prompt = encode_prompt(tokenizer, None)
+    assert prompt == [expected]
+    text = stream_text(tokenizer, prompt, iter([3, 4]), lambda text: None, Stop.of(tokenizer, []), True)
+    assert text.split() == ["a", "b"]
+
+
+def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>")
+    assert encode_prompt(tokenizer, "") == [tokenizer.token_id("<|endoftext|>")]
+    both = tokenizer.with_token("</s>")
+    assert encode_prompt(both, "", "</s>") == [both.token_id("</s>")]
+    with pytest.raises(UserError, match=r"sample\.prompt is empty"):
+        encode_prompt(both, "")  # either could be meant
+
+
+@pytest.mark.parametrize("text", ["plain text, two  spaces", "ä€𝄞 mixed 日本語", "\n\n\t x"])
+def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
+    for tokenizer in (ByteTokenizer(), CharTokenizer(text), train_bpe(["ab ab äö"], 260)):
+        ids, written = tokenizer.encode(text), []
+        whole = stream_text(tokenizer, ids[:2], iter(ids[2:]), written.append, Stop(), True)
+        # A prompt that ends within a character can only be shown as far as it goes.
+        if "\ufffd" not in tokenizer.decode(ids[:2]):
+            assert whole == "".join(written) == text
+            assert "\ufffd" not in whole
+        assert len(written) > 1
+
+
+def test_bytes_that_end_within_a_character() -> None:
+    written: list[str] = []
+    assert stream_text(ByteTokenizer(), [97], iter([0xE2, 0x82]), written.append, Stop(), True) == "a\ufffd"
+    assert written == ["a", "\ufffd"]
+
+
+def test_the_second_token_of_a_pair_sees_the_first_in_its_penalties() -> None:
+    def draft(text: list[int]) -> tuple[np.ndarray, None]:
+        return np.array([[3.0, 2.0, 1.0]] * 2, np.float32), None
+
+    sampler = Sampler(SampleConfig(temperature=0, presence=5.0, penalty_window=1))
+    assert list(Continuation([2], ContextWindow(8), sampler, 4).drawn(draft)) == [0, 1, 0, 1]
+
+
+TABLE = np.random.default_rng(8).normal(0, 1.5, (4, 4)).astype(np.float32)  # logits by the last token
+DRAFTS = np.random.default_rng(9).normal(0, 1.5, (4, 2, 4)).astype(np.float32)
+
+
+def draft_rows(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    return DRAFTS[text[-1]], np.zeros(2)
+
+
+def table_rows(text: list[int], drafted: list[int]) -> np.ndarray:
+    return TABLE[[text[-1], *drafted]]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    """In standard deviations from its mean."""
+    degrees = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return (statistic - degrees) / np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.95, "frequency": 0.5}])
+def test_speculative_text_has_the_distribution_of_the_verifier(settings: dict[str, Any]) -> None:
+    """All texts of three tokens over a vocabulary of four, against the product of the probabilities."""
+    sampler, start, runs = Sampler(SampleConfig(seed=11, **settings)), [1, 2], 3000
+    expected = {}
+    for text in np.ndindex(4, 4, 4):
+        history, probability = list(start), 1.0
+        for token in text:
+            probability *= sampler.probabilities(TABLE[history[-1]], history)[token]
+            history.append(token)
+        if probability:
+            expected[text] = runs * probability
+    acceptance, counts = Counter[str](), dict.fromkeys(expected, 0)
+    for stream in range(runs):
+        text = Continuation(start, ContextWindow(99), sampler, 3, stream)
+        counts[tuple(text.speculative(draft_rows, table_rows, acceptance))] += (
+            1  # a text that the verifier never writes is a KeyError
+        )
+    frequent = [text for text, count in expected.items() if count > 4]
+    rare = [text for text in expected if text not in frequent]
+    found = [counts[text] for text in frequent] + [sum(counts[text] for text in rare)] * bool(rare)
+    wanted = [expected[text] for text in frequent] + [sum(expected[text] for text in rare)] * bool(rare)
+    assert abs(chi_square(np.array(found), np.array(wanted))) < 4
+    assert 0.2 < acceptance["accepted"] / acceptance["drafted"] < 0.8
+
+
+def test_a_draft_that_equals_the_verifier_is_always_accepted() -> None:
+    acceptance, calls = Counter[str](), []
+
+    def verify(text: list[int], drafted: list[int]) -> np.ndarray:
+        calls.append(len(drafted))
+        return np.stack([LOGITS] * (1 + len(drafted)))
+
+    def draft(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([LOGITS] * 2), np.zeros(2)
+
+    text = Continuation([0], ContextWindow(8), Sampler(SampleConfig()), 13)
+    assert len(list(text.speculative(draft, verify, acceptance))) == 13
+    # Three tokens a call while two drafts fit into the context, then one a call from the moved window.
+    assert calls == [2, 2, 1, *[0] * 5]
+    assert acceptance["accepted"] == acceptance["drafted"] == 5
+
+
+def cut_at(text: str, stops: list[str]) -> str:
+    """The text before the stop that ends first; of two that end there, the longer."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@pytest.mark.parametrize("stops", [["b"], ["ab", "bba"], ["aab", "ab", "c"], ["abcabc"], ["cc", "ccc"], ["z"]])
+def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) -> None:
+    """Pieces of any size, stops over the border of two; what was written is never taken back."""
+    generator = np.random.default_rng(3)
+    overrides = ["".join(generator.choice(list("abc"), size)) for size in (1, 1, 1, 2, 3, 4)]
+
+    class Words:
+        start: Sequence[int] = ()
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(overrides[i] for i in ids)
+
+    for _ in range(50):
+        ids, written = [int(i) for i in generator.integers(0, len(overrides), 12)], []
+        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)), True)
+        assert whole == "".join(written) == overrides[0] + cut_at("".join(overrides[i] for i in ids), stops)
+
+
+def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
+    tokenizer = train_bpe(["ab ab"], 260).with_token("<|endoftext|>").with_token("<|user|>")
+    end, user = tokenizer.token_id("<|endoftext|>"), tokenizer.token_id("<|user|>")
+    plain, named = Stop.of(tokenizer, []), Stop.of(tokenizer, ["<|user|>", "b"])
+    assert (plain, named) == (Stop(frozenset([end])), Stop(frozenset([end, user]), ("b",)))
+    drawn = [*tokenizer.encode("ab"), end, *tokenizer.encode("ab")]
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain, True) == "aab"
+    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named, True) == "a"
+    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain, True) == "ab"  # an empty prompt
+    assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
+    assert Stop.of(CharTokenizer("ab"), [r"a\n"]) == Stop(texts=("a\n",))  # as a command line passes a line break on
+
+
+def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    config, tokenizer, acceptance = SampleConfig(count=2), CharTokenizer("abcdefgh"), Counter[str]()
+    text = Continuation([0], ContextWindow(4), Sampler(config), 7)
+    tokens = lambda prompt, number: text.drawn(whole_text_scores(Successor(), 8))  # noqa: E731
+    source = cast(TokenSource, SimpleNamespace(config=config, counts=acceptance, tokens=tokens))
+    texts = print_source(source, tokenizer, [0], Stop(frozenset([6]), ("de",)))
+    assert texts == ["abc", "abc"]
+    assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"
+    asked: list[int] = []
+    drawn = (asked.append(token) or token for token in range(1, 8))
+    told = stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3])), True)
+    assert told == "abc" and asked == [1, 2, 3]

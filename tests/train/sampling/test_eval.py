@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.conftest import Told, cache_home
+from tests.conftest import Told
 from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.train.reading import write_rows
 from ttrain import load_config
@@ -41,15 +41,8 @@ DOCUMENTS = ["data=documents", "data.sources=[rows.jsonl]", "data.tokenizer=bpe"
 TEXTS = ["a cat sat on the mat and sat", "é", "the dog and the cat and the dog sat on the mat, all of them, at once"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("eval")
-
-
 @pytest.fixture(autouse=True)
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("XDG_CACHE_HOME", cache_home(folder))
+def here(shared: Path) -> None:
     words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat", "on", "mat", "and"], (60, 9))
     write_rows("rows.jsonl", [{"text": " ".join(row)} for row in words])
     write_rows("texts.jsonl", [{"text": text} for text in TEXTS])
@@ -284,7 +277,6 @@ def test_rows_that_are_no_questions(row: Any, message: str) -> None:
         (["run.dir=gpt", "model.from=x", "eval.text=[texts.jsonl]"], "model.from=x"),
         (["run.dir=gpt", "eval.text=[nowhere.txt]"], "nowhere.txt does not exist"),
         (["run.dir=gpt", "eval.choices=nowhere.jsonl"], "eval.choices: cannot read nowhere.jsonl"),
-        (["run.dir=gpt", "eval.text=[texts.jsonl]", "eval.checkpoint=9"], "gpt has no checkpoint of step 9"),
         (["run.dir=nothing", "eval.text=[texts.jsonl]"], "nothing is not a run"),
         (["run.dir=gpt", "eval.text=[texts.jsonl]", "device=null"], "computes no values"),
         (["run.dir=gpt", "eval.text=[texts.jsonl]", "eval.out=rows.jsonl/x"], "can't be written"),

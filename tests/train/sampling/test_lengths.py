@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.conftest import cache_home
+from tests.models.session import open_cpu
 from tests.train.reading import write_rows
 from ttrain import load_config
 from ttrain.cli import main
@@ -20,12 +19,12 @@ from ttrain.config.build import resized_model
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.dynamic import DynamicEngine
-from ttrain.engine.state import StateTensor
+from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
-from ttrain.tasks.evaluating.measures import Scorer, opened, windows_of
+from ttrain.tasks.evaluating.measures import opened, windows_of
 from ttrain.train.sampling import source as sources
 from ttrain.train.sampling.source import SHORTEST, length_class
 
@@ -40,14 +39,9 @@ CPU = ["device=cpu", "device.threads=1"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("lengths")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", cache_home(folder))
-        words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat"], 3000)
-        Path("book.txt").write_text(" ".join(words))
-        yield
+def here(shared: Path) -> None:
+    words = np.random.default_rng(0).choice(["the", "cat", "dog", "sat"], 3000)
+    Path("book.txt").write_text(" ".join(words))
 
 
 def trained(name: str) -> str:
@@ -164,20 +158,17 @@ def test_a_model_of_one_length_keeps_it(built: Counter[tuple[str, int]], monkeyp
 
 
 def test_tensors_come_and_go() -> None:
-    run = trained("gpt")
-    with opened(load_config("task=eval", f"run.dir={run}", *CPU)) as scorer:
-        assert isinstance(scorer, Scorer)
-        state = scorer.steps.session.state
-        before = state.names()
-        state.add([StateTensor("more/keys", TensorSpec((2, 3)), Kind.CACHE)])
-        state.write("more/keys", np.ones((2, 3), np.float32))
-        assert state.read("more/keys").sum() == 6 and state.names() == [*before, "more/keys"]
-        with pytest.raises(GraphError, match="two persistent tensors have the same name"):
-            state.add([StateTensor("more/keys", TensorSpec((2, 3)), Kind.CACHE)])
-        state.drop(["more/keys"])
-        assert state.names() == before
-        with pytest.raises(GraphError, match="no persistent tensor 'more/keys'"):
-            state.placed("more/keys")
+    first, more = (StateTensor(name, TensorSpec((2, 3)), Kind.CACHE) for name in ("first", "more"))
+    state = State(open_cpu(), [first])
+    state.add([more])
+    state.write("more", np.ones((2, 3), np.float32))
+    assert state.read("more").sum() == 6 and state.names() == ["first", "more"]
+    with pytest.raises(GraphError, match="two persistent tensors have the same name"):
+        state.add([more])
+    state.drop(["more"])
+    assert state.names() == ["first"]
+    with pytest.raises(GraphError, match="no persistent tensor 'more'"):
+        state.placed("more")
 
 
 def test_a_model_of_a_plugin_needs_no_more_than_logits(monkeypatch: pytest.MonkeyPatch) -> None:

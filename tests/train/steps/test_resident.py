@@ -40,9 +40,8 @@ KEYS = ("train/loss", "val/loss", "grad_norm")
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def train(inside: Path) -> Any:
     """Trains for some steps in this process: `train("run", *overrides)` -> what the run's metrics say of its losses."""
-    monkeypatch.chdir(tmp_path)
     letters = np.random.default_rng(0).integers(97, 123, TOKENS + 30).astype(np.uint8)
     Path("text.txt").write_bytes(letters.tobytes())
     data = ["data.path=text.txt", "data.tokenizer=byte", "data.held_out=0.25"]
