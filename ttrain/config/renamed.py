@@ -28,7 +28,7 @@ RENAMED: dict[str, str] = {
     "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
     "hydra.job.env_set": "Set the variable in the shell, before the command.",
     "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
-    "hydra.job_logging": "What a run tells is in its folder: log.txt, metrics.jsonl and events.jsonl.",
+    "hydra.job_logging": "A run writes metrics.jsonl and events.jsonl in its folder; a job of a sweep also log.txt.",
     "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>, under SLURM sweep.srun.",
     "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
     "hydra.run.dir": "Give run.dir=<folder>.",
