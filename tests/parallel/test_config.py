@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
+from ttrain.parallel.settings import gpu_index, place
 
 RANKS = {
     "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1",
@@ -62,3 +64,18 @@ def test_what_was_started_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="task=sample: is one process, and 2 were started. Start one."):
         load(["task=sample", "run.dir=x"])
     assert load(["parallel=ddp", "device=cpu"]).parallel.name == "ddp"
+
+
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM may show each task a GPU of its own, which is number 0 to all of them."""
+    for name, value in {**RANKS, "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="device=cuda: 2 ranks on this machine need a GPU each, and it has 1"):
+        load(["parallel=ddp", "device=cuda"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert load(["parallel=ddp", "device=cuda"]).device.name == "cuda"
+    here = place()
+    assert here is not None
+    assert [gpu_index(here, visible) for visible in (1, 2, 8)] == [0, 1, 1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
+import torch
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import flat_offsets
-from ttrain.parallel.distributed import CommunicationThread
+from ttrain.parallel.distributed import CommunicationStream, CommunicationThread
 from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.ranks import BLOCK, Ranks, sharding_of, tree_sum
 from ttrain.parallel.settings import first_host, place
@@ -130,3 +131,25 @@ def test_where_a_process_stands() -> None:
     assert (found.address, found.port) == ("gpu07", 22345)
     assert [first_host(names) for names in ("a,b", "n[3]", "x[1-2]-ib,y")] == ["a", "n3", "x1-ib"]
     assert place({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # a batch script is no step
+
+
+def test_a_stream_of_exchanges_lies_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins of streams note the order: exchanges wait for what came before, and the device for them at the end."""
+    noted: list[object] = []
+
+    class Stream:
+        def __init__(self, gpu: torch.device, name: str = "exchanges") -> None:
+            self.name = f"{name} on {gpu}"
+
+        def wait_stream(self, other: Stream) -> None:
+            noted.append(f"{self.name} wait for {other.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream(gpu, "steps"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    communication = CommunicationStream(torch.device("cuda", 3))
+    communication.finish()  # nothing was started, so there is nothing to wait for
+    communication.start([lambda: noted.append("sent")])
+    communication.finish()
+    first, last = "exchanges on cuda:3 wait for steps on cuda:3", "steps on cuda:3 wait for exchanges on cuda:3"
+    assert noted == [first, "sent", last]

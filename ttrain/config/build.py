@@ -281,10 +281,10 @@ def build_device(config: DeviceConfig, precision: PrecisionConfig | None = None,
     """
     if precision is not None:
         config = info_of(config).held(config, precision.name)
-    opens, here = component("device", config.name).load(), place()
-    if world is None or world.group is None or here is None:
+    opens = component("device", config.name).load()
+    if world is None or world.group is None:
         return opens(config)
-    return opens(replace(config, index=here.local_rank), world.group)
+    return opens(replace(config, index=world.group.index), world.group)
 
 
 def planned_device(config: DeviceConfig) -> Device:

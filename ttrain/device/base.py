@@ -161,6 +161,7 @@ class Group(Protocol):
 
     rank: int
     count: int
+    index: int  # of this rank's device among those that it sees
 
     def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> Launch:
         """Sends flat buffers to other ranks and receives others from them; empty ones are left out. For `start`."""

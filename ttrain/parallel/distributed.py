@@ -23,7 +23,7 @@ from ttrain.core.options import differences
 from ttrain.device.base import Launch
 from ttrain.parallel.failure_store import FailureStore
 from ttrain.parallel.ranks import Ranks
-from ttrain.parallel.settings import ParallelConfig, Place
+from ttrain.parallel.settings import ParallelConfig, Place, gpu_index
 from ttrain.parallel.world import Numbers, T, World
 
 _EARLY_SECONDS = 30.0  # for ranks that end early to start
@@ -45,15 +45,16 @@ class DistributedWorld(World):
         name, store, self._failures = _failure_store(place, wait)
         self._lasting = dist.PrefixStore("ttrain", store)  # also over restarts by torchrun
         self._failures.rendezvous()
+        gpu = torch.device("cuda", gpu_index(place, torch.cuda.device_count())) if on_gpu else None
         with self._failures.waiting():
             group = dist.PrefixStore(f"{name}/group", _store(place, wait))
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo", store=group, rank=place.rank, world_size=place.count, timeout=wait,
-                device_id=torch.device("cuda", place.local_rank) if on_gpu else None,
+                device_id=gpu,
             )  # fmt: skip
             # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
             self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
-        self.group = DistributedGroup(place.rank, place.count, self._host, self._failures, on_gpu)
+        self.group = DistributedGroup(place.rank, place.count, self._host, self._failures, gpu)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -225,11 +226,11 @@ class CommunicationThread:
 class CommunicationStream:
     """A stream of the GPU for exchanges. What is captured from a start to the finish goes into the graph in order."""
 
-    def __init__(self) -> None:
-        self._stream, self._pending = torch.cuda.Stream(), False
+    def __init__(self, gpu: torch.device) -> None:
+        self._gpu, self._stream, self._pending = gpu, torch.cuda.Stream(gpu), False
 
     def start(self, launches: Sequence[Launch]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
         self._pending = True
         with torch.cuda.stream(self._stream):
             for launch in launches:
@@ -237,7 +238,7 @@ class CommunicationStream:
 
     def finish(self) -> None:
         if self._pending:  # else there is nothing, and a capture may not wait for what it does not hold
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._gpu).wait_stream(self._stream)
         self._pending = False
 
     def close(self) -> bool:
@@ -250,9 +251,10 @@ class DistributedGroup:
     What is started runs on a GPU on a stream of its own, on the CPU on a thread of its own.
     """
 
-    def __init__(self, rank: int, count: int, host: Any, failures: FailureStore, on_gpu: bool) -> None:
+    def __init__(self, rank: int, count: int, host: Any, failures: FailureStore, gpu: torch.device | None) -> None:
         self.rank, self.count, self.host, self._failures = rank, count, host, failures
-        self._communication = CommunicationStream() if on_gpu else CommunicationThread()
+        self.index = 0 if gpu is None else gpu.index
+        self._communication = CommunicationThread() if gpu is None else CommunicationStream(gpu)
 
     def exchange(self, sends: Sequence[tuple[int, Any]], receives: Sequence[tuple[int, Any]]) -> Launch:
         pairs: list[tuple[Any, Any, int]] = [(dist.irecv, buffer, rank) for rank, buffer in receives if buffer.numel()]

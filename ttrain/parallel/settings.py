@@ -58,6 +58,11 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
+def gpu_index(here: Place, visible: int) -> int:
+    """Return the number of a rank's GPU among the visible ones: its local rank, or 0 where it sees a GPU of its own."""
+    return 0 if visible == 1 else here.local_rank
+
+
 def _of_torchrun(environment: Mapping[str, str]) -> Place:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing:
@@ -181,7 +186,9 @@ class ParallelConfig:
             import torch
 
             gpus = torch.cuda.device_count()
-            if gpus < here and (gpus or device == "cuda"):
+            # SLURM and others start ranks that see a GPU of their own each.
+            own = gpus == 1 and place() is not None and "CUDA_VISIBLE_DEVICES" in os.environ
+            if gpus < here and not own and (gpus or device == "cuda"):
                 yield (
                     f"device={device}: {here} ranks on this machine need a GPU each, and it has {gpus}. Give "
                     f"parallel.processes={max(gpus, 1)}, or device=cpu."

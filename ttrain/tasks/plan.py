@@ -156,7 +156,7 @@ class _Extra:
         given, device = self.config.plan.memory_gb, self.config.device
         if given is not None:
             return int(given * 2**30), "plan.memory_gb"
-        return info_of(device).memory(device) or device_memory(self.device.name)
+        return info_of(device).memory(device) or device_memory(self.device.name, device.index)
 
     def _fits(self) -> str:
         """Return a line that tells whether the plan fits; empty where that can't be told."""

@@ -55,12 +55,14 @@ def _multiple(value: int, step: int) -> int:
     return max(value // step, 1) * step
 
 
-def device_memory(name: str) -> tuple[int, str] | None:
-    """(bytes, where the number is from) of this machine's own; None if it can't be told."""
+def device_memory(name: str, index: int = 0) -> tuple[int, str] | None:
+    """(bytes, where the number is from) of this machine's own GPU number `index`, or CPU; None if it can't be told."""
     if name == "cuda":
         import torch
 
-        return (torch.cuda.get_device_properties(0).total_memory, "the driver") if torch.cuda.is_available() else None
+        if index >= torch.cuda.device_count():
+            return None
+        return torch.cuda.get_device_properties(index).total_memory, "the driver"
     if name != "cpu":
         return None
     limit, total = _control_group_limit(), int(psutil.virtual_memory().total)
