@@ -84,7 +84,8 @@ def product_ways(engine: Engine) -> dict[str, str]:
 def show_ways(ways: Mapping[str, str]) -> str:
     """Return a line that counts products by their way, as `product_ways` found it; equal ones count once."""
     counts = sorted(Counter(ways.values()).items())
-    return "Products, equal ones counted once: " + ", ".join(f"{count} {way}" for way, count in counts) + "."
+    listed = ", ".join(f"{count} {way}" for way, count in counts)
+    return f"Matrix products by device.matmul, equal ones counted once: {listed}."
 
 
 def _place(plan: Plan, value: Value) -> str:
