@@ -154,14 +154,13 @@ class Runner:
         status = {**self._status(job, overrides), "state": "running"}
         if output is not None:
             status["output"] = os.path.relpath(output, self.folder.path)
-        path = self.folder.job_folder(job)
-        log = path / LOG
+        log = self.folder.job_folder(job) / LOG
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
         child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic()))
-        say(f"job {job.name} started: {path}")
+        say(f"job {job.name} started; its output is in {log}")
 
     def _overrides(self, job: Job) -> tuple[list[str], Path | None]:
         """Return the overrides of the job, and where its results go if it does not train.
