@@ -30,7 +30,8 @@ import numpy as np
 from ttrain.core.errors import UserError
 from ttrain.core.folders import cache_folder
 from ttrain.core.spec import FLAT_ALIGNMENT
-from ttrain.core.waiting import Waiting, waited_for
+from ttrain.core.units import format_duration
+from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device, Kernel, StepCompiler, filled
 from ttrain.device.measured import Section, positive
 from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
@@ -206,9 +207,10 @@ class KernelTimes:
         chosen = sorted(kernels.keys() - known.keys(), key=lambda key: -weight[key])
         chosen += dict.fromkeys(random.choices(old, [weight[key] for key in old], k=AGAIN)) if old else ()
         end = self.clock() + self.seconds
+        limit = f" for at most {format_duration(self.seconds)}" if math.isfinite(self.seconds) else ""
         try:
-            with self.timer([kernels[key] for key in chosen]) as seconds:
-                for key in waited_for(chosen, "Timing kernels"):
+            with self.timer([kernels[key] for key in chosen]) as seconds, Waiting(f"Timing kernels{limit}"):
+                for key in chosen:
                     if self.clock() + 2 * self.rates.seconds(kernels[key]) < end:
                         known[key] = min(seconds(kernels[key]), known.get(key, math.inf))
                         self.measured += 1
