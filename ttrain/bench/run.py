@@ -26,6 +26,7 @@ from ttrain.bench.settings import BASELINES, BenchConfig
 from ttrain.bench.workload import Case
 from ttrain.core.cores import OtherWork, affinity_cores, default_threads
 from ttrain.core.units import format_bytes, format_duration
+from ttrain.core.waiting import Waiting
 from ttrain.device.info import MOCK, SIMULATOR, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -207,12 +208,12 @@ class Bench:
     @contextmanager
     def _stage(self, found: CaseResult, label: str, row: Row | None = None) -> Iterator[None]:
         """Say how long a stage took, and why its contender failed where it did."""
+        what = f"{found.size} in {found.precision}: {label}{'' if row is None else row.contender}"
         started = time.monotonic()
-        with nullcontext() if row is None else failing(row):
+        with Waiting(what, self.say), nullcontext() if row is None else failing(row):
             yield
         why = f": {row.reason}" if row is not None and row.reason else ""
-        passed = format_duration(time.monotonic() - started)
-        self.say(f"{found.size} in {found.precision}: {label}{'' if row is None else row.contender}{why} ({passed})")
+        self.say(f"{what}{why} ({format_duration(time.monotonic() - started)})")
         self.save()
 
     @contextmanager
