@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -59,3 +63,57 @@ def test_the_engines_are_all_there() -> None:
     text = PAGE.read_text("utf-8")
     listed = re.findall(r"^\| `(\w+)` \| (?!`)[^|]*\| [^|]* \|$", text, re.MULTILINE)
     assert listed == registry.names("engine")
+
+
+def names_of(frame: FrameType) -> set[str]:
+    """Names of a function that runs: of a method with its class, and with those that inherit it."""
+    code, owner = frame.f_code, type(frame.f_locals.get("self"))
+    for place in owner.__mro__:
+        if getattr(vars(place).get(code.co_name), "__code__", None) is code:
+            return {f"{each.__name__}.{code.co_name}" for each in owner.__mro__ if issubclass(each, place)}
+    return {code.co_name}
+
+
+def ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(str(PACKAGE))
+
+
+def stack(frame: FrameType | None) -> Iterator[set[str]]:
+    """Names of the package's functions on a call stack, innermost first."""
+    while frame is not None:
+        if ours(frame):
+            yield names_of(frame)
+        frame = frame.f_back
+
+
+def test_a_batch_and_a_rate_pass_the_functions_that_the_page_lists(inside: Path) -> None:
+    """A batch passes at most 10 from the reader to its buffer; a rate at most 14, the kernel with them."""
+    calls: list[set[str]] = []
+    stacks: list[list[set[str]]] = []
+
+    def listen(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and ours(frame):
+            calls.append(names_of(frame))
+            if "Device.upload_inputs" in calls[-1] and "lr" in frame.f_locals["arrays"]:
+                stacks.append([*stack(frame)][::-1])
+
+    (inside / "book.txt").write_text("a text of few words\n" * 200, "utf-8")
+    sizes = "model.preset=null model.layers=1 model.heads=1 model.width=8 model.context=8 train.batch_size=2"
+    command = f"data.path=book.txt device=cpu engine=static schedule.warmup=0 train.steps=2 {sizes}"
+    sys.setprofile(listen)
+    try:
+        assert main(command.split()) == 0
+    finally:
+        sys.setprofile(None)
+    text = PAGE.read_text("utf-8")
+    passed = re.findall(r"^\| `(\w+\.\w+)` \|", text, re.MULTILINE)
+    assert len(passed) == 10
+    heard = iter(calls)
+    missing = [name for name in passed if not any(name in names for names in heard)]
+    assert not missing
+    listed = re.search(r"on the call stack when `optimizer.lr` [^:]*: (.*?)\. The kernel", text, re.DOTALL)
+    assert listed is not None
+    named = re.findall(r"`([\w.]+)`", listed[1])
+    assert len(named) + 1 <= 14 and len(stacks) == 2
+    for found in stacks:
+        assert len(found) == len(named) and all(map(set[str].__contains__, found, named)), found

@@ -137,12 +137,11 @@ class TrainStep:
     def _run(self, call: Call, following: Iterable[Call]) -> Outputs:
         """Run a built step. While it computes, the device takes in the inputs of the `following` call, if it can."""
         name, inputs = call
-        if self.wait is None:
-            return self.steps[name](inputs)
         read = self.steps[name].start(inputs)
-        for name, inputs in following:
-            self.steps[name].prefetch(inputs)
-        self.wait()
+        if self.wait is not None:
+            for name, inputs in following:
+                self.steps[name].prefetch(inputs)
+            self.wait()
         return read()
 
     def inspect(self, calls: Sequence[Call], look: Look, ready: Callable[[], object] | None = None) -> bool:
