@@ -1,4 +1,4 @@
-"""The parts that `import ttrain` offers to programs: configs, whole runs, and training one step at a time."""
+"""Names that `import ttrain` offers to programs: configs, whole runs, and training one step at a time."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Training:
     """
 
     def __init__(self, config: Config, model: Model | None = None) -> None:
-        """Opens the device, sets first values, and builds the steps; nothing is computed yet.
+        """Opens the device, sets initial values, and builds the steps; nothing is computed yet.
 
-        First values are those of model.from or train.init_from, and lora.from, else drawn from run.seed; of a model
+        Initial values are those of model.from or train.init_from, and lora.from, else drawn from run.seed; of a model
         that is given they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose
         sizes are not all given.
         """

@@ -1,4 +1,4 @@
-"""GPT: sizes, dropout, recomputation, bf16, its weights as other programs name them, and first values of models."""
+"""GPT: sizes, dropout, recomputation, bf16, its weights as other programs name them, and initial values of models."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_told_by_name_as_the_file_has_it() -> None:
     ]
 
 
-# first values
+# initial values
 
 
 def test_values_depend_on_seed_and_path_alone() -> None:

@@ -129,7 +129,7 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
 
 
 class Plain(torch.nn.Module):
-    """The oracle of a model with its first values, as a module of torch."""
+    """The oracle of a model with its initial values, as a module of torch."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

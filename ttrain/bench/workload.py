@@ -158,7 +158,7 @@ class Case:
         return found[:1] if self.resident else found
 
     def first_weights(self, trained: bool = False) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (our parameter path, first values fp32), one parameter in memory at a time; all, or those trained."""
+        """Yield (our parameter path, initial values fp32), one parameter in memory at a time; all, or those trained."""
         for path, parameter in self.model.parameters().items():
             if parameter.trainable or not trained:
                 yield path, initial_value(parameter, self.seed)

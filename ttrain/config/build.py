@@ -187,7 +187,7 @@ def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: L
 def build_warm_start(
     config: Any, train: TrainConfig, optimizer: OptimizerConfig, model: Model, tokenizer: str | None = None
 ) -> WarmStart | None:
-    """Open the source of a new run's first values: model.from, else train.init_from; None without either.
+    """Open the source of a new run's initial values: model.from, else train.init_from; None without either.
 
     `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
     would not be trained.

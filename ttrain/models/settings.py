@@ -72,7 +72,7 @@ class TransformerConfig:
     from_: str | None = option(
         None,
         "model of Transformers, as a folder or a name on the Hugging Face hub; gives architecture, sizes, tokenizer "
-        "and first values",
+        "and initial values",
         path=True,
         changes="nothing",
     )
@@ -158,8 +158,8 @@ class DecoderConfig(TransformerConfig):
     )
     parametrization: str = option(
         "standard",
-        "mup scales first values, learning rates, attention and logits with the width, so that the best learning rate "
-        "at base_width holds for model.width (Yang et al., 2022)",
+        "mup scales initial values, learning rates, attention and logits with the width, so that the best learning "
+        "rate at base_width holds for model.width (Yang et al., 2022)",
         choices=("standard", "mup"),
     )
     base_width: int | None = option(None, "mup: width at which mup changes nothing", minimum=1)
@@ -267,7 +267,7 @@ class LlamaConfig(DecoderConfig):
     rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
     rotary_low: float = option(1.0, "llama3: wavelengths above rotary_context / rotary_low are stretched", above=0)
     rotary_high: float = option(
-        4.0, "llama3: wavelengths below rotary_context / this are not stretched, those between smoothly less", above=0
+        4.0, "llama3: wavelengths below rotary_context / rotary_high are not stretched, those between partly", above=0
     )
     rotary_context: int = option(8192, "llama3: context in tokens that the model was first trained on", minimum=1)
     dropout: float = option(0.0, "dropout of attention weights", minimum=0, below=1, changes="nothing")

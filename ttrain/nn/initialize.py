@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
-# A distribution that the first values of a parameter, fp32 of this shape, are drawn from.
+# A distribution that the initial values of a parameter, fp32 of this shape, are drawn from.
 Initializer = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
 

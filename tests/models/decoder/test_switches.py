@@ -133,7 +133,7 @@ def test_branches_that_start_at_zero_add_nothing_at_first(family: str) -> None:
     assert all(np.array_equal(first[path], other[path]) for path in first.keys() - zero)
 
 
-TABLE = {  # role -> std of first values, learning-rate factors of Adam and of SGD, relative to the base (table 8)
+TABLE = {  # role -> std of initial values, learning-rate factors of Adam and of SGD, relative to the base (table 8)
     "input": (1, 1, 4), "hidden": (0.5, 0.25, 1), "output": (1, 1, 4), "vector": (None, 1, 4),
 }  # fmt: skip
 

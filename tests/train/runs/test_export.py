@@ -1,4 +1,4 @@
-"""Weights leave by task=export, as files that other programs read and as runs; and new runs take their first values."""
+"""Weights leave by task=export, as files that other programs read and as runs. New runs take initial values."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_compacted_run_can_start_another(refused: Told) -> None:
     refused("first_moment", "run.dir=source", "resume=auto", *TRAIN, "train.steps=4", *DATA)
 
 
-# first values of a new run from elsewhere: what fits by name and shape, and what is refused
+# initial values of a new run from elsewhere: what fits by name and shape, and what is refused
 
 
 WIDE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 256}

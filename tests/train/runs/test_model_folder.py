@@ -171,7 +171,7 @@ def test_in_and_out_again(folder: Path, told: Told) -> None:
     assert written["model_type"] == ("llama" if as_llama else folder.name)
     assert read_architecture(Path()) == expected == read_architecture(folder) | as_llama
     card = Path("out/README.md").read_text()
-    assert "| data | book.txt |" in card and "| val loss | " in card and f"| first values | {folder} |" in card
+    assert "| data | book.txt |" in card and "| val loss | " in card and f"| initial values | {folder} |" in card
 
 
 def test_a_file_of_gguf_is_the_same_model(folder: Path, refused: Told) -> None:

@@ -212,7 +212,7 @@ def model_card(name: str, config: Mapping[str, Any], parameters: int, origin: st
     head = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     facts = {
         "parameters": format_count(parameters),
-        "first values": base or "random",
+        "initial values": base or "random",
         "data": corpus if isinstance(corpus, str) else ", ".join(corpus),
         "steps": progress.get("step"),
         "tokens": progress.get("tokens"),

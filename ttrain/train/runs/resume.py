@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run continues from, and what changed since it."""
+"""Find the checkpoint that a run continues from, and the changes since it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def config_difference(stored: dict[str, Any], given: dict[str, Any]) -> list[str
 
 
 def check_sources(stored: Mapping[str, Any], given: Any) -> None:
-    """Raises ConfigError where the user names another source of first values, which a run that goes on has no more."""
+    """Raises ConfigError if the user names a source of initial values that is not the one of the run."""
     for section, key in (("model", "from"), ("train", "init_from"), ("lora", "from")):
         before, now = stored.get(section, {}).get(key), as_keys(getattr(given, section)).get(key)
         if f"{section}.{key}" in given.source.explicit and now != before:

@@ -27,7 +27,7 @@ class Session:
     engine: Engine
 
     def initialize(self, seed: int) -> None:
-        """First values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
+        """Initial values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
         for path, parameter in self.graph.model.parameters().items():
             self.state.write(path, initial_value(parameter, seed))
 
