@@ -29,18 +29,18 @@ __all__ = ["Config", "StepResult", "Training", "TtrainError", "UserError", "load
 
 
 def load_config(*overrides: str, config_dir: str | Path | None = None) -> Config:
-    """The checked config of a command: `load_config("model=gpt2", "train.steps=10")`.
+    """Return the checked config of a command: `load_config("model=gpt2", "train.steps=10")`.
 
-    `config_dir` is a folder of further YAML files, as `--config-dir` names it. Raises ConfigError, a UserError, with
-    every problem that there is.
+    `config_dir` is a folder of more YAML files, like `--config-dir`. Raises ConfigError, a UserError, with all
+    problems.
     """
     return load(overrides, config_dir=config_dir)
 
 
 def run(*overrides: str, config_dir: str | Path | None = None) -> Any:
-    """Do in this process what `python -m ttrain` does with these overrides, sweeps and supervision apart.
+    """Run the command `python -m ttrain` with these overrides in this process, without sweeps and supervision.
 
-    Returns what the task returns: of task=train the lowest loss on held-out data, or None where there is none. Raises
+    Returns the result of the task: for task=train the lowest held-out loss, or None if there is none. Raises
     TtrainError where the command would end with a message.
     """
     with rank_zero_only():
@@ -50,16 +50,16 @@ def run(*overrides: str, config_dir: str | Path | None = None) -> Any:
 class Training:
     """A model and an optimizer on a device, trained by calls instead of a loop. Use it as a context manager.
 
-    The config chooses device, engine, optimizer, precision and rows as it does for a run; data, files and logging stay
-    with the caller. `model` is the config's unless another is given.
+    The config chooses device, engine, optimizer, precision and rows. Data, files and logging are up to the caller.
+    `model` replaces the model of the config.
     """
 
     def __init__(self, config: Config, model: Model | None = None) -> None:
-        """Opens the device, sets initial values, and builds the steps; nothing is computed yet.
+        """Open the device, set initial values, and build the steps. Nothing is computed yet.
 
-        Initial values are those of model.from or train.init_from, and lora.from, else drawn from run.seed; of a model
-        that is given they are drawn. Raises UserError for what can't be built: a device that is missing, a model whose
-        sizes are not all given.
+        Initial values come from model.from, train.init_from and lora.from, else they are drawn from run.seed. Those of
+        a given `model` are always drawn. Raises UserError if a part can't be built, such as a device that is missing or
+        a model without all its sizes.
         """
         if (config.parallel.processes or 1) > 1:
             raise UserError(f"parallel.processes={config.parallel.processes}: Training is one process. Leave it out.")
@@ -89,9 +89,9 @@ class Training:
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:
-        """One optimizer step on the fields of a batch, each an array of train.batch_size rows.
+        """Do one optimizer step on the fields of a batch, each an array of train.batch_size rows.
 
-        `lr` replaces optimizer.lr times the schedule. Raises ShapeError for a missing field or another shape.
+        `lr` replaces the learning rate of the schedule. Raises ShapeError for a missing field or a wrong shape.
         """
         from ttrain.optim.groups import learning_rates
 
@@ -106,8 +106,8 @@ class Training:
     def evaluate(self, batch: Batch) -> float | None:
         """Return the loss of train.batch_size / parallel.slices / train.gradient_accumulation rows, without dropout.
 
-        It takes the averages of the weights where the config keeps some, and changes nothing. None where no row has
-        a target.
+        It uses the averages of the weights if the config keeps them, and changes nothing. Returns None if no row has a
+        target.
         """
         from ttrain.models.base import LOSS_WEIGHT, loss_weights
         from ttrain.train.steps.session import averaged
@@ -119,7 +119,7 @@ class Training:
             return float(self._built["evaluate"]({**fields, **loss_weights(counts)})["loss"])
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """Host copies of the parameters by path; bf16 comes as fp32."""
+        """Return host copies of the parameters by path, bf16 as fp32."""
         return {path: self._session.state.read(path) for path in self.model.parameters()}
 
     def set_parameters(self, values: Mapping[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Computing cheap activations again in backward, so that their memory is free in between."""
+"""Recompute cheap activations in backward, so that their memory is free in between."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Side by side with PyTorch: the same work, interleaved in one process, with everything that the figures rest on."""
+"""Benchmarks beside PyTorch: the same work by every contender, each in a process of its own, in turns."""

@@ -1,4 +1,4 @@
-"""PyTorch as contenders: what a user would pick, with the settings that PyTorch itself recommends for speed.
+"""PyTorch as contenders, with the settings that PyTorch itself recommends for speed.
 
 Their models are as a user would write them in plain PyTorch. Nothing in those comes from ttrain's models.
 """

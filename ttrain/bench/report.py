@@ -1,4 +1,4 @@
-"""One table from the JSON of a result, and notes. Everything here is a function of that JSON."""
+"""A result as one table and notes. Everything here is a function of the result's JSON."""
 
 from __future__ import annotations
 

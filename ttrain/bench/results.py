@@ -1,4 +1,4 @@
-"""Results of a benchmark: cases with a row for each contender, and the JSON of them."""
+"""Results of a benchmark: cases with a row for each contender, and their JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a benchmark: starts, memory and steps in turns of every contender; results are saved as they come."""
+"""Run a benchmark: starts, memory and steps of the contenders, in turns; results are saved as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One override of the command line, `key=value`: read by Hydra's grammar, or taken as text where the key wants text."""
+"""One override of the command line, `key=value`: Hydra's grammar reads it, except for keys that hold plain text."""
 
 from __future__ import annotations
 

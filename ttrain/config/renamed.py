@@ -1,4 +1,4 @@
-"""Keys and options that went, and keys of Hydra that do nothing here: what to give instead.
+"""Replacements for keys and options that were removed or renamed, and for Hydra's keys that do nothing here.
 
 Both are answered on the command line, those that went also in the recorded config of a run.
 """

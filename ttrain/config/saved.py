@@ -1,4 +1,4 @@
-"""The config of an earlier run, or what a folder of Transformers says of its model, with what is given now on top."""
+"""The config of an earlier run or of a folder of Transformers, with the keys of this command on top."""
 
 from __future__ import annotations
 

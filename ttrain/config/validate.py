@@ -1,4 +1,4 @@
-"""Plain nested values to the typed config: every unknown key, wrong type and bound is found and reported together."""
+"""Turn nested values into the typed config. All unknown keys, wrong types and bounds are reported together."""
 
 from __future__ import annotations
 

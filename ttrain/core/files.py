@@ -1,4 +1,4 @@
-"""Files that are completely there or not there at all, also after a power cut."""
+"""Write files atomically: a file is complete or absent, even after a power cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documented, bounded config fields: what the schema, the checks and the reference page all read."""
+"""Documented, bounded config fields, which the schema, the checks and the reference page read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def option(
     one: bool = False,
     verbatim: bool = False,
 ) -> Any:
-    """A dataclass field with its meaning, unit and bounds.
+    """Declare a dataclass field with its meaning, unit and bounds.
 
-    `minimum` and `maximum` are inclusive, `above` and `below` exclusive; in a list or mapping each number obeys.
-    A `path` names a file or folder, and a leading `~` in it stands for the home folder. `changes` is for keys of a
-    model, see models/identity.py. `one` lets a single value stand for a list of it. A `verbatim` text is taken as it
-    stands. A mutable default is copied per instance.
+    `minimum` and `maximum` are inclusive, `above` and `below` exclusive. They hold for each number of a list or
+    mapping. A `path` names a file or folder; a leading `~` in it is the home folder. `changes` is for keys of a model,
+    see models/identity.py. With `one`, a single value stands for a list of one value. A `verbatim` text is not parsed.
+    A mutable default is copied per instance.
     """
     bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
     kinds = {"path": path, "changes": changes, "one": one, "verbatim": verbatim}

@@ -1,4 +1,4 @@
-"""Words about what is under way, where it takes longer than people like to wait without one."""
+"""Report on work that takes more than a few seconds, so that nobody waits without a word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches as pure functions of (split, seed, number of the first sample): a resumed run has nothing to replay.
+"""Batches as pure functions of (split, seed, number of the first sample), so a resumed run repeats no reading.
 
 A seed names one endless stream of samples, and every batch is a part of it. So two batches of 6 rows hold the samples
 of one batch of 12, and a run may change its batch size at any step.

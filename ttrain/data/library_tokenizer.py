@@ -1,4 +1,4 @@
-"""Tokenizers out of a `tokenizer.json`, and those that the `tokenizers` library runs or learns."""
+"""Tokenizers from a `tokenizer.json`, which the `tokenizers` library runs, and those that it trains."""
 
 from __future__ import annotations
 

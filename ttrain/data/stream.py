@@ -1,4 +1,4 @@
-"""The endless stream of tokens that documents make, pass after pass, and sequences that are cut from it."""
+"""The endless stream of tokens of documents, pass after pass, and the sequences that are cut from it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NOTHING_AROUND = nullcontext()  # a step enters one each time, and to make one c
 
 
 class Delivery(Enum):
-    """Ways in which a kernel hands over its results."""
+    """Ways in which a kernel returns its results."""
 
     OUT = "out"  # writes into the output buffers that it was bound to
     INPLACE = "inplace"  # overwrites inputs; outputs share their buffers
@@ -65,17 +65,19 @@ def chain(*launches: Launch) -> Launch:
 class Kernel:
     """One row of a device's table.
 
-    `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on those
-    buffers; everything that can be worked out beforehand is worked out in `bind`. A RETURNS kernel's call returns the
-    list of its outputs. `workspace(inputs, outputs, attributes)` lists specs of scratch buffers that the plan
-    provides for the time of the launch. `overwrites` numbers inputs whose buffer the first output may take over where
-    nothing reads them afterwards; the kernel then finds the same buffer on both sides. `layouts(inputs, outputs,
-    attributes)` gives the layouts (see `Device.layout`) of outputs that have another than usual, None for the others.
-    `outside(inputs, outputs, attributes)` tells how many bytes a library allocates by itself during the launch, where
-    that is known: no plan places them, but they count as memory in use. `supports(inputs, attributes)` tells whether
-    the kernel serves a node: where it does not, the node runs as its decomposition. None serves all. `way(inputs,
-    outputs, attributes)` names the one of several ways that a launch takes, for who looks at a plan. `host_scalars`
-    names inputs that the kernel turns into numbers of the host: a captured step refuses it.
+    `bind(inputs, outputs, attributes, workspace)` returns a call without arguments that runs the kernel on these
+    buffers. All preparation is done in `bind`. The call of a RETURNS kernel returns the list of its outputs.
+
+    Functions of (inputs, outputs, attributes): `workspace` lists specs of scratch buffers that the plan provides during
+    the launch. `layouts` gives the layouts (see `Device.layout`) of outputs whose layout is not the usual one, and None
+    for the others. `outside` tells how many bytes a library allocates by itself during the launch, if that is known;
+    they count as memory in use, but no plan places them. `way` names the way that a launch takes if there are several,
+    for the text of a plan.
+
+    `supports(inputs, attributes)` tells if the kernel serves a node; any other node runs as its decomposition. None
+    serves all. `overwrites` lists inputs by number. The first output may take over the buffer of such an input if
+    nothing reads it afterwards; the kernel then gets one buffer as input and output. `host_scalars` names inputs that
+    the kernel turns into numbers of the host; a captured step refuses such a kernel.
     """
 
     bind: Callable[[Sequence[Buffer | None], Sequence[Buffer], Attributes, Sequence[Buffer]], Launch]
@@ -131,14 +133,14 @@ class DeviceCounters:
 
 
 class StepCompiler(Protocol):
-    """Turns the nodes of a plan into machine code, where a device is traced by compiling rather than by recording.
+    """Turns the nodes of a plan into machine code, for a device that traces a step by compiling it.
 
-    `kernels` is the device's table with compiled rows in place of its own, and one for the op `fused`, so that the
-    elementwise chains of a graph are joined. `prepare(nodes)` compiles, or loads from the cache on disk, everything
-    that these nodes need; only then may their rows be bound. `tune(nodes, trial)` chooses how nodes of a plan run where
-    there are several ways, and says whether to plan anew; `trial` plans and binds the step as rows then are, and
-    returns what runs it without a change to its state. `join(launches)` makes the calls of one run as few as it can.
-    `compilations` counts runs of the compiler, `built` and `cached` the kernels that it made and that came from the
+    `kernels` is the device's table with compiled rows in place of its own, and one for the op `fused`, which joins
+    elementwise chains of a graph. `prepare(nodes)` compiles all kernels of these nodes, or loads them from the cache on
+    disk; only then may their rows be bound. `tune(nodes, trial)` chooses how nodes of a plan run if there are several
+    ways, and returns True if the step must be planned anew. `trial` plans and binds the step with the rows as they are,
+    and returns a call that runs it without changing its state. `join(launches)` makes the calls of one run as few as
+    possible. `compilations` counts runs of the compiler, `built` the kernels that it made, and `cached` those from the
     disk.
     """
 
@@ -157,7 +159,7 @@ class StepCompiler(Protocol):
 
 
 class Group(Protocol):
-    """The ranks, processes that compute one step together, as their devices see them. Launches move device memory."""
+    """The ranks (processes that compute one step together) as their devices see them. Launches move device memory."""
 
     rank: int
     count: int
@@ -167,13 +169,13 @@ class Group(Protocol):
         """Sends flat buffers to other ranks and receives others from them; empty ones are left out. For `start`."""
 
     def start(self, launches: Sequence[Launch]) -> Launch:
-        """Runs launches in order, after those started before, while the device goes on with what it is given next."""
+        """Run launches in order, after those started before, while the device continues with its next launches."""
 
     def finish(self) -> None:
-        """Waits, or lets the device wait, until all that was started is done."""
+        """Wait, or let the device wait, until all that was started is done."""
 
     def sum(self, buffer: Buffer) -> Launch:
-        """buffer <- its sum over all ranks, in any order: for numbers of which all but one rank's are zero."""
+        """buffer <- its sum over all ranks, in any order: for numbers that are zero on all ranks but one."""
 
     def join(self, array: np.ndarray) -> None:
         """Fills in, in place, the elements of a host array (4 bytes each) that other ranks have and here are zero."""
@@ -213,7 +215,7 @@ class Device(ABC):
 
     @abstractmethod
     def place(self, arena: Arena, offset: int, spec: TensorSpec) -> Buffer:
-        """The tensor that lies `offset` bytes into an arena. Allocates nothing."""
+        """Return the tensor that lies `offset` bytes into an arena. Allocates nothing."""
 
     @abstractmethod
     def upload(self, buffer: Buffer, array: np.ndarray) -> None:
@@ -224,7 +226,7 @@ class Device(ABC):
         """A copy of a buffer's values on the host, bf16 as fp32. Waits for pending work."""
 
     def sample(self, buffer: Buffer, first: int, stride: int) -> np.ndarray:
-        """A copy on the host of every `stride`-th value of a buffer from number `first` on, in a row; bf16 as fp32."""
+        """Return every `stride`-th value of a buffer from number `first` on, as a flat host array; bf16 as fp32."""
         return np.ascontiguousarray(self.download(buffer).reshape(-1)[first::stride])
 
     def upload_inputs(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> None:
@@ -240,7 +242,7 @@ class Device(ABC):
         return None
 
     def deliver(self, launch: Launch, outputs: Sequence[Buffer]) -> None:
-        """Run the launch of a RETURNS kernel, and bring what it returns into the output buffers."""
+        """Run the launch of a RETURNS kernel, and copy its results into the output buffers."""
         for result, output in zip(launch(), outputs, strict=True):
             self.copy(result, output)
 
@@ -252,7 +254,7 @@ class Device(ABC):
         attributes: Mapping[str, Any],
         workspace: Sequence[Buffer],
     ) -> Launch:
-        """A launch of a kernel on these buffers, after which the outputs lie in theirs."""
+        """Return the launch of a kernel on these buffers. After it the outputs lie in theirs."""
         launch = kernel.bind(inputs, outputs, attributes, workspace)
         return launch if kernel.delivery is not Delivery.RETURNS else partial(self.deliver, launch, outputs)
 

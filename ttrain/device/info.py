@@ -1,4 +1,4 @@
-"""The answers of a family of devices by their config: before a run, in place of one, and after one has failed.
+"""Questions about a device that its config answers: before a run, in place of one, and after a failure.
 
 `DeviceInfo` is what is taken of a device that says nothing of its own. The config of a device names its family; only
 `info_of` looks that name up, so nothing else in ttrain has to know which families there are.

@@ -72,17 +72,17 @@ class Step(ABC):
         """Launch one run; the returned call waits for it and reads the outputs."""
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
-        """Let the device take in the inputs of the next call while it computes. Does nothing where it can't.
+        """Let the device take in the inputs of the next call while it computes. Does nothing if it can't.
 
-        The next call still gets its inputs, and writes those that turn out to be others.
+        The next call still gets all its inputs, and uploads those that differ.
         """
 
     @abstractmethod
     def inspect(self, inputs: Mapping[str, HostValue], look: Look, ready: Launch | None = None) -> bool:
-        """Runs node by node and shows each one to `look` while its outputs are there, until that says True.
+        """Run node by node, and show each node to `look` while its outputs are there, until `look` returns True.
 
-        Returns whether it did: the nodes behind have not run then. `ready` is called once the inputs are there. For a
-        step that went wrong, and to profile one.
+        Returns True if it did; later nodes have not run then. `ready` is called once the inputs are there. This finds
+        the first NaN of a step, and profiles one.
         """
 
     def launches(self) -> list[Launch]:
@@ -128,7 +128,7 @@ class Engine(ABC):
 
     @abstractmethod
     def build(self, name: str, trace: Trace) -> Step:
-        """A step from the function that records it."""
+        """Return a step from the function that records it."""
 
     @property
     def plans(self) -> list[Plan]:

@@ -9,7 +9,7 @@ from ttrain.core.options import option
 
 @dataclass
 class EngineConfig:
-    """Settings of an engine, which runs a derived step."""
+    """Settings of the engine, which runs the steps."""
 
     name: str = option(
         "auto", "registered name of the engine; auto is traced where the device compiles or captures, else static"

@@ -1,4 +1,4 @@
-"""Ops declared by one function. Of most it is the body: what there is to know about the op follows from it.
+"""Declare an op by one function, in most cases its body. All else about the op follows from the body.
 
     @composite
     def rms_norm(x: Value, weight: Value, eps: float = 1e-6) -> Value:

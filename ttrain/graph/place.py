@@ -1,4 +1,4 @@
-"""The pass that places nodes beside a device with memory of its own: on the device, or on the host.
+"""Assign each node to a side: the device, or the host beside a device with memory of its own.
 
 Where some parameters are offloaded, they stay in host memory, and so does what belongs to them. A node runs on the host
 where it reads state that lies there, where it is the gradient of a node that runs there, or where all that it reads was

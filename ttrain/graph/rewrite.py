@@ -1,4 +1,4 @@
-"""Copying a graph while changing it: the base of every pass."""
+"""Copy a graph while changing it. Every pass is built on this."""
 
 from __future__ import annotations
 

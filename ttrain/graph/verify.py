@@ -1,4 +1,4 @@
-"""Checks a graph at the border between two stages, so that a broken pass is caught where it happened."""
+"""Check a graph after each pass, so that a broken pass is found at once."""
 
 from __future__ import annotations
 

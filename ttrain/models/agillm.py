@@ -1,4 +1,4 @@
-"""AGILLM-3: a pre-norm transformer whose queries and keys meet in a space of any rank, with two heads on one core.
+"""AGILLM-3: a pre-norm transformer that compares queries and keys in a space of any rank, with two heads.
 
 The AR head predicts the next token from a causal pass. The SAT head predicts the two tokens after a window of two
 positions, from a pass in which the two positions of an aligned pair see each other; its gate tells whether to emit one

@@ -45,14 +45,14 @@ def scored_positions(graph: Graph, count: int | None) -> Value:
 
 
 def loss_weights(counts: Mapping[str, int]) -> dict[str, float]:
-    """The weight inputs: one over how many terms each averages."""
+    """Return the weight inputs: one over the number of terms that each averages."""
     return {name: 1.0 / max(count, 1) for name, count in counts.items()}
 
 
 def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float | None]:
-    """Return weighted sums as the means that they are, None for a mean over no term, which the sum gives as 0.
+    """Return weighted sums as means; a mean over no term is None, where the sum is 0.
 
-    A metric `<term>/<name>` averages by the weight `<term>_loss_weight` where there is one, all else by `loss_weight`.
+    A metric `<term>/<name>` is averaged by the weight `<term>_loss_weight` if there is one, all else by `loss_weight`.
     """
     own = {name: f"{name.partition('/')[0]}_{LOSS_WEIGHT}" for name in sums}
     terms = {name: counts.get(weight, counts[LOSS_WEIGHT]) for name, weight in own.items()}
@@ -60,11 +60,11 @@ def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, flo
 
 
 class Model(Protocol):
-    """Records a forward pass on symbolic tensors. Built from its small config and the compute dtype.
+    """Records a forward pass on symbolic tensors. It is built from its own config and the compute dtype.
 
-    Step inputs that a model declares while it records: the fields of `batch_specs`, `loss_weight` fp32 [], and where it
-    draws random numbers `seed` int64 []. One that must not be zero says so with the `example` of Graph.input: steps are
-    run once before there is a batch.
+    While a model records, it declares step inputs: the fields of `batch_specs`, `loss_weight` fp32 [], and `seed` int64
+    [] if it draws random numbers. An input that must not be zero needs an `example` (Graph.input), because steps run
+    once before there is a batch.
     """
 
     config: Any
@@ -75,7 +75,7 @@ class Model(Protocol):
         """Number of trained elements; tied parameters count once."""
 
     def parameters(self, adapters: bool = True) -> dict[str, Parameter]:
-        """Parameters by path, tied ones once; without `adapters` only those that the model is built with."""
+        """Return parameters by path, tied ones once; without `adapters` only those of the model itself."""
 
     def buffers(self) -> dict[str, Buffer]:
         """Tensors that are not trained by path, saved or derived."""
@@ -94,17 +94,17 @@ class Model(Protocol):
 
 
 class ModelWithMetrics(Model, Protocol):
-    """A model of several loss terms: it names further numbers to log, and tells how its terms are averaged."""
+    """A model of several loss terms. It names more numbers to log, and tells how its terms are averaged."""
 
     def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
-        """The loss, and further sums fp32 [] over the batch by names such as ar/ce.
+        """Return the loss, and more sums fp32 [] over the batch by names such as ar/ce.
 
-        Like the loss they are weighted so that micro-batches add up. A name holds a slash; before it stands the term,
-        whose weight input is `<term>_loss_weight` where it has one of its own.
+        Like the loss they are weighted so that micro-batches add up. The part of a name before its slash is the term. A
+        term may have a weight input of its own, `<term>_loss_weight`.
         """
 
     def prepare(self, batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
-        """A whole step's batch with the fields that the model derives from it, and for each weight input its count.
+        """Return a step's batch with the fields that the model derives from it, and the count of each weight input.
 
         A weight input is a step input fp32 [] whose value is one over its count: `loss_weight` and those of the model.
         """
@@ -114,10 +114,10 @@ class LanguageModel(Model, Protocol):
     """A model that can be sampled from."""
 
     def logits(self, graph: Graph, rows: int, count: int | None = None) -> Value:
-        """Scores of the next token, fp32 [1, vocabulary], at one position, or [count, vocabulary] at so many.
+        """Return scores of the next token, fp32 [1, vocabulary] at one position, or [count, vocabulary] at `count`.
 
         Declares the inputs `tokens` int64 [rows, context] and `position` int64 [] or [count], indices into the rows
-        laid end to end: with one row, the place of the last token of the text.
+        laid end to end. With one row, the position is that of the last token of the text.
         """
 
 
@@ -129,7 +129,10 @@ class CachedModel(LanguageModel, Protocol):
         """Longest text."""
 
     def extend(self, graph: Graph, count: int, mask: str) -> Value:
-        """Hidden states [count, width] of `count` tokens; the caches hold what comes before, and take these."""
+        """Return hidden states [count, width] of `count` tokens.
+
+        The caches hold keys and values of the tokens before, and take those of these tokens.
+        """
 
     def scores(self, rows: Value) -> Value:
         """Scores of the next token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""

@@ -15,7 +15,7 @@ from ttrain.nn.module import Module, Parameter, Role, use
 class Linear(Module):
     """y = x W^T + b: x [..., inputs] -> y [..., outputs], W [outputs, inputs], b [outputs].
 
-    Without initializers both start uniform in +-1/sqrt(inputs), torch.nn.Linear's rule. What a `lora` makes of x, see
+    Without initializers both start uniform in +-1/sqrt(inputs), torch.nn.Linear's rule. The output of a `lora`, see
     lora.py, is added to y.
     """
 
@@ -43,7 +43,7 @@ class Linear(Module):
 class LayerNorm(Module):
     """Layer norm over the last axis of x [..., width].
 
-    Weight and bias are fp32 whatever x is, unless the parameters were told to follow the compute dtype; statistics are.
+    Statistics are fp32. Weight and bias are fp32 too, unless the parameters follow the compute dtype.
     """
 
     def __init__(self, width: int, bias: bool = True, eps: float = 1e-5) -> None:
@@ -58,7 +58,7 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """RMS norm over the last axis of x [..., width]; the weight as in LayerNorm."""
+    """RMS norm over the last axis of x [..., width]. The weight has the dtype of that of LayerNorm."""
 
     def __init__(self, width: int, eps: float) -> None:
         self.weight = Parameter((width,), Constant(1.0), follows_compute=False)
@@ -79,9 +79,9 @@ class Embedding(Module):
 
 
 class Dropout(Module):
-    """Zeroes a share p of the elements and scales the others by 1/(1-p).
+    """Zeroes a share p of the elements and multiplies the others by 1/(1-p).
 
-    `stream` tells the masks of one model apart: no two dropouts of a model may share it.
+    `stream` numbers the masks of a model. Two dropouts of a model must have different streams.
     """
 
     def __init__(self, p: float, stream: int) -> None:

@@ -1,4 +1,4 @@
-"""LoRA (Hu et al., 2021): a frozen model, and beside its linear layers products of two narrow matrices that train.
+"""LoRA (Hu et al., 2021): trained products of two narrow matrices beside the linear layers of a frozen model.
 
 A packed projection, such as queries, keys and values in one, gets one adapter over its whole output.
 """

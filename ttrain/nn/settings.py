@@ -1,4 +1,4 @@
-"""Small configs of what holds for the layers of any model: their dtypes, and what is added to them."""
+"""Small configs for the layers of any model: dtypes (precision) and adapters (LoRA)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-head attention, and the softmax of scores under a mask that it is made of.
+"""Multi-head attention, and its softmax of scores under a mask.
 
 One op serves packed and separate projections, grouped heads, masks, biases and dropout.
 

@@ -1,4 +1,4 @@
-"""Sums over the chips or ranks that share a batch, and what follows where each rank owns a part. Alone they do nothing.
+"""Sums over the chips or ranks that share a batch, and exchanges of shards. On one rank they do nothing.
 
 Ranks exchange runs of state, whose tensors lie side by side: `bounds` tells for each bucket of a run where the ranks'
 shards begin, and where it ends, in elements; see parallel.ranks.Sharding. Parts of a tensor lie in its own memory.

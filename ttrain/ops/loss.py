@@ -1,4 +1,4 @@
-"""Losses. Each is a weighted sum, loss = sum of weight * what a row or an element loses, with `weight` a step input.
+"""Losses. Each is a sum over rows or elements, times the step input `weight`.
 
 The loop sets weight to 1 / (valid elements of the whole step), so micro-batches add up to the mean over the step
 whatever their sizes. A target below zero marks a position without a target: it gets no loss and no gradient.

@@ -1,4 +1,4 @@
-"""Elementwise programs: what one loop over memory computes, as data that a device's code generator reads.
+"""Elementwise programs: the computation of one loop over memory, as data for a device's code generator.
 
 No model records the op `fused`: a pass puts it in the place of neighbours, for a device that gains by it.
 """

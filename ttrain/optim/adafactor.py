@@ -1,4 +1,4 @@
-"""Adafactor: the second moment of a matrix as the means of its rows and columns, so that next to nothing is kept."""
+"""Adafactor: the second moment of a matrix is kept as the means of its rows and columns, in little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Averages of the weights over steps, which evaluations read instead of them: `<parameter path>/average`, fp32.
+"""Averages of the weights over steps, which evaluations read: `<parameter path>/average`, fp32.
 
 That of schedule-free AdamW, over the iterates, takes the place of a learning rate that falls.
 """

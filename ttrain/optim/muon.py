@@ -1,4 +1,4 @@
-"""Muon: the momentum of a matrix, made near orthogonal. What is no hidden matrix is updated by AdamW."""
+"""Muon: the momentum of a hidden matrix is made near orthogonal. AdamW updates all other parameters."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class SGDConfig(OptimizerConfig):
 
     name: str = option("sgd", "registered name of the optimizer")
     lr: float = option(0.1, "peak learning rate", minimum=0)
-    momentum: float = option(0.0, "decay of the velocity", minimum=0, below=1)
+    momentum: float = option(0.0, "decay of the momentum", minimum=0, below=1)
     nesterov: bool = option(False, "use Nesterov momentum; needs momentum above 0")
 
     @rule
@@ -158,7 +158,7 @@ class AdafactorConfig(OptimizerConfig):
 
     name: str = option("adafactor", "registered name of the optimizer")
     lr: float = option(1e-2, "peak step, relative to a parameter's root mean square", minimum=0)
-    beta2_decay: float = option(-0.8, "exponent; the newest squares count step^beta2_decay in the mean", below=0)
+    beta2_decay: float = option(-0.8, "exponent; the newest squares have weight step^beta2_decay in the mean", below=0)
     eps: float = option(1e-15, "smallest root of a second moment", minimum=1e-18)
     least_rms: float = option(1e-3, "smallest root mean square assumed for a parameter", minimum=FP32_NORMAL)
     threshold: float = option(

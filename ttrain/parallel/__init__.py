@@ -1,1 +1,1 @@
-"""Ranks: processes that train one model together, and who of them owns what."""
+"""Ranks: processes that train one model together, and the shard that each of them owns."""

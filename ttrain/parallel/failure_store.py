@@ -1,4 +1,4 @@
-"""Messages of ranks besides numbers, through torch's store: that they live, why the run ends, texts by key.
+"""Messages between ranks through torch's store: heartbeats, the reason of an end, and texts by key.
 
 The first failure that is posted ends all ranks. A rank that waits for others notices it at once, one that computes or
 hangs is ended by the thread that watches.

@@ -1,4 +1,4 @@
-"""Small config of training by several processes, and the place of this one among those, by the environment.
+"""Small config of training by several processes, and the rank of this process, from the environment.
 
 Torchrun, SLURM or ttrain itself starts them.
 """
@@ -98,7 +98,7 @@ class ParallelConfig:
     """Options of several processes, the ranks, that train one model."""
 
     name: str = option(
-        "none", "ddp updates the whole model on each rank; zero1 only the rank's shard, whose state it keeps",
+        "none", "each rank updates the whole model (ddp), or its shard, and keeps only that shard's state (zero1)",
         choices=("none", "ddp", "zero1"),
     )  # fmt: skip
     processes: int | None = option(

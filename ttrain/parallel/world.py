@@ -1,4 +1,4 @@
-"""The ranks of a run as its host side sees them: numbers that all have to agree on, and who leads."""
+"""The ranks of a run, for the host: sums and choices that all ranks share, and the rank that leads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing buffers with known lifetimes into one range of bytes."""
+"""Pack buffers with known lifetimes into one range of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that a plan computes what its graph says: no buffer is overwritten while somebody still reads it."""
+"""Prove that a plan computes its graph: no buffer is overwritten before its last reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Liveness: the buffer of each value, and from which launch to which it is live."""
+"""Liveness: the buffer of each value, and its first and last launch."""
 
 from __future__ import annotations
 

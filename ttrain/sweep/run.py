@@ -1,4 +1,4 @@
-"""`ttrain -m ...` from its overrides to its exit code: a fresh process for each job, and what became of it."""
+"""Run `ttrain -m ...`: a fresh process for each job, its status, and the exit code of the sweep."""
 
 from __future__ import annotations
 

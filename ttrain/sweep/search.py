@@ -1,4 +1,4 @@
-"""The jobs to run next: of a grid, which has them all at once, and of a search, in which Optuna proposes the values.
+"""The jobs to run next: all jobs of a grid, or the values that Optuna proposes in a search.
 
 `optimizer.lr=tag(log,interval(1e-4,1e-2))`, `model.width=range(64,257,64)`, `engine=static,dynamic` are Hydra's
 overrides for ranges of numbers and for choices.

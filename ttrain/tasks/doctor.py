@@ -1,4 +1,4 @@
-"""task=doctor: what is installed and usable on this machine, and how to mend what is not."""
+"""task=doctor: tell what is installed and usable on this machine, and how to fix the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained model as the tasks that use one open it: that of a run's checkpoint, or of a file or folder of weights."""
+"""Open a trained model for a task: from a checkpoint of a run, a file of weights or a folder."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class OpenedModel:
 
     @property
     def base(self) -> str | None:
-        """Source of the first values that the model was trained from."""
+        """Source of the initial values that the model was trained from."""
         return getattr(self.config.model, "from_", None) or self.config.train.init_from
 
     @property

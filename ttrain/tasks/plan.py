@@ -1,4 +1,4 @@
-"""task=plan: the cost of a config, before anything is trained."""
+"""task=plan: predict the cost of a config. Nothing is trained."""
 
 from __future__ import annotations
 

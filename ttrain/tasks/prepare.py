@@ -1,4 +1,4 @@
-"""task=prepare: text of any size into token files that data=tokens reads, written piece by piece."""
+"""task=prepare: write a text of any size, piece by piece, into token files for data=tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task=profile: what a device does during training steps, node by node or by the device's own profiler."""
+"""task=profile: time training steps, node by node or by the device's own profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""task=runs: which runs there are and how they are doing."""
+"""task=runs: list the runs below a folder, with the state of each."""
 
 from __future__ import annotations
 

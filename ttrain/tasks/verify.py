@@ -1,4 +1,4 @@
-"""task=verify: every op and the configured model against PyTorch in fp64, and the engines against one another."""
+"""task=verify: compare every op and the configured model with PyTorch in fp64, and the engines with each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of your own ops, models and devices: every case against PyTorch in fp64, as `task=verify` holds ours."""
+"""Tests of your own ops, models and devices against PyTorch in fp64, as `task=verify` tests ours."""
 
 from ttrain.testing.cases import cases_of
 from ttrain.testing.compare import Comparison, Tolerance, VerifyError, verdict

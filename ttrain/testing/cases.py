@@ -1,4 +1,4 @@
-"""The cases of ops: their inputs, drawn alike every time, and what PyTorch makes of them in fp64.
+"""The cases of ops: inputs, drawn from a fixed seed, and PyTorch's results in fp64.
 
 An op declares the cases that it is run on. The shapes of a case may be left out: they follow from those that the op
 declares. An op without cases is run where the bodies and gradients of others record it, on the very numbers that reach

@@ -1,4 +1,4 @@
-"""Errors of a tensor in units in the last place of a dtype, and those that are allowed, by dtype, op and output."""
+"""Errors of a tensor in units in the last place of a dtype, and the allowed errors by dtype, op and output."""
 
 from __future__ import annotations
 

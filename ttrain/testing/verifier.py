@@ -1,4 +1,4 @@
-"""Ops and models, run by engines on a device and held to PyTorch in fp64, and the engines to one another."""
+"""Compare ops and models on a device with PyTorch in fp64, and the engines with each other."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def chosen_ops(names: Sequence[str], key: str = "") -> list[Op]:
 
 @dataclass
 class Verifier:
-    """Compares on one device, by engines of these names. `notes` tells what could not be compared.
+    """Compares ops and models on one device, by engines of these names. `notes` lists what could not be compared.
 
     `factor` multiplies every allowed error.
     """
@@ -310,7 +310,7 @@ class Verifier:
     notes: list[str] = field(default_factory=list)
 
     def ops(self, chosen: Sequence[Op], each: Each = iter) -> Iterator[Comparison]:
-        """Compare ops in all their cases, forward and backward. `each` passes the trials on, for who counts them."""
+        """Compare ops in all their cases, forward and backward. `each` wraps the trials, to count them."""
         reached = {op: reach(op, self.device) for op in chosen if cases.cases_of(op)}
         self._note("Without cases to run, so not verified", [op for op in chosen if op not in reached])
         self._note(f"No kernel on {self.device.name}", [op for op, (seen, _) in reached.items() if not seen])
@@ -354,19 +354,19 @@ class Verifier:
 def check_ops(
     *names: str, device: Device | None = None, dtype: DType = DType.FP32, engine: MakeEngine = StaticEngine
 ) -> None:
-    """Hold ops, by name or family, to their fp64 references: every case that they declare, forward and gradients.
+    """Compare ops, by name or family, with their fp64 references, in every declared case, forward and gradients.
 
-    `device` is an open one, the CPU where none is given. Raises VerifyError naming what is off by more than rounding
-    explains, ConfigError for an op that there is not.
+    `device` is an open device; None takes the CPU. Raises VerifyError with the differences that rounding does not
+    explain, and ConfigError for an unknown op.
     """
     with closing(_cpu()) if device is None else nullcontext(device) as opened:
         verdict(list(Verifier(opened, {getattr(engine, "name", "given"): engine}, dtype).ops(chosen_ops(names))))
 
 
 def check_model(model: Model, rows: int = 2, device: Device | None = None, engine: MakeEngine = StaticEngine) -> None:
-    """Hold the loss of a model and the gradient of each parameter to autograd over the fp64 references of its ops.
+    """Compare the loss of a model and each gradient with autograd over the fp64 references of its ops.
 
-    `rows` are sequences or examples of a batch of random numbers. Raises VerifyError.
+    `rows` is the number of sequences or examples in a batch of random numbers. Raises VerifyError.
     """
     with closing(_cpu()) if device is None else nullcontext(device) as opened:
         verifier = Verifier(opened, {getattr(engine, "name", "given"): engine}, model.compute)

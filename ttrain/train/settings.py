@@ -31,7 +31,7 @@ class TrainConfig:
     )
     phase_steps: int = option(50_000, "steps per entry of batch_schedule and length_schedule", minimum=1)
     long_hours: float | None = option(
-        1.0, "hours of a forecast above which faster settings are named; null names none", above=0
+        1.0, "forecast in hours from which a run names faster settings; null names none", above=0
     )
     init_from: str | None = option(None, "run, checkpoint, Transformers folder or weights to start from", path=True)
     init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
@@ -180,7 +180,7 @@ class ReplicasConfig:
 
 @dataclass
 class LoggerConfig:
-    """Views of the metrics, besides metrics.jsonl."""
+    """Logger that shows the metrics; metrics.jsonl is always written."""
 
     name: str = option("console", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
 
@@ -193,7 +193,7 @@ class WandbConfig(LoggerConfig):
     project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
     mode: str | None = option(
-        None, "null is WANDB_MODE, or online if logged in", choices=("online", "offline", "disabled")
+        None, "mode of W&B; null takes WANDB_MODE, else online if logged in", choices=("online", "offline", "disabled")
     )
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
@@ -212,7 +212,7 @@ class SuperviseConfig:
     enabled: bool | None = option(None, "watch training from a parent process; null does if a supervise key is given")
     max_restarts: int = option(3, "restarts in a row without a new checkpoint before it gives up", minimum=0)
     backoff: float = option(2.0, "seconds before a restart, doubled up to 300 while there is no progress", minimum=0)
-    hang_timeout: float | None = option(1800.0, "seconds without a sign of life before a kill; null waits", above=0)
+    hang_timeout: float | None = option(1800.0, "seconds without a sign of life before a kill; null is never", above=0)
     on_restart: str | None = option(None, "shell command before every restart, such as a card reset; command line only")
 
     def wanted(self, explicit: Collection[str]) -> bool:
@@ -226,15 +226,15 @@ class SuperviseConfig:
 class GuardConfig:
     """Reactions to numbers that go wrong."""
 
-    nonfinite: str = option("stop", "when a loss or gradient norm is not finite", choices=("stop", "skip", "rollback"))
+    nonfinite: str = option("stop", "reaction to a NaN or infinite loss or norm", choices=("stop", "skip", "rollback"))
     activations: bool = option(False, "also watch and record the norm of the activations before the loss")
     max_skips: int = option(10, "skipped updates in a row before the run stops", minimum=1)
-    spike: str = option("ignore", "on a loss far above its recent median", choices=("ignore", "warn", "rollback"))
+    spike: str = option("ignore", "reaction to a loss far above recent ones", choices=("ignore", "warn", "rollback"))
     spike_factor: float = option(2.0, "factor of the median above which a loss is a spike", above=1)
     spike_window: int = option(50, "steps of the median; earlier losses are never spikes", minimum=2)
     lr_factor: float = option(0.5, "factor of the learning rate after a rollback", above=0, maximum=1)
     max_rollbacks: int = option(3, "rollbacks of a run before it stops", minimum=1)
-    check_learning: int | None = option(3, "steps after which all that is trained has moved; null is off", minimum=1)
+    check_learning: int | None = option(3, "first steps that must change all trained weights; null is off", minimum=1)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Small config of the tasks beside training: text, measurements, exports, plans and lists of runs."""
+"""Small config of the tasks beside training: samples, measurements, exports, plans and lists of runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SampleConfig(CheckpointConfig):
         choices=("ar", "sat", "sat_variable", "speculative"),
     )
     cache: bool | None = option(None, "keep keys and values instead of recomputing them; null does if the model can")
-    slide: int | None = option(None, "oldest tokens dropped at once beyond the context; null is an eighth", minimum=1)
+    slide: int | None = option(None, "oldest tokens dropped when the context is full; null is an eighth", minimum=1)
     min_p: float | None = option(
         None,
         "draw from tokens of at least this share of the highest probability; null draws from all",
@@ -115,7 +115,7 @@ class ExportConfig(CheckpointConfig):
     """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
     source: str | None = option(
-        None, ".pt or .safetensors file of a model as `model` says, to export in place of run.dir", path=True
+        None, ".pt or .safetensors file to export in place of run.dir; `model` names its model", path=True
     )
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(

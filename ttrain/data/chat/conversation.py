@@ -1,4 +1,4 @@
-"""Conversations as rows hold them: messages, tools, and which messages are learnt."""
+"""Conversations in rows: messages, tools, and the messages that are targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat template that comes with a tokenizer: conversations as text, and where in it the replies are."""
+"""The chat template of a tokenizer: it makes a text of a conversation, and marks the replies in it."""
 
 from __future__ import annotations
 

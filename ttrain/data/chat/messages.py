@@ -1,4 +1,4 @@
-"""Messages of a conversation to one text, by templates that are filled in: nothing in them is ever run."""
+"""Make one text of the messages of a conversation, by templates that are filled in. Nothing in them is run."""
 
 from __future__ import annotations
 

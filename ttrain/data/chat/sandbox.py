@@ -1,4 +1,4 @@
-"""Chat templates of strangers, rendered in one child process with bounds on its memory and its computing."""
+"""Run chat templates, which are not trusted, in one child process with limits on its memory and time."""
 
 from __future__ import annotations
 

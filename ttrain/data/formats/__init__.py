@@ -1,1 +1,1 @@
-"""Forms of files beside plain text: compressed ones, and tables."""
+"""Forms of files beside plain text: compressed files and tables."""

@@ -1,4 +1,4 @@
-"""A device that knows shapes and nothing else: it tests graph, plan and capture rules without arithmetic."""
+"""A device that knows only shapes. It tests graph, plan and capture rules without arithmetic."""
 
 from __future__ import annotations
 

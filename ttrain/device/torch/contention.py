@@ -1,4 +1,4 @@
-"""Cores that other programs use: where the threads of a step would want them too, OpenMP's workers make room.
+"""Leave cores to other programs: OpenMP's workers move away from cores that others use.
 
 PyTorch cuts a kernel into as many parts as there are threads and waits, spinning, for the last of them. A part that
 stands in a queue behind another program holds every kernel up for its time slices, while the core of a thread

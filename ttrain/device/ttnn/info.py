@@ -1,4 +1,4 @@
-"""The answers of Tenstorrent devices by their config. It loads settings only; an answer loads what it needs."""
+"""Answers about Tenstorrent devices from their config. It loads settings only; an answer loads what it needs."""
 
 from __future__ import annotations
 

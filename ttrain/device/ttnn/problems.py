@@ -1,4 +1,4 @@
-"""Problems of a config told before anything is opened, and what did not fit, with the keys that would mend it."""
+"""Problems of a config, found before anything is opened, and scarce resources, with the keys that help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph -> graph. Each pass is a pure function; diffing the printed graph before and after shows what it did."""
+"""Passes: pure functions from graph to graph. A diff of the printed graphs shows the effect of each."""
 
 from ttrain.graph.passes.cleanup import live_nodes, merge_common_subexpressions, remove_dead_code
 from ttrain.graph.passes.decompose import copy_reshapes, decompose

@@ -1,4 +1,4 @@
-"""Replacing what a device can't do: ops without a kernel by simpler ones, reshapes that are not free by copies."""
+"""Replace ops that a device has no kernel for by simpler ones, and reshapes that move data by copies."""
 
 from __future__ import annotations
 

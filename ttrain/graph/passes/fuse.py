@@ -1,4 +1,4 @@
-"""The pass that joins neighbouring nodes into one fused op: fewer launches, fewer passes over memory."""
+"""Join neighbouring nodes into one fused op: fewer launches, fewer passes over memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joining neighbours that one pass over memory can serve, for a device whose kernels are made for a plan.
+"""Join neighbours that one pass over memory can serve, for a device whose kernels are made for a plan.
 
 Needs a kernel table with a row for op `fused`.
 """

@@ -1,4 +1,4 @@
-"""The order of nodes: values that end up in state go there as soon as they are made, and are used up then."""
+"""Order the nodes: a value that ends in state is stored as soon as it is made, and read soon after."""
 
 from __future__ import annotations
 

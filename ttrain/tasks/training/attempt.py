@@ -1,4 +1,4 @@
-"""Attempts of runs, each from its directory and its first values to its summary; of replicas several side by side.
+"""An attempt at a run, from its directory and initial values to its summary; replicas are several side by side.
 
 They share a chip: each has a sub-device, steps take turns, and the device computes all. A replica has a run directory
 of its own, which is that of a plain run: it resumes, samples and reports like one.

@@ -1,4 +1,4 @@
-"""A run on a mocked board: what its steps would cost by each engine, or what does not fit and which keys help."""
+"""A run on a mocked board: the cost of its steps with each engine, or the scarce resource and keys that help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices on settings that are allowed but seldom meant: a run prints them at its start and never refuses them."""
+"""Notices on settings that are allowed but seldom meant. A run prints them at its start."""
 
 from __future__ import annotations
 

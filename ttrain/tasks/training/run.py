@@ -1,4 +1,4 @@
-"""A run: what is known of it before a device is opened, and what it makes once one is."""
+"""A run whose config has passed all checks, and the parts that it builds on an open device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA's adapters outside of a run: merged into weights, and as the two files of Hugging Face's PEFT, both ways."""
+"""LoRA's adapters outside of a run: merged into weights, and read and written as the two files of PEFT."""
 
 from __future__ import annotations
 

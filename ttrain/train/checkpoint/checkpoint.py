@@ -1,4 +1,4 @@
-"""Checkpoints: a directory of safetensors and JSON that is written beside, synced, verified, then renamed.
+"""Checkpoints: directories of safetensors and JSON, which appear only when they are complete and verified.
 
     checkpoints/step_00000100/
         parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so

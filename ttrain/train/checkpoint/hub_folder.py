@@ -1,4 +1,4 @@
-"""Folders of the Transformers library: where they are, what model they hold, and their weights."""
+"""Folders of the Transformers library: their place, their model, and their weights."""
 
 from __future__ import annotations
 

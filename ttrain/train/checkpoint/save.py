@@ -1,4 +1,4 @@
-"""Saving a checkpoint: written beside, synced, verified, then renamed, so that what was there before stays intact."""
+"""Save a checkpoint under another name, sync, verify, then rename it. Older checkpoints stay intact until then."""
 
 from __future__ import annotations
 

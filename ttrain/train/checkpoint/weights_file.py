@@ -1,4 +1,4 @@
-"""Files of weights: .pt of PyTorch and .safetensors, read and written without ever running code from them."""
+"""Read and write files of weights, .pt of PyTorch and .safetensors, without running code from them."""
 
 from __future__ import annotations
 

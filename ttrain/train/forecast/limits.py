@@ -1,4 +1,4 @@
-"""Memory: how much there is, the largest micro-batch and context that fit, and what takes less where it ran out."""
+"""Memory: its amount, the largest micro-batch and context that fit, and the keys that reduce the need."""
 
 from __future__ import annotations
 

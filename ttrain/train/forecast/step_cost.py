@@ -1,4 +1,4 @@
-"""The cost of a step by its graph and its plan: operations, bytes moved and sent, and who holds memory when."""
+"""The cost of a step from its graph and plan: operations, bytes moved and sent, and live memory at each launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a step on this machine, from the time of each of its kernels by itself. No step is run.
+"""The time of a step on this machine, added up from the time of each kernel. No step is run.
 
 Each distinct kernel of a plan is timed on example inputs or zeros, one that takes long in a single launch, and its best
 time is kept. Where the time for measuring is over, the rest is estimated from operations and bytes. A few kernels whose

@@ -1,4 +1,4 @@
-"""The two records of a run, of one JSON object per line, appended and never rewritten, and the speed of its steps.
+"""The metrics and events of a run, one JSON object per line, and the speed of its steps.
 
 metrics.jsonl has a line per recorded step; only a resume cuts it. events.jsonl tells what happened: every attempt,
 restart, failed save, skipped step and rollback has a line with the time, the kind, a message for people, and the step

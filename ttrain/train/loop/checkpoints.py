@@ -1,4 +1,4 @@
-"""Saving beside training, and going back: a step waits for the copy to host memory, a thread does the rest.
+"""Save while training continues, and roll back. A step waits for the copy to host memory; a thread does the rest.
 
 One save is written at a time. A save that fails is reported and tried again when the next one is due; the second
 failure in a row ends the run.

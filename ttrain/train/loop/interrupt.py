@@ -1,4 +1,4 @@
-"""Requests by signal.
+"""Requests to stop or to save, by signal.
 
 SIGUSR1 saves and goes on. The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step finish, saves and
 stops; the second ends the process.

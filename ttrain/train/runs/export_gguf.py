@@ -1,4 +1,4 @@
-"""A file of GGUF, which llama.cpp and what is built on it run: config, tokenizer and weights in one."""
+"""Write a GGUF file for llama.cpp: config, tokenizer and weights in one."""
 
 from __future__ import annotations
 

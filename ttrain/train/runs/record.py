@@ -1,4 +1,4 @@
-"""The environment record of an attempt: what to compare when two runs differ."""
+"""The environment record of an attempt, to compare when two runs differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The beginning of an attempt: a run or checkpoint that it continues, first values from elsewhere, or nothing.
+"""The beginning of an attempt: a run or checkpoint that it continues, initial values from elsewhere, or nothing.
 
 Those are of another run, a checkpoint or a file of weights: what fits by name and shape.
 """
@@ -38,7 +38,7 @@ _SHOWN = 20  # rows of the table of what does not fit
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Source of first values, and the parameters that they fit. Values are read when they are needed.
+    """Source of initial values, and the parameters that they fit. Values are read when they are needed.
 
     Saved buffers count as parameters here. `fitting` are the parameters that are overwritten, in the model's order.
     `others` tells of every other one the shape that the source has under its name, None where it has none.
@@ -73,7 +73,7 @@ class WarmStart:
             )
 
     def lines(self) -> list[str]:
-        """Return lines for people: what was taken, then a row for every parameter that keeps its own first values."""
+        """Return lines for people: what was taken, then a row for every parameter that keeps its own initial values."""
         stored = self.model.persistent()
         shapes = {path: stored[path].shape for path in (*self.fitting, *self.others)}
         taken = sum(math.prod(shapes[path]) for path in self.fitting)
@@ -193,7 +193,7 @@ class Origin:
     held: RunDirectory | None = None  # the run that this attempt continues
     point: ResumePoint | None = None
     config: dict[str, Any] | None = None  # the recorded config that the command line changes; None for a new run
-    warm: WarmStart | None = None  # where a new run takes its first values from
+    warm: WarmStart | None = None  # where a new run takes its initial values from
     adapter: PeftAdapter | None = None  # and those of its adapters
     notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
 
@@ -203,7 +203,7 @@ class Origin:
         return self.point.run if self.point is not None else None if self.held is None else self.held.path
 
     def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
-        """Give the state its first values, a new run's optimizer tensors are zero. Return what to tell of it."""
+        """Give the state its initial values, a new run's optimizer tensors are zero. Return what to tell of it."""
         if self.point is not None:
             return self.point.checkpoint.load(session.state)
         session.initialize(seed)

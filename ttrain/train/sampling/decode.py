@@ -1,4 +1,4 @@
-"""Reading a text that grows with a model that keeps keys and values: two built steps serve texts of any length.
+"""Read a growing text with cached keys and values: two built steps serve texts of any length.
 
 One step reads a chunk of tokens, the other the few that are new. What is in the caches already is not read again; a
 text that was changed, or whose front fell off, is read again from the first token that differs.

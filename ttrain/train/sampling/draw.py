@@ -1,4 +1,4 @@
-"""Drawing text from a model: how a token is chosen, and in which order models are asked for one or several."""
+"""Draw text from a model: choose tokens from scores, for one text or several in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples from a model on a device: which steps a mode of sampling needs, and the text that comes of them."""
+"""Sample from a model on a device: the steps that a mode of sampling needs, and the text that they give."""
 
 from __future__ import annotations
 

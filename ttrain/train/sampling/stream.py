@@ -1,4 +1,4 @@
-"""Text from ids as they are drawn: what ends it, and what of it can be shown yet."""
+"""Text from ids as they are drawn: where it ends, and the part that can be shown already."""
 
 from __future__ import annotations
 

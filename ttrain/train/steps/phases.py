@@ -1,4 +1,4 @@
-"""The data that each step reads, and training on longer sequences or larger batches as a run goes on.
+"""The batch of each step, and phases with longer sequences or larger batches.
 
 A phase follows from the step's number. Longer sequences have steps of their own, over the same parameters and optimizer
 state; a larger batch is more micro-batches through the same steps. The place in the data is counted in samples and

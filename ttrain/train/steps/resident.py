@@ -1,4 +1,4 @@
-"""Training data that lies on the device: uploaded once, so that a step is handed the indices of its samples at most."""
+"""Training data on the device: it is uploaded once, and a step gets at most the indices of its samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and an optimizer become the steps of a run: functions that record onto a graph, and the state they share.
+"""Build the steps of a run from a model and an optimizer: functions that record onto a graph, over one state.
 
 Names of the state: a parameter's path; `<path>/compute` for its copy in the compute dtype; `<path>/gradient`;
 `<path>/<slot>` for the optimizer's tensors, such as `<path>/first_moment`; a buffer's path.

@@ -1,4 +1,4 @@
-"""Child processes: in a session of their own, ended with their parent, told of its signals, and watched by a file."""
+"""Child processes: each has its own session, ends with its parent, gets its signals, and is watched by a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting the ranks of one machine: each runs the same command, and none outlives the others."""
+"""Start the ranks of one machine. Each runs the same command, and none outlives the others."""
 
 from __future__ import annotations
 

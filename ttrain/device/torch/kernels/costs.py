@@ -1,4 +1,4 @@
-"""A table of measured costs: which of several ways to run a kernel is the faster one on this machine.
+"""A table of measured times, which tells the fastest of several ways to run a kernel on this machine.
 
 Measured once per machine and kept on disk, so that every process chooses alike and a resumed run rounds as before.
 """

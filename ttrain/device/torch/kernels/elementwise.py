@@ -1,4 +1,4 @@
-"""Elementwise rows, which may all write over an input of the same shape, and the rotation of heads, which may not.
+"""Elementwise rows, which may write over an input of equal shape, and the rotation of heads, which may not.
 
 Elementwise programs (ttrain/ops/program.py) are chains of aten calls on blocks that stay in the cache.
 """

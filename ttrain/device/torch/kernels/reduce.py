@@ -1,4 +1,4 @@
-"""Sums and maxima over axes, norms, and sums over ranks in one order whoever computes.
+"""Sums and maxima over axes, norms, and sums over ranks in a fixed order.
 
 Contributions to a shard are sent to its owner, who adds them up. The sum is that of `parallel.ranks.tree_sum` over
 ranks, so no library's order of summing gets into the bits.

@@ -1,4 +1,4 @@
-"""Autotuner of matrix products: the backend of each, own code or a library, by what both take on this machine.
+"""Autotuner of matrix products: it measures own code and libraries, and chooses a backend for each product.
 
 Products of libraries put all kernels of a plan on OpenMP's threads. So a product that a library makes faster by itself
 is no gain yet: where such products promise one, whole steps are timed both ways.

@@ -1,4 +1,4 @@
-"""Requests, which are one op on tensors of known shape and dtype, -> C++: a function per body, all sizes constants.
+"""Generate C++ for requests. A request is one op on tensors of known shape and dtype; all sizes are constants.
 
 Functions take the addresses of inputs, outputs and workspace as one array `a`, in the order of the op's declaration.
 """

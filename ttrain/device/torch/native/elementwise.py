@@ -1,4 +1,4 @@
-"""Loop nests for elementwise programs: one pass over memory however many ops it takes.
+"""Loop nests for elementwise programs: one pass over memory for any number of ops.
 
 A program is a tuple of steps (op name, operands, attributes). Operands count the inputs first, then the steps' results.
 Every result has the shape of the whole loop; inputs are broadcast to it. A lookup of rows (`embedding`) counts as

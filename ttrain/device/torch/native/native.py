@@ -1,4 +1,4 @@
-"""Result of every rule of a native row, the choices that rules share, and compiled functions as launches.
+"""The result type of rules of native rows, choices that rules share, and compiled functions as launches.
 
 The argument block of a launch is built once; a launch is one foreign call.
 """

@@ -1,4 +1,4 @@
-"""The programs that a node of a plan becomes on a card: its kernel row, run on tensors without values."""
+"""Programs of a node of a plan on a card: its kernel row, run on tensors without values."""
 
 from __future__ import annotations
 

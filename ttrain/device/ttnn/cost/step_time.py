@@ -1,4 +1,4 @@
-"""The time of a step on a card by the cost model, in every way to run it, and that of two runs on halves of a chip."""
+"""Predicted time of a step on a card, in every way to run it, and of two runs on halves of a chip."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""ttnn as a process uses it: its environment, the open chips, their queues and parts, captures, hangs, the profiler."""
+"""ttnn in a process: its environment, the open chips, their queues and parts, captures, hangs, the profiler."""

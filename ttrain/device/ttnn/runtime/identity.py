@@ -1,4 +1,4 @@
-"""Check that what is opened is the board that a config names: its chips, or the simulator that stands for them.
+"""Check that the opened board is the one that a config names: its chips, or a simulator of them.
 
 A simulator is checked before ttnn tries to open it: it fails with a stack of C++. ttnn takes a library, `*.so`, beside
 its soc_descriptor.yaml, or the folder of a simulated netlist with a run.sh.

@@ -1,4 +1,4 @@
-"""A chip divided into sub-devices: disjoint ranges of cores, each with a command queue of its own, for a replica each.
+"""A chip divided into sub-devices: disjoint ranges of cores, each with its own command queue and replica.
 
 With sub-devices loaded, a program has to lie within one of them. Many ops of ttnn 0.81 take the cores they may use;
 the others start at the first core of the chip, and are put together here from ops that can be told. All of it is exact

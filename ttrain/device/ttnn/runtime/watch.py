@@ -1,4 +1,4 @@
-"""A time-out for calls into ttnn, which never return where a chip, a link or a simulator hangs.
+"""A time-out for calls into ttnn, which never return if a chip, a link or a simulator hangs.
 
 Nothing can interrupt such a call, so the process ends: a thread beside it lets the run note it, says why, and leaves
 with os._exit. Locks on files go with the process.

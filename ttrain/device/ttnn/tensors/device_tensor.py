@@ -1,4 +1,4 @@
-"""Buffers of the device: tensors that exist once somebody needs them, views, step inputs, and stacks.
+"""Buffers of the device: tensors that are made on first use, views, step inputs, and stacks.
 
 State tensors lie side by side in a stack of tiles, so that an optimizer needs a few launches for all of them. A
 buffer in DRAM is a row of tiles, dealt out to the banks in turn. A run of tiles that starts at the first bank can be

@@ -1,4 +1,4 @@
-"""The runtime as buffers use it: making tensors, and moving values between host and device."""
+"""Make tensors, and move values between host and device."""
 
 from __future__ import annotations
 
