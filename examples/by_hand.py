@@ -6,7 +6,7 @@ import ttrain
 
 
 def main(steps: int = 200, rows: int = 32) -> np.ndarray:
-    """Fits targets = inputs @ true.T, and returns the weight that was found, [2, 4]."""
+    """Fit targets = inputs @ true.T. Return the fitted weight, fp32 [2, 4]."""
     config = ttrain.load_config(
         "model=mlp", "model.layers=1", "model.inputs=4", "model.outputs=2", "model.bias=false", "optimizer=sgd",
         "optimizer.momentum=0.9", "optimizer.clip_norm=null", "optimizer.weight_decay=0", "device=cpu",

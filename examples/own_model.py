@@ -1,7 +1,7 @@
 """Train a model of your own on text, with everything that a run has: `python own_model.py train.steps=300`.
 
-Here each token is predicted from the one before it. Run from this folder, `python -m ttrain
-plugins=[own_model] task=sample run.dir=<run>` draws a text from it.
+The model predicts each token from the one before it. In this folder, `python -m ttrain plugins=[own_model]
+task=sample run.dir=<run>` draws a text from a run.
 """
 
 import sys
