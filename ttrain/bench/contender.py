@@ -87,7 +87,7 @@ class Contender(ABC):
         """Let go of what only steps need, at the end of a turn."""
 
     def planned_bytes(self) -> int | None:
-        """Return the planned peak of memory, or None for who plans nothing."""
+        """Return the planned peak of memory; None if the engine has no plan."""
         return None
 
     def planned_ms(self, rates: Rates) -> float | None:

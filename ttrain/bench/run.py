@@ -234,7 +234,7 @@ class Bench:
             worker.close()
 
     def _starts(self, found: CaseResult, entries: Sequence[Entry]) -> None:
-        """Time starts in turns, each round with empty caches of its own; whoever compiles starts a second time."""
+        """Time starts in turns, each round with its own empty caches. A contender that compiles starts twice."""
         order = random.Random(self.seed)
         for number in range(self.config.starts):
             for entry in order.sample(entries, len(entries)):

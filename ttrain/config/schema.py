@@ -146,7 +146,7 @@ class Given:
         return command_line([*self.flags, *kept, *(override(key, value) for key, value in changes.items())])
 
     def going_on(self) -> str:
-        """Return what a command begins with that goes on with a run, which records all else that it was told.
+        """Return the start of a command that continues a run. The run itself records all other settings.
 
         Files of configs are left out: the run has what they said, and they may ask for a sweep or for replicas.
         """

@@ -128,7 +128,7 @@ def parsed_object(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file that nobody changes a second name; a file system without hard links gets a copy."""
+    """Give a file that never changes a second name; a file system without hard links gets a copy."""
     try:
         os.link(source, target)
     except OSError:

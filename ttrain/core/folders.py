@@ -41,7 +41,7 @@ def cache_folder() -> Path:
 
 
 def at_home(path: str | Path) -> Path:
-    """The path with a home folder for a leading `~`. Raises ConfigError for that of a user whom nobody knows."""
+    """Return the path with a home folder for a leading `~`. Raises ConfigError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

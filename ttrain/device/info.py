@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Failed:
-    """The step that an error ended, as far as keys that mend it are chosen by it."""
+    """Describes a step that ended with an error, for the choice of keys that help."""
 
     precision: str
     engine: str
@@ -91,7 +91,7 @@ class DeviceInfo:
         return False
 
     def problems(self, config: DeviceConfig, rows: int) -> Iterator[str]:
-        """Yield the problems of a config that trains micro-batches of so many sequences, a sentence each."""
+        """Yield a sentence for each problem of a config that trains micro-batches of `rows` sequences."""
         return iter(())
 
     def best_engine(self, config: DeviceConfig) -> tuple[str, str]:

@@ -58,7 +58,7 @@ class Windows:
         return Windows(tuple(starts), tuple(rows), tuple(ids), tuple(int(times[row]) for row in rows))
 
     def specs(self, rows: int) -> dict[str, TensorSpec]:
-        """Fields of a batch of so many sequences."""
+        """Return the fields of a batch of `rows` sequences."""
         many = (rows, len(self.rows))
         return {
             "sat_targets": TensorSpec(many, DType.INT64),

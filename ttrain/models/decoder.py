@@ -33,7 +33,7 @@ def linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role:
 
 
 def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
-    """The batch with what a future layer predicts: where a document goes on, the target of the next position."""
+    """Return the batch with the targets of the future layer: the next position's target, within a document."""
     fields, counts = prepare_plain(batch)
     targets = batch["targets"]
     following = np.concatenate([targets[:, 1:], np.full_like(targets[:, :1], -1)], 1)

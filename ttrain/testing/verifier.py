@@ -76,7 +76,7 @@ def _special(value: Value, device: Device) -> bool:
 
 
 class Trial(ABC):
-    """One recorded function whose results an engine is held to. `label` sets it apart from the others of a step."""
+    """One recorded function whose results are compared. `label` tells it apart from the others of a step."""
 
     label: str
     dtype: DType
@@ -239,7 +239,7 @@ def trials(op: Op, dtype: DType, seen: tuple[int, ...], alone: bool) -> list[Tri
 
 
 def run_trials(device: Device, make: MakeEngine, chosen: Sequence[Trial], together: int = TOGETHER) -> dict[str, Any]:
-    """Return the outputs of all trials, so many by one step; where that step fails, of each by a step of its own.
+    """Return the outputs of all trials, `together` in one step. If that step fails, each trial gets its own step.
 
     A trial that fails by itself too has its error among the outputs, under its label.
     """

@@ -64,7 +64,7 @@ class Rate:
 
 
 def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str | None:
-    """A sentence where a resumed run's rate is far from what it was and from what it would have become, else None.
+    """Return a sentence if a resumed run's rate differs from both its last and its planned rate, else None.
 
     `saved` is the config of the checkpoint, as plain nested dicts.
     """
@@ -177,7 +177,7 @@ class Run:
         return build.resized_model(self.model, length, config.precision, config.lora)
 
     def reader(self, session: Session, step: int = 0, start: Position = Position()) -> BatchReader:  # noqa: B008
-        """The training batches after so many steps; the first of them begins with the sample at `start`."""
+        """Return the training batches after `step` steps; the first of them begins with the sample at `start`."""
         data: Any = self.dataset  # of a split that lies on the device, steps are handed only the indices of samples
         data = data if session.graph.resident is None else IndexBatches(data)
         return BatchReader(data, self.config.run.seed, self.phases, step, start)

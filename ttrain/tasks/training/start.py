@@ -38,7 +38,7 @@ _PLACES = ("source", "notices")  # what a machine may have of its own in the des
 
 
 def start_run(config: Config, stack: ExitStack, world: World | None = None) -> Run:
-    """Return the run that a config asks for. A run that goes on is held until the stack closes.
+    """Return the run that a config asks for. The stack holds the lock of a run that is continued.
 
     Raises UserError for what can't be trained.
     """
@@ -52,7 +52,7 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
 
 
 def find_origin(config: Config, stack: ExitStack, world: World) -> Origin:
-    """Return what the run goes on from. Raises UserError where it can't, or where ranks differ."""
+    """Return the run, checkpoint or weights that the run starts from. Raises UserError, also if ranks differ."""
     if world.ranks.count > 1:
         _agree(config, world)
     held = RunDirectory.led(world, lambda: resuming.hold_run(config.resume, config.run.dir))
@@ -111,7 +111,7 @@ def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, 
 def check_all(
     config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, origin: Origin, world: World
 ) -> Run:
-    """Return the run, once its parts fit each other and what it goes on from. Raises CheckpointError or UserError."""
+    """Return the run, if its parts fit each other and its origin. Raises CheckpointError or UserError."""
     point, train, lora, jump = origin.point, config.train, config.lora, None
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)

@@ -176,7 +176,7 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def with_frozen(folder: Path, state: StateValues) -> Checkpoint | None:
-    """The newest checkpoint of a run, where it holds the frozen parameters of the state that the run goes on with."""
+    """Return the newest checkpoint of a run, if it holds the frozen parameters of this state."""
     newest = list_checkpoints(folder)[0][-1:] if state.names(Kind.FROZEN) else []
     return newest[0] if newest and newest[0].holds(state, Kind.FROZEN) else None
 

@@ -21,7 +21,7 @@ _OF_TORCH = ("BF16", "F8_E4M3", "F8_E5M2")  # dtypes that numpy lacks; such valu
 
 
 def in_shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Names of tensors in groups of at most so many bytes, one file each; a larger tensor is alone."""
+    """Return groups of tensor names for files of at most `limit` bytes each; a larger tensor is alone."""
     names, filled = list[str](), 0
     for name, size in sizes.items():
         if names and filled + size > limit:

@@ -62,7 +62,7 @@ class Console:
             self._show(lambda: print(message, file=sys.stderr, flush=True))
 
     def _show(self, write: Callable[[], object]) -> None:
-        """A terminal that was closed, or a log on a full disk, must not end a run, which goes on in silence."""
+        """Print the bar. A closed terminal or a full disk must not end a run, which continues in silence."""
         if self._gone:
             return
         try:

@@ -136,7 +136,7 @@ class Checkpoints:
         self._report()
 
     def _work(self, content: CheckpointContent, beside: bool) -> _Work:
-        """Return what to save now, as the leading rank decides; values are copied where the state goes on."""
+        """Return the values to save now, as the leading rank decides. Values that training changes are copied."""
         several, state = self._world.ranks.count > 1, self._context.state
         earlier, how, folder = None, "noted", self._run.checkpoints
         if self._world.leads and content.step != self.step:

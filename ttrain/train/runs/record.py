@@ -50,7 +50,7 @@ def command_line(arguments: Iterable[str]) -> str:
 
 
 def continue_command(start: str, run: Path) -> str:
-    """Return the command that goes on with a run; `start` is what it begins with."""
+    """Return the command that continues a run; `start` is its beginning."""
     return f"{start} resume=auto {shlex.quote(override('run.dir', run))}"
 
 

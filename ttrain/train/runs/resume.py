@@ -48,7 +48,7 @@ class ResumePoint:
 
 
 def hold_run(resume: str, run_dir: str | None) -> RunDirectory | None:
-    """Holds the run that `resume` continues, so that nobody else changes it while it is read; None where there is none.
+    """Lock the run that `resume` continues, so that no other process changes it; None if there is none.
 
     A run that is only read, because run.dir is another folder, is not held. Raises UserError where a process holds it.
     """
@@ -186,7 +186,7 @@ def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
 
 
 def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
-    """Gives a new run directory the checkpoint and the metrics that it goes on from; it needs the other no more.
+    """Copy checkpoint and metrics into a new run directory, which then no longer needs the other run.
 
     Returns the point with the copy.
     """

@@ -31,7 +31,7 @@ Resized = Callable[[int], Any]  # length -> model over the same parameters, None
 
 
 def length_class(tokens: int, context: int) -> int:
-    """Return the length of the rows that hold so many tokens."""
+    """Return the length of the rows that hold `tokens` tokens."""
     return min(context, max(SHORTEST, 1 << max(tokens - 1, 0).bit_length()))
 
 

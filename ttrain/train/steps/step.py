@@ -246,7 +246,7 @@ def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
 
 
 def in_order(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield name, slice and micro-batch of each built step, where a slice has so many `micro_batches`.
+    """Yield name, slice and micro-batch of each built step, for slices of `micro_batches` micro-batches.
 
     The update of a guarded step is not among them, because it hangs on what they return.
     """
@@ -266,7 +266,7 @@ def in_order(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> I
 
 
 def micro_batches(batch: Batch, rows: int, slices: int) -> list[dict[str, Array]]:
-    """The batch in parts of so many rows, as many for each slice. Raises ShapeError where it does not divide."""
+    """Cut the batch into parts of `rows` rows, equally many per slice. Raises ShapeError if it does not divide."""
     given = len(next(iter(batch.values())))
     if given == 0 or given % (rows * slices):
         shared = f" in {slices} slices" if slices > 1 else ""

@@ -27,7 +27,7 @@ def wanted(config: ParallelConfig) -> int:
 
 
 def launch(config: ParallelConfig, arguments: Sequence[str], note: Callable[[RankFailed], None]) -> int:
-    """Runs `python -m ttrain` with these arguments as so many ranks; the exit code of the first to fail.
+    """Run `python -m ttrain` with these arguments on all ranks. Return the exit code of the first that fails.
 
     `note` is told of a rank that was killed. Signals go to all ranks, and ranks end with this process.
     """

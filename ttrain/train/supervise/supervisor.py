@@ -146,7 +146,7 @@ class Supervisor:
             self._run_hook(config.on_restart)
 
     def _run_hook(self, command: str) -> None:
-        """The user's own command; the restart goes on whatever becomes of it."""
+        """Run the user's own command. The restart continues even if that fails."""
         try:
             done = subprocess.run(command, shell=True, timeout=HOOK_SECONDS, check=False)
             result = describe_exit(done.returncode)

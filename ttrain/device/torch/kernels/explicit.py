@@ -42,7 +42,7 @@ class Block:
 
     @classmethod
     def all(cls, mask: AttentionMask, time: int, rows: int, few_shapes: bool) -> list[Block]:
-        """All queries in blocks of so many, which is an even number or all."""
+        """Return all queries as blocks of `rows` rows, an even number or all."""
         step = -(-min(time, (mask.window or time) + rows) // _SHAPES) if few_shapes else 1
         found = []
         for start in range(0, time, rows):

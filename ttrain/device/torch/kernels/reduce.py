@@ -108,7 +108,7 @@ def _collectives_done(call: Call) -> None:
 
 
 def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
-    """Begin to sum the shards of buckets, to give all of them to every rank, or both, while the device goes on."""
+    """Begin to sum the shards of buckets, or to gather them on every rank, or both, while the device continues."""
     bounds, group = call.attributes.get("bounds"), call.context.group
     if group is None or not bounds or call.planning:
         return
