@@ -218,10 +218,8 @@ class Run:
             parts += f", {format_count(count)} of them frozen,"
         place = f"device {device.name}, engine {config.chosen('engine')}, {config.chosen('precision')}"
         yield f"Training {parts} on {place}. Run: {path}"
-        if config.engine.name == "traced":
-            yield "The first step is compiled or captured, which takes longer than the others."
-            if ways:
-                yield show_ways(ways)
+        if ways and config.engine.name == "traced":
+            yield show_ways(ways)
         schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
