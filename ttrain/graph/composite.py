@@ -5,9 +5,9 @@
         ...
 
 Calling it records one node. Shape rule, reference, FLOPs, decomposition and gradient come from the body, so every
-engine and device runs it; a device that is faster at it has a row under its name. Where memory or accuracy asks for
-another gradient than the body's, `@rms_norm.gradient` names it. An op that no others make up is declared by its shape
-rule, under `@primitive`.
+engine and device runs it. A device with a faster kernel has a row under the op's name. `@rms_norm.gradient` declares
+another gradient, if that of the body takes too much memory or is not accurate. An op that has no body of other ops is
+declared by its shape rule, under `@primitive`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The child process in which chat templates run; `sandbox` starts it. It imports Jinja2 and nothing of ttrain.
 
-A request is a pickle of (template, marks, names, variants), a variant is (messages, prompting). The answer is a line of
-JSON. It has `text`, that of the first variant, and `compared` with, for every other one, [characters at its start that
-are those of the first, its length, opening marks in it]. Or it has what is wrong: `template` with line and reason where
-that does not compile, else `failed`.
+A request is a pickle of (template, marks, names, variants); a variant is (messages, prompting). The answer is a line of
+JSON. Its `text` is that of the first variant. Its `compared` has a list for every other variant: the number of
+characters at the start that equal those of the first, the length, and the number of opening marks. If the template does
+not compile, the answer has `template` with line and reason instead; after any other failure it has `failed`.
 """
 
 from __future__ import annotations

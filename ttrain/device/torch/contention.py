@@ -1,10 +1,10 @@
 """Leave cores to other programs: OpenMP's workers move away from cores that others use.
 
-PyTorch cuts a kernel into as many parts as there are threads and waits, spinning, for the last of them. A part that
-stands in a queue behind another program holds every kernel up for its time slices, while the core of a thread
-that waits does nothing. So where cores are short, workers move to the cores that nobody else uses, that of the thread
-which launches kernels first, and who waits sleeps soon, so that whoever has work on such a core does it. Into how many
-parts a kernel is cut, and with that every bit, stays as it was.
+PyTorch cuts a kernel into as many parts as there are threads and waits, spinning, for the last part. If another
+program uses the core of a part, every kernel waits for that program's time slices, while the cores of the other threads
+spin. So if cores are scarce, workers move to free cores, first to that of the thread which launches kernels. Threads
+that wait sleep soon, and leave their core to threads with work. The number of parts of a kernel, and so every bit,
+stays the same.
 """
 
 from __future__ import annotations

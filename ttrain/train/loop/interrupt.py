@@ -1,7 +1,7 @@
 """Requests to stop or to save, by signal.
 
-SIGUSR1 saves and goes on. The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step finish, saves and
-stops; the second ends the process.
+SIGUSR1 saves, and training continues. The first Ctrl-C, SIGTERM or SIGHUP (a closed terminal) lets the step finish,
+saves and stops; the second ends the process.
 """
 
 from __future__ import annotations

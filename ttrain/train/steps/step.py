@@ -1,16 +1,16 @@
 """One optimizer step on the host's side: the inputs of every micro-batch, and the calls into the built steps.
 
-An engine builds `train` (forward, backward and update in one) where a step is a single micro-batch, and otherwise
-`accumulate_first` (gradients are overwritten), `accumulate_next` (gradients are added to) and `update`.
+For a step of a single micro-batch an engine builds `train` (forward, backward and update in one). For several
+micro-batches it builds `accumulate_first` (overwrites gradients), `accumulate_next` (adds to them) and `update`.
 
-A guarded step is built in parts too, with `norm` before `update`: the host looks at the loss and at the gradient norm,
-and does not run the update where one of them is not finite. Parameters and optimizer tensors are untouched then, on
+A guarded step is built in parts too, with `norm` before `update`. The host looks at the loss and at the gradient norm,
+and does not run the update if one of them is not finite. Parameters and optimizer tensors then stay unchanged, on
 every engine and device.
 
 A batch of several slices is computed slice by slice, each in micro-batches. Gradients of slices are summed in a tree:
 `keep` sets a sum aside, `merge` adds one that was set aside, level by level as a counter carries. Several ranks sum
-theirs while the last micro-batch is in backward: its step is `train`, which goes on with the last merges and with the
-update, or with the norm alone where the step is guarded.
+theirs during backward of the last micro-batch. The step of that micro-batch is `train`, which also does the last merges
+and the update, or only the norm if the step is guarded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Supervision: training is a child process, which is started again from its newest checkpoint after a failure.
 
-What ends a run for good: success, wrong input (it would be wrong again), an interrupt, a NaN at the same step twice,
-and more than `max_restarts` failures in a row without a new checkpoint between them.
+A run is not started again after success, wrong input (it would be wrong again), an interrupt, a NaN at the same step
+twice, and more than `max_restarts` failures in a row without a new checkpoint between them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""C++ source -> loaded library: finds the machine's compiler, compiles once, and keeps the result on disk.
+"""Make a loaded library of C++ source: find the machine's compiler, compile once, and keep the result on disk.
 
 A cache entry is one file, `<key>.<digest>.so`. The key covers everything that the machine code depends on: the source
 with its headers, the flags, the compiler, and the processor, be it this one or the kind that TTRAIN_MARCH names. The
-digest is that of the file itself, so an entry that was cut off or changed is noticed before it is loaded, and rebuilt.
-Entries appear by a rename within the folder: processes that build the same one at once do not disturb each other.
+digest is that of the file itself, so an entry that was cut off or changed is rebuilt instead of loaded. Entries appear
+by a rename within the folder, so processes that build the same entry at once do not disturb each other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A chip divided into sub-devices: disjoint ranges of cores, each with its own command queue and replica.
 
-With sub-devices loaded, a program has to lie within one of them. Many ops of ttnn 0.81 take the cores they may use;
-the others start at the first core of the chip, and are put together here from ops that can be told. All of it is exact
-but for the order of roundings.
+With sub-devices loaded, a program has to lie within one of them. Many ops of ttnn 0.81 take the cores that they may
+use. The others start at the first core of the chip; here they are made of ops that take cores. Results are exact but
+for the order of roundings.
 """
 
 from __future__ import annotations
