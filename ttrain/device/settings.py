@@ -24,7 +24,7 @@ class DeviceConfig:
         maximum=1024,
     )
     yield_cores: bool = option(True, "cpu: move threads to free cores when other programs take some")
-    index: int = option(0, "cuda: which GPU", minimum=0)
+    index: int = option(0, "cuda: number of the GPU", minimum=0)
     matmul: str = option(
         "auto",
         "cpu: library of matrix products; own is the code of engine=traced, onednn and aten come with torch; auto "

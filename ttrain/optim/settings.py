@@ -29,7 +29,7 @@ class OptimizerConfig:
 
     name: str = option("adamw", "registered name of the optimizer")
     lr: float = option(1e-3, "peak learning rate", minimum=0)
-    weight_decay: float = option(0.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    weight_decay: float = option(0.0, "weight decay per unit of learning rate; see decay_rule", minimum=0)
     decay_rule: str = option(
         "matrices", "parameters that decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
     )
@@ -99,7 +99,7 @@ class AdamWConfig(OptimizerConfig):
     name: str = option("adamw", "registered name of the optimizer")
     betas: list[float] = option([0.9, 0.95], "decay of the first and second moment", minimum=0, below=1)
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
-    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    weight_decay: float = option(0.1, "weight decay per unit of learning rate; see decay_rule", minimum=0)
     cautious: bool = option(False, "decay only elements that the update moves towards zero (Chen et al., 2025)")
 
 
@@ -112,7 +112,7 @@ class LionConfig(OptimizerConfig):
     betas: list[float] = option(
         [0.9, 0.99], "share of the momentum in the direction; decay of the momentum", minimum=0, below=1
     )
-    weight_decay: float = option(1.0, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    weight_decay: float = option(1.0, "weight decay per unit of learning rate; see decay_rule", minimum=0)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class MuonConfig(OptimizerConfig):
     name: str = option("muon", "registered name of the optimizer")
     lr: float = option(2e-3, "peak learning rate of hidden matrices", minimum=0)
     adamw_lr: float | None = option(None, "peak learning rate of AdamW's parameters; null takes lr", minimum=0)
-    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    weight_decay: float = option(0.1, "weight decay per unit of learning rate; see decay_rule", minimum=0)
     momentum: float = option(0.95, "decay of the momentum of hidden matrices", minimum=0, below=1)
     nesterov: bool = option(True, "use Nesterov momentum")
     iterations: int = option(5, "Newton-Schulz iterations that orthogonalize a momentum", minimum=1, maximum=100)
@@ -187,7 +187,7 @@ class ScheduleFreeConfig(OptimizerConfig):
         below=1,
     )
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
-    weight_decay: float = option(0.1, "decoupled decay per unit of learning rate; see decay_rule", minimum=0)
+    weight_decay: float = option(0.1, "weight decay per unit of learning rate; see decay_rule", minimum=0)
     average_after: int = option(0, "steps that the average leaves out, such as schedule.warmup", minimum=0)
 
     @rule
