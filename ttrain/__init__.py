@@ -1,4 +1,4 @@
-"""ttrain: a training step derived once, planned into persistent buffers, and replayed.
+"""ttrain trains language models from a config: a step is derived once, planned into buffers, and replayed.
 
 Programs use the names in `__all__`, which `ttrain/api.py` holds; they are loaded when first used, so `import ttrain`
 takes no time. Models are made of `ttrain.nn` and `ttrain.ops`.

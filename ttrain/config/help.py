@@ -39,10 +39,10 @@ def help_text(composer: Composer) -> str:
     """Usage, groups with their options, main keys with defaults, examples."""
     config = composer.typed()
     parts = [
-        f"ttrain {ttrain.__version__}: derive a training step once, then run it.",
+        f"ttrain {ttrain.__version__}: train language models from a config.",
         "Usage: ttrain [group=option] [key=value] [flags]      (the same as: python -m ttrain ...)",
         "Groups (the default in brackets)\n" + _table(_group_rows(composer, config)),
-        "Main keys (docs/config.md lists every key; so does --cfg job)\n" + _table(_key_rows(config)),
+        "Main keys (docs/config.md lists every key, --cfg job those of a command)\n" + _table(_key_rows(config)),
         "Examples\n" + "\n".join(f"  {command}\n      {meaning}" for command, meaning in EXAMPLES),
         "Flags: --help, --version, --cfg job, --package, --multirun or -m, --config-name, --config-dir,\n"
         "--config-path. --key=value is accepted as key=value.\n"

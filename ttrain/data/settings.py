@@ -45,9 +45,7 @@ class TextConfig(DataConfig):
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
     separator: str = option("\n", "text between two files; \\n is a line break", verbatim=True)
     max_bytes: int | None = option(None, "most bytes to read; null reads all", minimum=1)
-    tokenizer: str = option(
-        "char", "char, byte, bpe (learnt from training text), or a tokenizer.json's path", path=True
-    )
+    tokenizer: str = option("char", "char, byte, bpe (learned from the text), or a tokenizer.json's path", path=True)
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
 
 
@@ -129,7 +127,7 @@ class DocumentsConfig(DataConfig):
     bad_rows: str = option(
         "stop", "stop at an unusable row and name it, or skip and count it", choices=("stop", "skip")
     )
-    tokenizer: str = option("bpe", "char, byte, bpe (learnt from training text), or a tokenizer.json's path", path=True)
+    tokenizer: str = option("bpe", "char, byte, bpe (learned from the text), or a tokenizer.json's path", path=True)
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
     end_token: str | None = option(None, "token after each document; null takes the tokenizer's, or adds <|endoftext|>")
     cache: str | None = option(None, "folder for the tokenized documents; null takes the user's cache", path=True)
