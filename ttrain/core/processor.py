@@ -28,14 +28,13 @@ _ARM_LEVELS: dict[str, tuple[str, ...]] = {"armv8-a": ("asimd",)}
 
 def processor_name() -> str:
     """Return the processor's model, or what is known instead."""
-    return _field("model name") or platform.processor() or platform.machine()
+    return _fields(CPUINFO).get("model name") or platform.processor() or platform.machine()
 
 
-@lru_cache(maxsize=1)
 def processor_features() -> str:
     """Return all that tells this processor from others, as text: architecture, model and extensions."""
     names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part")
-    return "\n".join([platform.machine(), *(f"{name}: {_field(name)}" for name in names)])
+    return "\n".join([platform.machine(), *(f"{name}: {_fields(CPUINFO).get(name, '')}" for name in names)])
 
 
 def vector_extensions() -> list[str]:
@@ -79,10 +78,11 @@ def _levels() -> dict[str, tuple[str, ...]]:
 
 def _flags() -> set[str]:
     """Return all extensions that the system names."""
-    return set((_field("flags") or _field("Features")).split())
+    return set((_fields(CPUINFO).get("flags") or _fields(CPUINFO).get("Features", "")).split())
 
 
-def _field(key: str) -> str:
-    """Return the first value of a field of /proc/cpuinfo, or nothing."""
-    lines = text_of(CPUINFO).splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
+@lru_cache(maxsize=1)
+def _fields(path: Path) -> dict[str, str]:
+    """Return the first value of every field of such a file. Linux takes 20 ms to make it."""
+    lines = reversed(text_of(path).splitlines())
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
