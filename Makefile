@@ -1,7 +1,7 @@
 # What people type often. Everything runs in the environment that is active; see CONTRIBUTING.md.
 .PHONY: fast test ci docs
 
-fast:  # the contracts of the core, under a minute
+fast:  # the contracts of the core, in 40 s
 	python -m pytest -m fast
 
 test:  # everything that this machine can run, under ten minutes

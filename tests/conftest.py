@@ -1,6 +1,6 @@
 """Settings of the whole suite, made before anything imports torch; and its tiers.
 
-    python -m pytest -m fast         under a minute on two cores: the contracts of the core, in the folders of FAST
+    python -m pytest -m fast         in 40 s on two cores: the contracts of the core, in the folders of FAST
     python -m pytest -m "not slow"   what takes at most ten seconds each
     python -m pytest                 everything that this machine can run, under ten minutes
 
@@ -51,7 +51,7 @@ LONGEST = (
     "faults/test_supervision.py", "parallel/test_faults.py", "test_docs.py",
     "parallel/test_bits.py", "bench/test_check.py", "train/steps/test_phases.py",
 )  # fmt: skip
-FAST = ("engine", "graph", "ops", "optim", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")
+FAST = ("engine", "graph", "ops", "plan", "test_architecture.py", "test_budget.py", "test_import_rank.py")
 
 
 @cache
@@ -106,60 +106,52 @@ def cache_home(folder: Path) -> str:
 def in_a_hurry() -> Iterator[None]:
     """Runs of tests are in a hurry, and a config is composed once for the same arguments."""
     import hydra
-    import yaml
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    from ttrain.config import registry
+    compose = once(hydra.compose, lambda name, overrides, **given: of_ours(name, overrides, *sorted(given.items())))
 
+    def composed_here(*given: Any, **named: Any) -> Any:
+        found = compose(*given, **named)
+        found.hydra.runtime.cwd = os.getcwd()
+        return found
+
+    listed = once(ConfigLoaderImpl.compute_defaults_list, lambda _, *given: of_ours(*given))
     hurry()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydra, "compose", remembered(hydra.compose))
-        patch.setattr(ConfigLoaderImpl, "compute_defaults_list", listed_once(ConfigLoaderImpl.compute_defaults_list))
-        patch.setattr(yaml, "SafeLoader", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        patch.setattr(registry, "entry_points", cache(registry.entry_points))
+        patch.setattr(hydra, "compose", composed_here)
+        patch.setattr(ConfigLoaderImpl, "compute_defaults_list", listed)
+        patch.setattr(OverridesParser, "parse_rule", once(OverridesParser.parse_rule, lambda _, *given: given))
+        for name in ("is_config", "is_group"):  # of Hydra's own files
+            found = once(getattr(ImportlibResourcesConfigSource, name), lambda source, path: (source.path, path))
+            patch.setattr(ImportlibResourcesConfigSource, name, found)
         yield
 
 
-def is_ours(overrides: Sequence[str]) -> bool:
-    """Whether a command looks into no files but our own."""
+def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which gives a copy of what it has found for the same key before; None is no key."""
+    kept: dict[Any, bytes] = {}
+
+    def found(*given: Any, **named: Any) -> Any:
+        if (wanted := key(*given, **named)) is None:
+            return function(*given, **named)
+        if wanted not in kept:
+            kept[wanted] = pickle.dumps(function(*given, **named))
+        return pickle.loads(kept[wanted])
+
+    return found
+
+
+def of_ours(name: str | None, overrides: Sequence[str], *more: Any) -> Any:
+    """The key of a composition; None where it looks into other files than our own."""
     from hydra.core.global_hydra import GlobalHydra
 
     from ttrain.config.files import packaged
 
     places = {place.path for place in GlobalHydra.instance().config_loader().get_search_path().get_path()}
-    return str(packaged()) in places and [*overrides[:1]] == ["hydra.searchpath=[]"]
-
-
-def remembered(compose: Callable[..., Any]) -> Callable[..., Any]:
-    """Hydra's function, which composes nothing twice where only our own files are looked into."""
-    kept: dict[Any, bytes] = {}
-
-    def made(name: str | None = None, overrides: Sequence[str] = (), **given: Any) -> Any:
-        if not is_ours(overrides):
-            return compose(name, overrides, **given)
-        key = (name, *overrides, *sorted(given.items()))
-        if key not in kept:
-            kept[key] = pickle.dumps(compose(name, overrides, **given))
-        found = pickle.loads(kept[key])
-        found.hydra.runtime.cwd = os.getcwd()
-        return found
-
-    return made
-
-
-def listed_once(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Hydra's method, which lists the files of a composition; the list is only read."""
-    kept: dict[Any, Any] = {}
-
-    def listed(self: Any, name: str | None, overrides: Sequence[str], mode: Any) -> Any:
-        if not is_ours(overrides):
-            return compute(self, name, overrides, mode)
-        key = (name, *overrides, mode)
-        if key not in kept:
-            kept[key] = compute(self, name, overrides, mode)
-        return kept[key]
-
-    return listed
+    ours = str(packaged()) in places and [*overrides[:1]] == ["hydra.searchpath=[]"]
+    return (name, *overrides, *more) if ours else None
 
 
 def composed(command: str) -> Config:

@@ -39,6 +39,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, least: int, *overrides: str) -> tup
         ["engine=static", "precision=bf16_true", "optimizer.stochastic_rounding=true"],
         ["engine=traced", "precision=bf16"],
     ],
+    ids=" ".join,
 )
 def test_the_numbers_are_the_same_to_the_bit(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if "engine=traced" in overrides:
