@@ -1,4 +1,4 @@
-"""`python -m` as a fork of a process that has imported torch and ttrain: it starts at once, and is in a hurry.
+"""`python -m` or `-c` as a fork of a process that has imported torch and ttrain: it starts at once, in a hurry.
 
 ttnn is not among what is imported, because it reads the environment as it is.
 """
@@ -35,7 +35,7 @@ def forks() -> Any:
 def run(
     module: str, *words: str, cwd: Path = ROOT, seconds: float = SECONDS, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m module words` does in a folder, with more variables in its environment."""
+    """What `python -m module words` does in a folder, with more variables in its environment; or `python -c words`."""
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
         process = forks().Process(target=run_as_main, args=(module, words, cwd, {**os.environ, **environment}, said))
@@ -64,4 +64,6 @@ def run_as_main(
     os.chdir(cwd)
     sys.path[:0] = [str(cwd), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [module, *words]
+    if module == "-c":
+        return exec(sys.argv.pop(1), {"__name__": "__main__"})
     runpy.run_module(module, run_name="__main__", alter_sys=True)

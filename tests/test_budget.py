@@ -14,6 +14,7 @@ import pytest
 
 import ttrain
 from tests.conftest import LONGEST, TESTS
+from tests.test_import_rank import parsed
 
 PACKAGE = Path(ttrain.__file__).parent
 REPO = PACKAGE.parent
@@ -44,7 +45,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def python_lines(source: str) -> int:
     """Lines that hold code; a text over several lines counts each of them unless it is a docstring."""
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     tokens = (
@@ -60,7 +61,7 @@ def template_lines(source: str) -> int:
 
 
 def long_functions(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path.read_text("utf-8"))):
         if isinstance(node, Function) and (length := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES:
             yield f"{path.relative_to(REPO)}:{node.lineno} {node.name}: {length} lines"
 
@@ -85,7 +86,7 @@ RIDDLE = re.compile(r"(What|Whether|Of|How|Where|The same)\b")
 
 def riddles(path: Path) -> Iterator[str]:
     """Docstrings without a verb, whose subject would be the name of what they describe."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in ast.walk(parsed(path.read_text("utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | Function):
             docstring = ast.get_docstring(node)
             if docstring is not None and RIDDLE.match(docstring):

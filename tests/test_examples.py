@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import ttrain
+from tests import forked
 from tests.conftest import cache_home
 from ttrain import api
 
@@ -27,11 +27,8 @@ SMALL_MLP = (
 
 def started(name: str, folder: Path, overrides: Sequence[str] = ()) -> str:
     """What an example prints when it is started in an empty folder."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache_home(folder)}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *overrides], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=170,
-    )  # fmt: skip
+    variables = {"PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache_home(folder)}
+    done = forked.run(name, *overrides, cwd=folder, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,7 +45,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "cycle.txt").write_text("".join(letters) * 1500, "utf-8")
     overrides = ["data.path=cycle.txt", "run.dir=run", "train.steps=60", "optimizer.lr=0.01", "schedule.warmup=0"]
     overrides += ["device=cpu", "device.threads=1", "train.batch_size=8", "train.peak_tflops=1", "sample.tokens=4"]
-    printed = started("own_model.py", tmp_path, overrides)
+    printed = started("own_model", tmp_path, overrides)
     best = float(printed.rpartition(":")[2])
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert best == pytest.approx(min(line["val/loss"] for line in lines if "val/loss" in line), abs=1e-4)
@@ -56,12 +53,12 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_an_op_of_ones_own(tmp_path: Path) -> None:
-    assert "comparisons passed" in started("own_op.py", tmp_path)
+    assert "comparisons passed" in started("own_op", tmp_path)
 
 
 def test_a_step_by_hand(tmp_path: Path) -> None:
     """The regression has no noise, so the weights are those that made its targets."""
-    printed = started("by_hand.py", tmp_path)
+    printed = started("by_hand", tmp_path)
     found = np.array(printed.partition("[[")[2].replace("]", "").replace("[", "").split(), float)
     np.testing.assert_allclose(found, [1, -2, 0.5, 0, 0, 3, 1, -1], atol=0.002)
 

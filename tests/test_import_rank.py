@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,13 @@ ROOMS = [  # of train
     ("loop",),
 ]
 ROOM_RANK = {room: rank for rank, row in enumerate(ROOMS) for room in row}
+parsed = cache(ast.parse)
 FREE = {"__init__"}  # holds the version, and loads what it offers when that is first used
 
 
 def imported_modules(source: str, module: str) -> Iterator[str]:
     """Modules, or names in modules, that a source imports: top level, inside functions, under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,6 +93,7 @@ def test_train_is_built_in_the_order_of_its_rooms() -> None:
     assert not above, "these files import from rooms above their own"
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Which modules of ours each module imports, in whichever form. `ttrain` itself loads the others when asked."""
     sources = {name_of(path): path.read_text("utf-8") for path in modules()}

@@ -55,7 +55,8 @@ def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str])
     [
         (["train.steps=2", "train.eval_sequences=null"],
          ["Reading the data", "Placing the model", "The first step is under way", "Evaluating on held-out data"]),
-        (["task=plan", "plan.limits=true", "plan.time=false"], ["Planning", "Searching the largest"]),
+        (["task=plan", "plan.limits=true", "plan.memory_gb=0.01", "plan.time=false"],
+         ["Planning", "Searching the largest"]),
         (["task=verify", "verify.ops=[gelu,linear]"], ["Comparing ops", "Comparing the model"]),
     ],
     ids=["train", "plan", "verify"],

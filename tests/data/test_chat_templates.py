@@ -7,8 +7,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests import forked
 from tests.data.conftest import config_of, configured, read, theirs
 from tests.data.conftest import rows as write_rows
 from ttrain.core.errors import DataError
@@ -478,7 +477,7 @@ def test_the_child_has_no_secret_and_no_file_and_ends_with_its_parent(monkeypatc
         "jinja.TokenizerTemplate({'chat_template': 'x'})\n"
         "print(jinja.SANDBOX._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = forked.run("-c", script)
     (pid,) = done.stdout.split()
     assert done.returncode == -signal.SIGKILL
     for _ in range(100):

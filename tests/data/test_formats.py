@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from tests import forked
 from tests.data.conftest import config_of, read, rows
 from ttrain.core.errors import DataError
 from ttrain.data.sources import DocumentReader, find_sources
@@ -256,8 +256,7 @@ def test_memory_does_not_grow_with_the_file() -> None:
     pages = {"use_dictionary": False, "compression": "none", "write_batch_size": 8}  # of a few rows, as texts make them
     parquet("one.parquet", {"text": words * 40}, **pages)
     names = [str(Path(f"{name}.parquet").absolute()) for name in ("small", "groups", "one")]
-    command = [sys.executable, "-c", script, *names]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = forked.run("-c", script, *names)
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert [count for count, _ in found] == [size * len(words[0]) for size in (16, 16 * 40, 16 * 40)]
     assert found[2][1] < found[0][1] + 24, found

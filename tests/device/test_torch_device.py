@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import forked
 from ttrain.core import cores
 from ttrain.core.errors import CaptureError, DeviceUnavailable, TtrainError
 from ttrain.core.spec import DType, TensorSpec
@@ -109,7 +110,8 @@ assert after["total"] > after["in_use"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_grows_with_what_is_allocated(kind: str) -> None:
     # In a process of its own: the heap of a long one may still hold pages, so that nothing grows.
-    subprocess.run([sys.executable, "-c", MEMORY_GROWS, kind], check=True)
+    done = forked.run("-c", MEMORY_GROWS, kind)
+    assert done.returncode == 0, done.stderr
 
 
 def test_description_has_what_a_run_record_needs(device: TorchDevice) -> None:

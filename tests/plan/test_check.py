@@ -85,7 +85,7 @@ def test_a_fault_is_named(said: str) -> None:
         check(example.plan, example.device.kernels)
 
 
-SETTINGS = settings(max_examples=200, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True)
 
 
 @st.composite

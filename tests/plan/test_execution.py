@@ -54,7 +54,7 @@ def reusable(graph: Graph) -> GradientReuse:
     return GradientReuse((ends[-1] if ends else 0) + 128, places)
 
 
-@settings(max_examples=250, derandomize=True, **RELAXED)
+@settings(max_examples=150, derandomize=True, **RELAXED)
 @given(graph=step_graphs(), kernels=kernel_tables(), seed=st.integers(0, 99))
 def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
     graph: Graph, kernels: dict[str, Kernel], seed: int
@@ -66,7 +66,7 @@ def test_a_plan_followed_to_the_byte_computes_what_the_graph_means(
     assert_same(run_planned(plan, kernels, inputs, state, reuse), run_plainly(graph, inputs, state))
 
 
-@settings(max_examples=150, derandomize=True, **RELAXED)
+@settings(max_examples=100, derandomize=True, **RELAXED)
 @given(graph=step_graphs(floats=(DType.FP32, DType.FP64)))
 def test_passes_keep_what_a_graph_means(graph: Graph) -> None:
     fuse_all = partial(fuse, kernels=REGISTRY)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from typing import Any
 import optuna
 import pytest
 
+from tests import forked
 from tests.conftest import composed
 from ttrain.cli import main
 from ttrain.config.compose import Composer
@@ -332,8 +331,7 @@ from ttrain.sweep import run
 run.PROGRAM, run._POLL_SECONDS = {run.PROGRAM!r}, 0.005
 with Composer() as composer: run.run_sweep(composer, {overrides!r})
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(run.__file__).parents[2])}
-    killed = subprocess.run([sys.executable, "-c", program], env=environment, timeout=170, capture_output=True)
+    killed = forked.run("-c", program, cwd=Path.cwd())
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert statuses(Path("mine"))["002"]["state"] == "running" and len(started()) == 3
     before = {number: status["state"] for number, status in statuses(Path("mine")).items()}

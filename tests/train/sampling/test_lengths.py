@@ -34,7 +34,7 @@ MODELS = {
     "llama": ["model=llama", "model.preset=null", "model.hidden=24", "model.kv_heads=1"],
     "agillm": ["model=agillm", "model.preset=null", "model.rank=8", "model.objective=joint"],
 }
-SIZES = ["model.layers=2", "model.width=16", "model.heads=2", f"model.context={CONTEXT}"]
+SIZES = ["model.layers=1", "model.width=16", "model.heads=2", f"model.context={CONTEXT}"]
 CPU = ["device=cpu", "device.threads=1"]
 
 
