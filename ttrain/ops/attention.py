@@ -286,6 +286,8 @@ _CASES: tuple[tuple[Any, ...], ...] = (
     ((2, 6, 16), (2, 6, 8), (2, 6, 4), None, 4, {"kv_heads": 2, "documents": True}),
     ((1, 67, 24), (1, 67, 8), (1, 67, 8), None, 6, {"kv_heads": 2, "mask": AttentionMask(CAUSAL, window=37)}),
     ((2, 8, 12), (2, 8, 4), (2, 8, 4), None, 3, {"kv_heads": 1, "p": 0.25, "stream": 3}),
+    ((1, 33, 32), (1, 33, 16), (1, 33, 16), None, 4, {"kv_heads": 2}),
+    ((1, 32, 48), None, None, None, 2, {}),
 )
 
 

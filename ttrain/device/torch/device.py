@@ -64,8 +64,11 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
+        if kind == "cuda":
+            self.context = replace(self.context, capability=torch.cuda.get_device_capability(self.device))
         self._contention = Contention(self.threads if kind == "cpu" and yield_cores else 1)
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool: Any = None  # memory of what libraries allocate in captures; one graph runs at a time
         self._first_event: torch.cuda.Event | None = None
         self._closed = False
 
@@ -179,11 +182,12 @@ class TorchDevice(Device):
         if self.kind != "cuda":
             return super().capture(launches, name)
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         self.synchronize()
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         try:
-            with torch.cuda.graph(graph, stream=stream):  # takes a private memory pool
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 for launch in flat_launches(launches):
                     launch()
         except RuntimeError as error:

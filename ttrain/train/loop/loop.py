@@ -250,8 +250,8 @@ class Loop:
             checkpoints.save(wait=last)
         evaluates = last or (every is not None and step % every == 0)
         improved = evaluates and self._evaluate()
-        kept = context.world.broadcast(checkpoints.step == step)
-        if kept if due else improved and context.config.keep_best:  # one that failed is tried when next due
+        best = improved and context.config.keep_best
+        if context.world.broadcast(checkpoints.step == step) if due else best:  # one that failed is tried when next due
             checkpoints.save()
 
     def _evaluate(self) -> bool:

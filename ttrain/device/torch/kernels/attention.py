@@ -1,15 +1,18 @@
-"""Softmax, and attention in two ways behind one row.
+"""Softmax, and attention in three ways behind one row.
 
 explicit: batched products over probabilities [B*H, rows, keys] in workspace, a block of query rows at a time; bf16
     products run on the matrix units.
-flash: aten's blockwise attention, which never forms the probabilities; causal and without position bias only.
+flash: aten's blockwise attention, which never forms the probabilities; causal and without position bias only. On a GPU
+    it takes bf16 and heads that share keys.
+efficient: aten's memory-efficient attention on a GPU, for what flash does not take there, such as fp32.
 
 The last rows write caches and attend over them. On the CPU no key is read that no query sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,22 +85,26 @@ def _softmax_grad(call: Call) -> None:
 # beyond the probabilities take too much memory.
 EXPLICIT_UP_TO = {torch.bfloat16: 4096}
 OTHERS_UP_TO = 256
+FLASH_FROM = (8, 0)  # compute capability of a GPU
 
 
-def explicit_is_chosen(call: Call, given: Sequence[Tensor | None]) -> bool:
-    """Return whether attention forms its probabilities explicitly; forward and backward of one node agree.
+def chosen_way(call: Call, given: Sequence[Tensor | None]) -> str:
+    """Return explicit, flash or efficient; forward and backward of one node agree.
 
-    Flash attention knows no other mask than the causal one, no dropout, no documents, no keys of another width than
-    values, and no heads that share keys.
+    The last two know no other mask than the causal one, no dropout, no documents, and no keys of another width than
+    values. On a CPU flash knows no heads that share keys.
     """
-    q, _, v = by_heads(given, call.attributes)
+    q, k, v = by_heads(given, call.attributes)
     plain = not call.attributes.get("p", 0.0) and call.attributes["mask"].is_causal and call.ins[-1] is None
-    if not plain or q.shape != v.shape:
-        return True
+    if not plain or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        return "explicit"
     (_, _, time, width), limit, bf16 = q.shape, call.context.explicit_up_to, q.dtype is torch.bfloat16
-    if not call.context.on_cpu and not (bf16 and width % 8 == 0 and width <= 256):
-        return True
-    return time <= (EXPLICIT_UP_TO.get(q.dtype, OTHERS_UP_TO) if limit is None else limit)
+    if call.context.on_cpu:
+        most = EXPLICIT_UP_TO.get(q.dtype, OTHERS_UP_TO) if limit is None else limit
+        return "explicit" if time <= most or q.shape != k.shape else "flash"
+    if time <= (limit or 0) or q.dtype is torch.float64 or width % 8:
+        return "explicit"
+    return "flash" if bf16 and width <= 256 and call.context.capability >= FLASH_FROM else "efficient"
 
 
 def _flash_forward(call: Call) -> None:
@@ -127,23 +134,76 @@ def _flash_backward(call: Call) -> None:
     call.emit_returned(run, by_heads(call.outs, call.attributes))
 
 
-def _row(op: str, explicitly: Bind, flash: Bind, first: int) -> None:
-    """Declare a row that goes one of two ways, by its queries, keys and values from input number `first` on.
+_STATISTICS = 32  # queries: the efficient way pads log_sum_exp to a multiple
 
-    The last inputs are a bias, a seed and positions. Neither way knows a bias: such attention runs as its body.
+
+def _spread(call: Call, x: Tensor, q: Tensor) -> Tensor:
+    """Return x [B, K, T, D] with a head for each of q's, [B, H, T, D]; x itself where it has as many."""
+    return x if x.shape == q.shape else call.scratch(q.shape, q.dtype)
+
+
+def _repeat(call: Call, x: Tensor, spread: Tensor) -> None:
+    """Emit the copies of heads that several heads of queries share."""
+    if spread is not x:
+        call.emit(spread.unflatten(1, (x.shape[1], -1)).copy_, x.unsqueeze(2))
+
+
+def _efficient_forward(call: Call) -> None:
+    q, *shared = by_heads(call.ins[:3], call.attributes)
+    spread = [_spread(call, x, q) for x in shared]
+    for x, wide in zip(shared, spread, strict=True):
+        _repeat(call, x, wide)
+    y, log_sum_exp = heads_view(call.outs[0], 1, call.attributes["heads"])[0], call.outs[1]
+    attend = aten._scaled_dot_product_efficient_attention.default
+
+    def launch() -> None:
+        found, statistics, *_ = attend(q, *spread, None, True, 0.0, True, scale=call.attributes["scale"])
+        y.copy_(found)
+        log_sum_exp.copy_(statistics[..., : q.shape[2]])
+
+    call.emit(launch)
+
+
+def _efficient_backward(call: Call) -> None:
+    heads = call.attributes["heads"]
+    q, *shared = by_heads(call.ins[1:4], call.attributes)
+    dy, y = heads_view(call.ins[0], 1, heads)[0], heads_view(call.ins[4], 1, heads)[0]
+    padded = -(-q.shape[2] // _STATISTICS) * _STATISTICS
+    statistics = call.scratch((*q.shape[:2], padded), torch.float32)
+    spread = [_spread(call, x, q) for x in shared]
+    call.emit(statistics.fill_, math.inf)
+    call.emit(statistics[..., : q.shape[2]].copy_, call.ins[5])
+    for x, wide in zip(shared, spread, strict=True):
+        _repeat(call, x, wide)
+    targets = by_heads(call.outs, call.attributes)
+    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the generator: unused without dropout
+    differentiate = aten._scaled_dot_product_efficient_attention_backward.default
+
+    def launch() -> None:
+        given = (dy, q, *spread, None, y, statistics, state, state, 0.0, [True, True, True, False], True)
+        for target, found in zip(targets, differentiate(*given, scale=call.attributes["scale"]), strict=False):
+            shares = found.shape != target.shape
+            target.copy_(found.unflatten(1, (target.shape[1], -1)).sum(2) if shares else found)
+
+    call.emit(launch)
+
+
+def _row(op: str, ways: Mapping[str, Bind], first: int) -> None:
+    """Declare a row that goes one of several ways, by its queries, keys and values from input number `first` on.
+
+    The last inputs are a bias, a seed and positions. No way knows a bias: such attention runs as its body.
     """
 
     @row(op, supports=lambda ins, attributes: ins[-3] is None)
     def _(call: Call) -> None:
-        if explicit_is_chosen(call, call.ins[first : first + 3]):
-            explicitly(call)
-        else:
+        way = chosen_way(call, call.ins[first : first + 3])
+        if way != "explicit":
             call.outside = sum(out.nbytes for out in call.outs)  # which aten returns, before they are copied
-            flash(call)
+        ways[way](call)
 
 
-_row("attention", explicit.forward, _flash_forward, 0)
-_row("attention_grad", explicit.backward, _flash_backward, 1)
+_row("attention", {"explicit": explicit.forward, "flash": _flash_forward, "efficient": _efficient_forward}, 0)
+_row("attention_grad", {"explicit": explicit.backward, "flash": _flash_backward, "efficient": _efficient_backward}, 1)
 
 
 @row("cache_write", delivery=Delivery.INPLACE)

@@ -44,6 +44,7 @@ class Context:
     logits: of how many logits the cross-entropy of a head forms at a time.
     matmul: who multiplies matrices on the CPU, see DeviceConfig.
     group: the ranks that this device belongs to; None where it is alone.
+    capability: compute capability of a GPU; a plan that is made without one takes that of an A100.
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class Context:
     logits: int = CHUNK_LOGITS
     matmul: str = "auto"
     group: Group | None = None
+    capability: tuple[int, int] = (8, 0)
 
     @staticmethod
     def of(device: torch.device, threads: int = 1, group: Group | None = None) -> Context:

@@ -1,0 +1,145 @@
+"""A CUDA device without a GPU: every launch runs on fake tensors, which have shape, dtype and device and no values.
+
+A kernel that mixes devices or dtypes, reads a value, or takes a host tensor raises. Streams, graphs and fused
+optimizers have no fakes: stand-ins take their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ttrain.device.torch import device as module
+from ttrain.device.torch.device import TorchDevice
+
+INDEX = 7  # a GPU that no machine of ours has, so that nothing that is cached by device is taken for real
+FUSED = ("_fused_adamw_", "_fused_sgd_")
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses tensors that lie elsewhere than on the GPU, and notes the calls of aten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func).removesuffix(".default"))
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves((args, kwargs, result)):
+            if isinstance(each, torch.Tensor):
+                assert each.device == torch.device("cuda", INDEX), f"{func}: a tensor on {each.device}"
+        return result
+
+
+class FakeCuda(TorchDevice):
+    """Memory of fake tensors. `watched` has what each capture saw, in which the launches of a step run once more.
+
+    All captures share a memory pool.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.watched: list[OnDevice] = []
+
+    @contextmanager
+    def captured(self, pool: tuple[int, int]) -> Iterator[None]:
+        assert pool == (0, 1)
+        with OnDevice() as watched:
+            yield
+        self.watched.append(watched)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
+        assert array.shape == tuple(buffer.shape)
+        super().upload(buffer, array)
+
+    def download(self, buffer: torch.Tensor) -> np.ndarray:
+        return np.zeros(tuple(buffer.shape), np.float32)
+
+    def memory(self) -> dict[str, int]:
+        return {}
+
+
+class _Graph:
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class _Stream:
+    def __init__(self, *given: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+
+def _fused(*groups: Any, lr: Any, **settings: Any) -> None:
+    """Check what aten's fused optimizers ask of their tensors."""
+    tensors = [each for each in tree_leaves((groups, lr)) if isinstance(each, torch.Tensor)]
+    assert {each.device for each in tensors} == {torch.device("cuda", INDEX)}
+    parameters, *others = (group for group in groups if group)
+    for group in others:
+        assert len(group) == len(parameters)
+
+
+@contextmanager
+def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
+    """Open the device in a mode of fake tensors."""
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        patch.setattr(module, "_require_gpu", lambda index: None)
+        for name in ("set_device", "synchronize", "empty_cache"):
+            patch.setattr(torch.cuda, name, lambda *given: None)
+        for name, stand_in in (("CUDAGraph", _Graph), ("Stream", _Stream), ("current_stream", _Stream)):
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        for name in FUSED:
+            patch.setattr(torch, name, _fused)
+        device = FakeCuda("cuda", threads=torch.get_num_threads(), index=INDEX)
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        patch.setattr(torch.cuda, "graph", lambda graph, pool, stream: device.captured(pool))
+        yield device
+        device.close()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention in fp64, and the log-sum-exp of its scores; heads may share keys."""
+    wide = [x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q, k, v)]
+    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    scores = (scale * wide[0] @ wide[1].mT).masked_fill(hidden, -torch.inf)
+    return scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
+
+
+def attention_on_cpu(efficient: bool) -> dict[str, Any]:
+    """Stand-ins for an attention of a GPU, forward and backward, by their names in aten."""
+    multiple = 32 if efficient else 1  # of queries, to which the statistic is padded
+
+    def forward(q: Any, k: Any, v: Any, *rest: Any, scale: float) -> tuple[Any, ...]:
+        assert not efficient or q.shape[1] == k.shape[1], "it knows no heads that share keys"
+        y, statistic = _attend(q, k, v, scale)
+        padded = torch.nn.functional.pad(statistic, (0, -q.shape[2] % multiple), value=torch.inf)
+        return y.to(q.dtype), padded.float()
+
+    def backward(dy: Any, q: Any, k: Any, v: Any, *rest: Any, scale: float) -> tuple[Any, ...]:
+        y, statistic = rest[1:3] if efficient else rest[:2]
+        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        expected, sums = _attend(*leaves, scale)
+        torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(statistic[..., : q.shape[2]].double(), sums, rtol=1e-5, atol=1e-5)
+        assert statistic[..., q.shape[2] :].isinf().all() and statistic.shape[2] % multiple == 0
+        found = torch.autograd.grad(expected, leaves, dy.double())
+        return tuple(each.to(q.dtype) for each in found)
+
+    name = f"_scaled_dot_product_{'efficient' if efficient else 'flash'}_attention"
+    return {name: SimpleNamespace(default=forward), f"{name}_backward": SimpleNamespace(default=backward)}

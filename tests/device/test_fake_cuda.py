@@ -1,0 +1,123 @@
+"""The path of CUDA on a machine without a GPU: every row, and whole steps, on fake tensors. Values are not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.device.fake_cuda import FakeCuda, attention_on_cpu, fake_cuda
+from tests.ops.harness import Interpreter, all_cases, assert_equals_reference, every_op
+from ttrain.config import build
+from ttrain.config.compose import load
+from ttrain.core.spec import DType
+from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels import attention
+from ttrain.engine.base import Step, examples
+from ttrain.graph import Case, Op, op
+from ttrain.testing.cases import cases_of, record
+from ttrain.train.sampling.source import StepsByLength, sampling_traces
+from ttrain.train.steps.session import Session
+from ttrain.train.task_settings import SampleConfig
+
+
+@pytest.fixture
+def device() -> Iterator[FakeCuda]:
+    with fake_cuda() as opened:
+        yield opened
+
+
+@every_op(all_cases(DType.FP32, DType.BF16))
+def test_every_row_takes_its_cases(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
+    graph, _, outputs = record(op, case, dtype)
+    interpreter = Interpreter(device)
+    interpreter.run(graph, examples(graph))
+    for output in outputs:
+        found = interpreter.buffers[output]
+        assert found.device == device.device and tuple(found.shape) == output.spec.shape
+
+
+SMALL = "model.layers=1 model.context=64"
+RUNS = {
+    "mlp": "model=mlp data=regression model.inputs=6 model.outputs=3 optimizer=sgd",
+    "gpt, dropout": f"model=nano-gpt {SMALL} model.dropout=0.1",
+    "gpt, bf16": f"model=nano-gpt {SMALL} precision=bf16 train.gradient_accumulation=2 guard.nonfinite=skip",
+    "gpt, muon": f"model=nano-gpt {SMALL} precision=bf16 optimizer=muon run.seed=1",
+    "llama": f"model=llama {SMALL}",
+    "llama, bf16": f"model=llama {SMALL} precision=bf16 optimizer=adafactor",
+    "llama, adapters": f"model=llama {SMALL} precision=bf16 lora.rank=4",
+    "llama, documents": f"model=llama {SMALL} precision=bf16 data=documents data.sources=[a] data.attention=document",
+    "agillm": f"model=agillm {SMALL} precision=bf16",
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_whole_steps_stay_on_the_gpu(device: FakeCuda, run: str) -> None:
+    """A step runs once as `static` launches it, and is captured at its second call."""
+    session = opened(device, RUNS[run])
+    each_is_captured(session.build_training(), device)
+
+
+@pytest.mark.parametrize(("model", "mode"), [("llama", "ar"), ("nano-gpt", "ar"), ("agillm", "speculative")])
+def test_steps_that_read_with_caches_stay_on_the_gpu(device: FakeCuda, model: str, mode: str) -> None:
+    session = opened(device, f"model={model} {SMALL} precision=bf16")
+    config = SampleConfig(mode=mode)
+    with_caches = StepsByLength(session, lambda length: None).get(
+        mode,
+        64,
+        lambda graph: {k: v for each in sampling_traces(graph.model, config, 64).values() for k, v in each.items()},
+    )
+    each_is_captured(with_caches, device)
+
+
+def opened(device: FakeCuda, overrides: str) -> Session:
+    config = load([*overrides.split(), "engine=traced", "device=cpu", "train.batch_size=4"])
+    model = build.build_model(*config.model_parts, None if config.model.name == "mlp" else 96)
+    return build.build_session(model, device, *config.step_parts)
+
+
+def each_is_captured(steps: Mapping[str, Step], device: FakeCuda) -> None:
+    """Run steps twice. Their captures hold calls of aten, on tensors of the GPU alone."""
+    for step in steps.values():
+        for _ in range(2):
+            step(examples(step.plan.graph))
+    assert len(device.watched) == len(steps) and all(each.calls for each in device.watched)
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "way"),
+    [("bf16", (9, 0), "flash"), ("bf16", (7, 5), "efficient"), ("fp32", (9, 0), "efficient")],
+)
+def test_shared_heads_take_kernels_that_never_form_the_probabilities(
+    precision: str, capability: tuple[int, int], way: str
+) -> None:
+    """A llama's heads share keys. What a step takes grows with the length of its rows, not with its square."""
+    taken = []
+    for context in (1024, 2048):
+        with fake_cuda(capability) as device:
+            step = opened(device, f"model=llama model.layers=1 model.context={context} precision={precision}")
+            steps = step.build_training(further=False)
+            each_is_captured(steps, device)
+            names = [name for name in device.watched[0].calls if "attention" in name]
+            assert names == [f"aten._scaled_dot_product_{way}_attention{part}" for part in ("", "_backward")]
+            taken.append(steps["train"].plan.arena_bytes + steps["train"].plan.outside_bytes)
+    assert taken[1] < 2.1 * taken[0]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+def test_rows_around_attention_of_a_gpu_are_held_to_the_reference(
+    capability: tuple[int, int], dtype: DType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins compute in fp64 what the kernels of a GPU do."""
+    stand_ins = attention_on_cpu(efficient=True) | attention_on_cpu(efficient=False)
+    others = {"_softmax_backward_data": torch.ops.aten._softmax_backward_data}
+    monkeypatch.setattr(attention, "aten", SimpleNamespace(**stand_ins, **others))
+    device = TorchDevice("cpu", threads=1)
+    device.context = replace(device.context, kind="cuda", explicit_up_to=0, capability=capability)
+    for name in ("attention", "attention_grad"):
+        for case in cases_of(op(name)):
+            assert_equals_reference(device, op(name), case, dtype)
