@@ -97,7 +97,7 @@ def _fused(*groups: Any, lr: Any, **settings: Any) -> None:
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
     """Open the device in a mode of fake tensors."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
-        patch.setattr(module, "_require_gpu", lambda index: None)
+        patch.setattr(module, "require_gpu", lambda index: None)
         for name in ("set_device", "synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *given: None)
         for name, stand_in in (("CUDAGraph", _Graph), ("Stream", _Stream), ("current_stream", _Stream)):

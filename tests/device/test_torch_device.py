@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import forked
+from tests.conftest import Told
 from ttrain.core import cores
 from ttrain.core.errors import CaptureError, DeviceUnavailable, TtrainError
 from ttrain.core.spec import DType, TensorSpec
@@ -143,6 +144,11 @@ def test_without_a_gpu_cuda_is_refused_with_a_way_out_and_auto_takes_the_cpu(mon
     with pytest.raises(DeviceUnavailable, match=r"device=cuda: .*Use device=cpu, or device=auto"):
         module.open_device(DeviceConfig(name="cuda"))
     assert module.open_device(DeviceConfig(threads=1)).kind == "cpu"
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_data_is_read(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device=cuda: " in told("device=cuda", "data=text", "data.path=nowhere", code=2)
 
 
 def test_a_gpu_that_is_not_there_is_refused_by_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,9 @@ class DeviceInfo:
         """True if its hardware, or what plays it, is here."""
         return True
 
+    def require(self, config: DeviceConfig) -> None:
+        """Raise DeviceUnavailable for a device that is known not to be here, before anything is read for it."""
+
     def exclusive(self, config: DeviceConfig) -> bool:
         """Return True if no two processes can have it open at a time."""
         return False

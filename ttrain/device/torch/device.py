@@ -58,7 +58,7 @@ class TorchDevice(Device):
         self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
         if kind == "cuda":
-            _require_gpu(index)
+            require_gpu(index)
             torch.cuda.set_device(index)
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -228,7 +228,8 @@ def _host_view(buffer: torch.Tensor) -> np.ndarray | None:
     return view
 
 
-def _require_gpu(index: int) -> None:
+def require_gpu(index: int) -> None:
+    """Raise DeviceUnavailable where torch can't use the GPU of this number."""
     if not torch.cuda.is_available():
         reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
         raise DeviceUnavailable(

@@ -16,6 +16,12 @@ BF16_EXTENSIONS = ("amx_bf16", "avx512_bf16", "bf16")
 class Torch(DeviceInfo):
     """The CPU, or a GPU that torch can use."""
 
+    def require(self, config: DeviceConfig) -> None:
+        if config.name == "cuda":
+            from ttrain.device.torch.device import require_gpu
+
+            require_gpu(config.index)
+
     def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
         from ttrain.device.torch.native.toolchain import find_compiler
 

@@ -19,6 +19,7 @@ from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.data.batches import Dataset, TokenDataset
 from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
+from ttrain.device.info import info_of
 from ttrain.models.base import Model, valid_targets
 from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
@@ -46,6 +47,7 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
     world = world or World()
     origin = find_origin(config, stack, world)
     config, world.ranks = merge_config(config, origin, world.ranks)
+    info_of(config.device).require(config.device)
     dataset = open_data(config, origin, world)
     model, stored = build_model(config, dataset, world)
     return check_all(config, stored, dataset, model, origin, world)
