@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import ttrain
 from tests import forked
 from tests.conftest import cache_home
 from ttrain import api
+from ttrain.nn.settings import PrecisionConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SMALL_MLP = (
@@ -113,6 +115,15 @@ def test_without_a_rate_the_schedule_decides() -> None:
 def test_what_can_not_be_trained_is_told(overrides: tuple[str, ...], said: str) -> None:
     with pytest.raises(ttrain.UserError, match=said):
         ttrain.Training(ttrain.load_config(*overrides))
+
+
+def test_a_config_made_by_hand_is_settled_and_checked() -> None:
+    small = ttrain.load_config(*SMALL_MLP)
+    by_hand = ttrain.Config(model=small.model, data=small.data, device=small.device, train=small.train)
+    with ttrain.Training(replace(by_hand, precision=PrecisionConfig("auto"))) as training:
+        assert "auto" not in (training.config.engine.name, training.config.precision.name)
+    with pytest.raises(ttrain.UserError, match="precision.name='fp99'"):
+        ttrain.Training(replace(by_hand, precision=PrecisionConfig("fp99")))
 
 
 def test_names_are_loaded_when_they_are_used() -> None:

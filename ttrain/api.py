@@ -12,7 +12,8 @@ from ttrain.cli import run_task
 from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.config.registry import register
-from ttrain.config.schema import Config
+from ttrain.config.schema import Config, to_dict
+from ttrain.config.validate import typed_config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
 from ttrain.parallel.ranks import Ranks
@@ -58,9 +59,10 @@ class Training:
         """Open the device, set initial values, and build the steps. Nothing is computed yet.
 
         Initial values come from model.from, train.init_from and lora.from, else they are drawn from run.seed. Those of
-        a given `model` are always drawn. Raises UserError if a part can't be built, such as a device that is missing or
-        a model without all its sizes.
+        a given `model` are always drawn. Raises UserError if the config has problems or a part can't be built, such as
+        a device that is missing or a model without all its sizes.
         """
+        config = typed_config(to_dict(config), config.source)  # a config made by hand is checked as a command's is
         if (config.parallel.processes or 1) > 1:
             raise UserError(f"parallel.processes={config.parallel.processes}: Training is one process. Leave it out.")
         if model is None and getattr(config.model, "vocabulary", 0) is None:
