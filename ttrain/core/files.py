@@ -100,9 +100,9 @@ def text_of(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty where there is none."""
-    with suppress(OSError, CheckpointError):
-        return parsed_object(path, path.read_bytes())
+    """Return the object in a JSON file; empty where there is none, or `read_object` refuses it."""
+    with suppress(CheckpointError):
+        return read_object(path)
     return {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError
-from ttrain.core.files import replace_file, to_json
+from ttrain.core.files import read_object, replace_file, to_json
 from ttrain.core.names import listed
 from ttrain.engine.state import State
 from ttrain.models.weight_checks import Weights, bf16_bits, mismatches
@@ -111,14 +110,14 @@ class PeftAdapter:
         """Raises CheckpointError where it is none, or holds what is not understood."""
         path = Path(folder) / CONFIG
         try:
-            config = json.loads(path.read_text("utf-8"))
+            config = read_object(path)
             other = {key: value for key, value in config.items() if key not in _FREE}
             other = {key: value for key, value in other.items() if value not in (None, False, [], *_PLAIN.get(key, ()))}
             rank, alpha, dropout = config["r"], config["lora_alpha"], config.get("lora_dropout") or 0.0
             if type(rank) is not int or rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
                 raise ValueError("r must be a whole number above 0, lora_alpha be above 0, lora_dropout in [0, 1)")
             _selects(config, "")  # raises for keys of other types
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+        except (CheckpointError, ValueError, KeyError, TypeError, re.error) as error:
             told = f"holds no adapters of PEFT that can be read: {CONFIG}: {error}"
             raise CheckpointError(f"lora.from={folder} {told}. Give the folder with {CONFIG} and {FILE}.") from None
         if other:
