@@ -173,7 +173,12 @@ def test_a_yaml_file(train: Train, text: str) -> None:
 
 
 def test_the_config_of_a_run_that_is_inspected(stranger: Path, train: Train) -> None:
-    for text in ("!!python/object/apply:os.system ['touch exploded']", "[" * 3000):
+    with open("run/metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 1, "train/loss": "low"}\n' + "[" * 10**5 + "\n")
+    Path("run/events.jsonl").write_text('{"kind": "held_out", "step": "x"}\n')
+    Path("run/plan.txt").write_bytes(b"\xff")
+    Path("run/summary.json").write_text('{"step": null, "tokens": "many"}')
+    for text in ("!!python/object/apply:os.system ['touch exploded']", "[" * 3000, "{train: , model: 3}"):
         Path("run/config.yaml").write_text(text)
         train.command("task=runs", "runs.root=.")
         train.command("task=report", "run=run")

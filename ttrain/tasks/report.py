@@ -16,7 +16,7 @@ from jinja2 import Environment
 
 import ttrain
 from ttrain.config.schema import Config
-from ttrain.core.files import write_chosen
+from ttrain.core.files import text_of, write_chosen
 from ttrain.core.options import leaves
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
@@ -142,6 +142,5 @@ def _texts(info: RunInfo) -> Iterator[tuple[str, str]]:
     yield "Config", config if info.config else "not recorded yet"
     for number, attempt in enumerate(info.attempts, 1):
         yield f"Environment of attempt {number}", json.dumps(attempt, indent=2, ensure_ascii=False)
-    plan = info.path / "plan.txt"
-    if plan.exists():
-        yield "Plan", plan.read_text("utf-8")
+    if plan := text_of(info.path / "plan.txt"):
+        yield "Plan", plan

@@ -68,7 +68,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, Any]]:
         for line in file:
             try:
                 yield line, json.loads(line) if line.endswith("\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield line, None
 
 
@@ -89,7 +89,9 @@ def _is_before(metrics: Metrics, step: int, evaluated: bool) -> bool:
 
 
 def _is_metrics(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("step"), int)
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return False
+    return all(isinstance(number, int | float | None) for number in value.values())
 
 
 EVENTS = "events.jsonl"
@@ -122,8 +124,8 @@ class Events:
 
 def read_events(run: Path) -> Iterator[Event]:
     """Yield every complete line of a run's events."""
-    lines = read_lines(run / EVENTS)
-    return (event for _, event in lines if isinstance(event, dict) and isinstance(event.get("kind"), str))
+    events = (event for _, event in read_lines(run / EVENTS) if isinstance(event, dict))
+    return (each for each in events if isinstance(each.get("kind"), str) and isinstance(each.get("step", 0), int))
 
 
 def loop_speed(tokens: float | None, seconds: float | None) -> float | None:

@@ -298,7 +298,7 @@ class RunInfo:
     def model(self) -> str:
         """Return the name that the user chose, such as nano-gpt; without one, the name in the model's config."""
         chosen = self.attempts[-1].get("model") if self.attempts else None
-        return str(chosen or self.summary.get("model") or self.config.get("model", {}).get("name", ""))
+        return str(chosen or self.summary.get("model") or part_of(self.config, "model").get("name", ""))
 
     @property
     def caution(self) -> str:
@@ -335,10 +335,11 @@ def read_run(path: Path) -> RunInfo:
         config = {}
     metrics, events = list(read_metrics(path / METRICS)), list(read_events(path))
     summary = read_json(path / "summary.json")
+    summary = summary if isinstance(summary.get("step", 0), int) else {}
     found, _ = list_checkpoints(path / "checkpoints")
     checkpoint = found[-1].step if found else None
     step = max([line["step"] for line in metrics] + [checkpoint or 0])
-    steps = config.get("train", {}).get("steps")
+    steps = part_of(config, "train").get("steps")
     finished = bool(summary) and summary.get("step", -1) >= step and summary.get("steps") == steps
     state = _state(path, finished, events, checkpoint, step)
     if state == "new" and summary.get("computes") is False:
