@@ -43,6 +43,7 @@ if seed == 102 and not fixed: os._exit(7)
 if seed == 103 and not fixed: os.kill(os.getpid(), signal.SIGKILL)
 if seed == 104 and not fixed: sys.exit(print("ttrain: Step 3: train/loss is nan.\\n  more", file=sys.stderr) or 1)
 if seed == 105 and not fixed: sys.exit(print("ttrain: no such corpus", file=sys.stderr) or 2)
+if seed == 112: sys.exit(130)
 if seed in (106, 108) and not fixed:  # the user interrupts; 108 does not stop for it
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130) if seed == 106 else None)
     (folder / "run.json").write_text("{}")
@@ -170,6 +171,11 @@ def test_a_finished_sweep_is_followed_by_a_new_one_and_a_named_one_is_extended(s
     assert [entry["seed"] for entry in started()][4:] == [1, 2, 3]
     folders = sorted(path.name for path in Path("mine").iterdir() if path.is_dir())
     assert folders == ["000_seed=1", "001_seed=2", "002_seed=3"]
+
+
+def test_a_job_that_alone_is_interrupted_ends_no_other(sweep: Sweep) -> None:
+    assert sweep("run.seed=112,1") == 130
+    assert [status["state"] for status in statuses(only_sweep()).values()] == ["interrupted", "finished"]
 
 
 def test_an_unstarted_run_starts_and_a_started_one_resumes(sweep: Sweep) -> None:

@@ -123,7 +123,7 @@ class Runner:
                     signals.received = 1
                     for running in self._running:
                         running.child.send(signal.SIGTERM)
-            self.interrupted = signals.number is not None
+            self.interrupted |= signals.number is not None
 
     @property
     def _gives_up(self) -> bool:
@@ -243,6 +243,7 @@ class Runner:
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             state, told = PRUNED, f"was {reason}"
         elif code == EXIT_INTERRUPTED:
+            self.interrupted = True  # also where somebody sent the signal to the job alone
             state, told, reason = "interrupted", "was interrupted; its state is saved", "interrupted"
         else:
             if problem is None:
