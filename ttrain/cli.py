@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import yaml
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 
 import ttrain
 from ttrain.config import registry
@@ -34,7 +34,6 @@ from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
 from ttrain.parallel.settings import place, rank_here, rank_zero_only
 
-_ABSENT = object()
 DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
 
@@ -189,12 +188,13 @@ def run_task(config: Config) -> Any:
 
 def _show_config(config: Config, package: str | None) -> None:
     """Print the composed config, or a part of it. What we print is complete and has passed every check."""
-    shown: Any = OmegaConf.create(to_dict(config))
-    if package not in (None, "_global_"):
-        shown = OmegaConf.select(shown, package, default=_ABSENT)
-        if shown is _ABSENT:
-            raise ConfigError(f"--package {package}: no such key. {did_you_mean(package, to_dict(config))}")
-    print(OmegaConf.to_yaml(shown).rstrip() if OmegaConf.is_config(shown) else as_word(shown))
+    shown: Any = to_dict(config)
+    for key in [] if package in (None, "_global_") else str(package).split("."):
+        if not isinstance(shown, dict) or key not in shown:
+            raise ConfigError(f"--package {package}: no such key. {did_you_mean(str(package), to_dict(config))}")
+        shown = shown[key]
+    many = isinstance(shown, dict | list)
+    print(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip() if many else as_word(shown))
 
 
 def _prepare_streams() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.config.messages import said, sentences
 from ttrain.config import renamed
 from ttrain.config.build import build_dataset
-from ttrain.config.compose import load
+from ttrain.config.compose import Composer, load
 from ttrain.config.renamed import RENAMED
 from ttrain.config.saved import ALWAYS_GIVEN, continued
 from ttrain.config.schema import to_dict
@@ -40,6 +40,27 @@ def write(folder: Path, name: str, text: str | bytes) -> Path:
 def test_a_mistake_is_told_in_these_words(command: str) -> None:
     """The whole list comes at once, each with its key."""
     assert said(command) == SENTENCES[command]
+
+
+@pytest.mark.parametrize(
+    ("override", "valid"),
+    [
+        ("model.width=range(5,1)", False),
+        ("model.width=range(1,5,0)", False),
+        ("model.width=range(5,1,-1)", True),
+        ("optimizer.lr=interval(1e-2,1e-4)", False),
+        ("optimizer.lr=interval(1e-2,inf)", False),
+        ("optimizer.lr=tag(log,interval(0,1))", False),
+        ("optimizer.lr=interval(0,1)", True),
+        ("model.width=glob(*)", False),
+        ("optimizer=glob(no*)", False),
+        ("optimizer=glob(ad*)", True),
+    ],
+)
+def test_a_sweep_without_values_is_refused(override: str, valid: bool) -> None:
+    with Composer() as composer:
+        told = composer.compose([override], sweep=True).problems
+    assert [problem.startswith(f"{override}: has no values.") for problem in told] == ([] if valid else [True])
 
 
 def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:

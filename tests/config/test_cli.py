@@ -119,8 +119,10 @@ def test_help_lists_groups_keys_and_examples_in_tables_that_fit(
 def test_cfg_job_prints_the_complete_config(capsys: Any) -> None:
     assert main(["--cfg", "job", "optimizer=sgd", "-p", "optimizer"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == asdict(SGDConfig(momentum=0.9))
-    for key, expected in [("run.dir", "null"), ("train.steps", "1000"), ("model.tied", "true")]:
-        assert main(["--cfg", "job", "-p", key]) == 0
+    for key, expected in [
+        ("run.dir", "null"), ("train.steps", "1000"), ("model.tied", "true"), ("data.path", "${x"),
+    ]:  # fmt: skip
+        assert main(["--cfg", "job", "-p", key, "data.path=${x"]) == 0
         assert capsys.readouterr().out == f"{expected}\n"
     assert main(["--cfg", "job", "train.stpes=1"]) == 2
     assert main(["--cfg", "job", "-p", "modle"]) == 2

@@ -109,7 +109,7 @@ def test_two_may_build_the_same_library_at_once_and_a_third_finds_it(cache: Path
     assert {path.suffix for path in cache.iterdir()} == {".so"}, "nothing else is left behind"
 
 
-@pytest.mark.parametrize("command", ["/nonexistent/g++", "no-such-compiler -m64", None])
+@pytest.mark.parametrize("command", ["/nonexistent/g++", "no-such-compiler -m64", '"g++', None])
 def test_no_compiler_is_one_message_that_offers_the_static_engine(
     tmp_path: Path, command: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Override, QuotedString, ValueType
+from hydra.core.override_parser.types import IntervalSweep, Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
@@ -151,13 +152,17 @@ class Composer:
         if override.is_sweep_override() and not sweep:
             how = "a comma means a sweep, which" if override.value_type == ValueType.SIMPLE_CHOICE_SWEEP else "a sweep"
             return f"{line}: {how} needs -m. For a list write {key}=[...]; quote text twice."
+        loader = SimpleNamespace(get_group_options=lambda group, results_filter=None: self.files.options(group))
+        override.config_loader = cast(Any, loader)
+        if override.is_sweep_override() and not _has_values(override):
+            wanted = "Ranges and intervals go up, with the tag log from above 0; a glob names options of a group"
+            return f"{line}: has no values. {wanted}."
         group, _, name = key.rpartition(".")
         if name == "name" and group in registry.groups() and not override.is_sweep_override():
             return f"{line}: a component is chosen by its group; give {group}={override.value()}."
         if override.is_delete() or not self.files.is_group(key):
             return None
         valid = self.files.options(key)
-        override.config_loader = cast(Any, SimpleNamespace(get_group_options=self.files.options))
         chosen = list(override.sweep_iterator()) if override.is_choice_sweep() else [override.value()]
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
@@ -172,7 +177,7 @@ class Composer:
     def _option_hint(self, group: str, name: str, valid: list[str]) -> str:
         """Name the nearest option; for a path, tell how an own file is chosen."""
         path = at_home(name)
-        own = next((file for file in (path, path.with_name(f"{path.name}{YAML}")) if file.is_file()), None)
+        own = next((file for file in (path, Path(f"{path}{YAML}")) if file.is_file()), None)
         if own is not None and own.parent.name == group and own.stem not in valid:
             return f"For a file of yours give --config-dir {own.parent.parent} {group}={own.stem}."
         return did_you_mean(path.name, valid)
@@ -268,6 +273,17 @@ def load(overrides: Sequence[str] = (), config_name: str | None = None, config_d
         return composer.typed(overrides)
 
 
+def _has_values(override: Override) -> bool:
+    """Return whether a swept override has at least one value to try."""
+    sweep: Any = override.value()
+    if isinstance(sweep, IntervalSweep):
+        lowest = sys.float_info.min if "log" in sweep.tags else -sys.float_info.max
+        return bool(lowest <= sweep.start <= sweep.end <= sys.float_info.max)
+    with suppress(HydraException, ValueError):  # such as a step of 0
+        return next(override.sweep_string_iterator(), None) is not None
+    return False
+
+
 def _ignored(key: str, origin: str = "") -> str | None:
     """Return the problem of a key of Hydra, such as `hydra.run.dir` or `hydra/launcher`, that would do nothing."""
     key = key.lstrip("+~")
@@ -282,7 +298,7 @@ def _plugins(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         if override.lstrip("+").startswith("plugins="):
             value = parse(override).value()
-            modules += value if isinstance(value, list) else [str(value)]
+            modules += map(str, value) if isinstance(value, list) else [str(value)]
     return modules
 
 

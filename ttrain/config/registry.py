@@ -9,6 +9,7 @@ by an entry point of the group `ttrain.plugins`. Nothing in a config file can na
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import entry_points
@@ -98,6 +99,8 @@ def load_plugins(modules: Sequence[str]) -> None:
     """
     named = [*(entry.module for entry in entry_points(group=ENTRY_POINT_GROUP)), *modules]
     for module in (name for name in named if name not in _LOADED_PLUGINS):
+        if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", module):
+            raise ConfigError(f"plugins=[{module}]: is no name of a module, such as package.module.")
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:

@@ -144,7 +144,12 @@ class Search(Grid):
             if isinstance(sweep.start, int) and isinstance(sweep.end, int):
                 return kinds.IntDistribution(sweep.start, sweep.end, log=log)
             return kinds.FloatDistribution(float(sweep.start), float(sweep.end), log=log)
-        if isinstance(sweep, RangeSweep) and isinstance(sweep.start, int) and isinstance(sweep.step, int):
+        if (
+            isinstance(sweep, RangeSweep)
+            and isinstance(sweep.start, int)
+            and isinstance(sweep.step, int)
+            and sweep.step > 0
+        ):
             assert isinstance(sweep.stop, int)
             last = sweep.start + (sweep.stop - 1 - sweep.start) // sweep.step * sweep.step
             return kinds.IntDistribution(sweep.start, last, step=sweep.step)

@@ -57,7 +57,11 @@ def find_compiler() -> tuple[list[str], str]:
     no compiler.
     """
     given = os.environ.get("CXX", "").strip()
-    for command in [shlex.split(given)] if given else [[name] for name in CANDIDATES]:
+    try:
+        commands = [shlex.split(given)] if given else [[name] for name in CANDIDATES]
+    except ValueError:  # a quotation mark that is not closed
+        commands = []
+    for command in commands:
         if found := shutil.which(command[0]):
             executable = Path(found).resolve()
             facts = executable.stat()
