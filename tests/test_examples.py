@@ -122,7 +122,7 @@ def test_a_config_made_by_hand_is_settled_and_checked() -> None:
     by_hand = ttrain.Config(model=small.model, data=small.data, device=small.device, train=small.train)
     with ttrain.Training(replace(by_hand, precision=PrecisionConfig("auto"))) as training:
         assert "auto" not in (training.config.engine.name, training.config.precision.name)
-    with pytest.raises(ttrain.UserError, match="precision.name='fp99'"):
+    with pytest.raises(ttrain.UserError, match="precision.name=fp99: not registered"):
         ttrain.Training(replace(by_hand, precision=PrecisionConfig("fp99")))
 
 

@@ -257,7 +257,8 @@ class Composer:
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
             raise ConfigError([*problems, _flat(error)]) from error
         except RecursionError as error:
-            raise ConfigError("the defaults list of a config file includes itself; break the circle.") from error
+            why = "the defaults list of a config file includes itself, or brackets stand too deep inside each other"
+            raise ConfigError(f"{why}. Mend the file.") from error
 
     def _missing_problem(self, error: MissingConfigException) -> str:
         missing = str(error.missing_cfg_file)
@@ -275,10 +276,11 @@ def load(overrides: Sequence[str] = (), config_name: str | None = None, config_d
 
 def _has_values(override: Override) -> bool:
     """Return whether a swept override has at least one value to try."""
-    sweep: Any = override.value()
+    sweep = override.value()
     if isinstance(sweep, IntervalSweep):
+        start, end = cast("tuple[float, float]", (sweep.start, sweep.end))
         lowest = sys.float_info.min if "log" in sweep.tags else -sys.float_info.max
-        return bool(lowest <= sweep.start <= sweep.end <= sys.float_info.max)
+        return lowest <= start <= end <= sys.float_info.max
     with suppress(HydraException, ValueError):  # such as a step of 0
         return next(override.sweep_string_iterator(), None) is not None
     return False

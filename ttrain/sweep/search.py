@@ -144,15 +144,11 @@ class Search(Grid):
             if isinstance(sweep.start, int) and isinstance(sweep.end, int):
                 return kinds.IntDistribution(sweep.start, sweep.end, log=log)
             return kinds.FloatDistribution(float(sweep.start), float(sweep.end), log=log)
-        if (
-            isinstance(sweep, RangeSweep)
-            and isinstance(sweep.start, int)
-            and isinstance(sweep.step, int)
-            and sweep.step > 0
-        ):
+        if isinstance(sweep, RangeSweep) and isinstance(sweep.start, int) and isinstance(sweep.step, int):
             assert isinstance(sweep.stop, int)
-            last = sweep.start + (sweep.stop - 1 - sweep.start) // sweep.step * sweep.step
-            return kinds.IntDistribution(sweep.start, last, step=sweep.step)
+            values = range(sweep.start, sweep.stop, sweep.step)
+            low, high = sorted((values[0], values[-1]))
+            return kinds.IntDistribution(low, high, step=abs(sweep.step))
         return kinds.CategoricalDistribution([str(value) for value in override.sweep_string_iterator()])
 
     def _pruner(self, evaluations: int) -> Any:
