@@ -66,6 +66,9 @@ class BuiltStep:
         assert inputs.keys() == self.inputs.keys()
         return self._run(inputs)
 
+    def start(self, inputs: Mapping[str, Any]) -> Callable[[], dict[str, float]]:
+        return lambda: self(inputs)
+
 
 @dataclass
 class Bigram:
