@@ -17,7 +17,7 @@ import torch
 from tests.native.conftest import open_device, require_compiler
 from tests.native.test_numbers import Runs, assert_near_reference, large_runs, run_all
 from ttrain.core.processor import VARIABLE, vector_extensions
-from ttrain.core.spec import DType
+from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing
@@ -32,7 +32,7 @@ needs_avx512 = pytest.mark.skipif("avx512f" not in vector_extensions(), reason="
 
 @dataclass(frozen=True)
 class Form:
-    """One instance of the template `product`, of bf16 matrices."""
+    """One instance of the template `product`."""
 
     turn_a: bool
     turn_b: bool
@@ -40,18 +40,23 @@ class Form:
     adding: bool = False
     after: str = "nothing"
     kind: str = "bf16"  # of what it writes
+    read: str = "bf16"  # the kind of A, B and the bias
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.kind == "bf16" else torch.float32
 
     @property
+    def operands(self) -> torch.dtype:
+        return torch.bfloat16 if self.read == "bf16" else torch.float32
+
+    @property
     def body(self) -> str:
         name = template("product", self.turn_a, self.turn_b, self.bias, self.adding, f"After::{self.after}")
         sizes = ", ".join(f"number(a, {5 + index})" for index in range(6))
         return call(
-            name, f"Sizes{{{sizes}}}", "in<bf16>(a, 0)", "in<bf16>(a, 1)", "in<bf16>(a, 2)", f"out<{self.kind}>(a, 3)",
-            "out<float>(a, 4)", "number(a, 11)", "int(number(a, 12))",
+            name, f"Sizes{{{sizes}}}", *(f"in<{self.read}>(a, {index})" for index in range(3)),
+            f"out<{self.kind}>(a, 3)", "out<float>(a, 4)", "number(a, 11)", "int(number(a, 12))",
         )  # fmt: skip
 
 
@@ -133,9 +138,9 @@ class Problem:
     def run(self, library: ctypes.CDLL, form: Form, threads: int, at_end: bool, gap: int) -> torch.Tensor:
         (m, k), n = self.a.shape, self.b.shape[1]
         stored = [x.T if turn else x for x, turn in ((self.a, form.turn_a), (self.b, form.turn_b))]
-        a, b = (Matrix(x, x.shape[1] + gap, at_end) for x in stored)
-        c, bias = Matrix(self.c, n + gap, at_end), Matrix(self.bias[None], n, at_end)
-        own = _scratch(k, DType.BF16)
+        a, b = (Matrix(x.to(form.operands), x.shape[1] + gap, at_end) for x in stored)
+        c, bias = Matrix(self.c, n + gap, at_end), Matrix(self.bias[None].to(form.operands), n, at_end)
+        own = _scratch(k, DTYPES[form.operands])
         scratch = Guarded(threads * own, torch.float32, at_end)
         addresses = [memory.address for memory in (a, b, bias, c, scratch)]
         arguments = (ctypes.c_void_p * 13)(*addresses, m, n, k, a.stride, b.stride, c.stride, own, threads)

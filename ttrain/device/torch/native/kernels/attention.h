@@ -34,7 +34,7 @@ INLINE Unit<E>* as_units(float* p) {
 template <i64 T, i64 D>
 struct HeadSizes {
     static constexpr i64 times = round_up(T, TILE_COLUMNS), width = round_up(D, TILE_COLUMNS);
-    static constexpr i64 block = T < 32 ? round_up(T, TILE_ROWS) : 32;  // queries treated together
+    static constexpr i64 block = T < 32 ? round_up(T, HEAD_ROWS) : 32;  // queries treated together
     static constexpr i64 queries = round_up(T, block);
     static constexpr i64 longest = times > queries ? times : queries;
     static constexpr i64 matrix = longest * width, scores = block * longest;

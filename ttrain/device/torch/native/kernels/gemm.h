@@ -7,10 +7,11 @@
 #include "vector_math.h"
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int TILE_ROWS = 4;  // 16 vector registers
+constexpr int TILE_ROWS = 6, HEAD_ROWS = 4;  // 16 vector registers
 #else
-constexpr int TILE_ROWS = 8;  // 32
+constexpr int TILE_ROWS = 8, HEAD_ROWS = 8;  // 32
 #endif
+// HEAD_ROWS are those of a tile of attention, whose blocks are powers of two.
 constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
@@ -69,19 +70,19 @@ INLINE bool uses_amx() {
     return false;
 }
 
-// c (+)= A B for one tile over `steps` units: A[i, k] at a[i * a_row + k * Step], or row by row where it is packed
-// (a_row 1, Step TILE_ROWS); rows of B are `b_row` apart, those of c `c_row`. Not inlined: by itself the loop keeps all
+// c (+)= A B for one tile of Rows over `steps` units: A[i, k] at a[i * a_row + k * Step], or row by row where it is packed
+// (a_row 1, Step Rows); rows of B are `b_row` apart, those of c `c_row`. Not inlined: by itself the loop keeps all
 // sums in registers, whatever surrounds the call.
-template <class E, bool Packed>
+template <class E, bool Packed, int Rows = TILE_ROWS>
 __attribute__((noinline)) void tile_product(
     i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c, i64 c_row, bool adding) {
     if constexpr (Packed) {
         a_row = 1;
-        a_step = TILE_ROWS;
+        a_step = Rows;
     }
-    vf tile[TILE_ROWS][TILE_VECTORS];
+    vf tile[Rows][TILE_VECTORS];
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; ++i)
+    for (int i = 0; i < Rows; ++i)
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECTORS; ++v) tile[i][v] = adding ? load(c + i * c_row + v * W) : vf{};
     for (i64 k = 0; k < steps; ++k) {
@@ -89,16 +90,18 @@ __attribute__((noinline)) void tile_product(
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECTORS; ++v) row[v] = Inner<E>::read(b + v * W);
 #pragma GCC unroll 16
-        for (int i = 0; i < TILE_ROWS; ++i) {
+        for (int i = 0; i < Rows; ++i) {
             const auto left = Inner<E>::repeat(a + i * a_row);
 #pragma GCC unroll 8
             for (int v = 0; v < TILE_VECTORS; ++v) Inner<E>::add_product(tile[i][v], left, row[v]);
+            // Or gcc loads all rows first, for which there are no registers.
+            if constexpr (Rows == 6) asm volatile("" : "+x"(tile[i][0]), "+x"(tile[i][1])::"memory");
         }
         a += a_step;
         b += b_row;
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < TILE_ROWS; ++i)
+    for (int i = 0; i < Rows; ++i)
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECTORS; ++v) store(c + i * c_row + v * W, tile[i][v]);
 }
@@ -109,16 +112,17 @@ INLINE void multiply(
     i64 rows, i64 columns, i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c,
     i64 c_row, bool adding) {
     for (i64 j = 0; j < columns; j += TILE_COLUMNS)
-        for (i64 i = 0; i < rows; i += TILE_ROWS)
-            tile_product<E, false>(steps, a + i * a_row, a_row, a_step, b + j, b_row, c + i * c_row + j, c_row, adding);
+        for (i64 i = 0; i < rows; i += HEAD_ROWS)
+            tile_product<E, false, HEAD_ROWS>(
+                steps, a + i * a_row, a_row, a_step, b + j, b_row, c + i * c_row + j, c_row, adding);
 }
 
 // Sizes of C [M, N] = A [M, K] B [K, N], the distances between rows as the matrices are stored, and the blocks that are
 // packed at a time: at most INNER steps of the inner axis, as many columns of B as make RIGHT units, DOWN rows of a transposed
 // A. They stay in a core's second-level cache. Sums of WAITING elements of C wait in scratch for the next block of the
 // inner axis. native/products.py computes the scratch in the same way.
-constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128, WAITING = 1 << 18, LINE = 16;
-static_assert(DOWN % SQUARE == 0, "so that padding to whole squares needs no room");
+constexpr i64 INNER = 512, RIGHT = 1 << 17, DOWN = 128 / TILE_ROWS * TILE_ROWS, WAITING = 1 << 18, LINE = 16;
+static_assert(!AMX || DOWN % SQUARE == 0, "so that padding to whole squares needs no room");
 struct Sizes {
     i64 M, N, K, a_row, b_row, c_row;
     template <class E>
@@ -220,17 +224,22 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
     i64 i = i0;
     if constexpr (Turned)
         if (k1 * elements <= s.K) {
-            constexpr i64 line = 2 * W;  // columns of a cache line of bf16, which may not be there any more a column later
-            constexpr int part = W < TILE_ROWS ? W : TILE_ROWS;  // of a vector, that lies side by side in a panel
+            // Columns of a cache line of bf16, which may not be there any more a column later, and whole panels. Parts
+            // of a vector lie side by side in a panel.
+            constexpr i64 line = TILE_ROWS == 6 ? 3 * W : 2 * W;
+            constexpr int part = TILE_ROWS == 6 ? 2 : W < TILE_ROWS ? W : TILE_ROWS;
             const i64 whole = (i1 - i0) / line * line;
             for (i64 first = 0; first < steps; first += near)
                 for (i64 j = 0; j < whole; j += line)
                     for (i64 k = first; k < first + near && k < steps; ++k)
-                        for (i64 r = j; r < j + line; r += W) {
-                            const auto units = units_at(a + (k0 + k) * next + i0 + r, s.a_row);
+#pragma GCC unroll 8
+                        for (i64 r = 0; r < line; r += W) {
+                            const auto units = units_at(a + (k0 + k) * next + i0 + j + r, s.a_row);
+                            auto* to = panels + j * steps + k * TILE_ROWS;
+#pragma GCC unroll 8
                             for (int p = 0; p < W; p += part)
                                 __builtin_memcpy(
-                                    panels + (r + p) / TILE_ROWS * panel + k * TILE_ROWS + (r + p) % TILE_ROWS,
+                                    to + (r + p) / TILE_ROWS * panel + (r + p) % TILE_ROWS,
                                     reinterpret_cast<const Unit<E>*>(&units) + p, part * sizeof(Unit<E>));
                         }
             i += whole;
@@ -309,6 +318,7 @@ INLINE i64 inner_block(Sizes s) {
     const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER;
     return round_up((all + blocks - 1) / blocks, 16);
 }
+constexpr i64 EVEN = TILE_ROWS == 6 ? 96 : 32;  // rows that make whole tiles, and squares
 // Columns of B that are packed at a time.
 INLINE i64 columns_packed(i64 inner) { return RIGHT / inner / 32 * 32; }
 
@@ -318,7 +328,7 @@ template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, c
 INLINE void product_part(
     Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
     const i64 all = s.steps<E>(), inner = inner_block<E>(s), blocks = (all + inner - 1) / inner;
-    const i64 across = columns_packed(inner), rows_waiting = WAITING / across / 32 * 32;
+    const i64 across = columns_packed(inner), rows_waiting = WAITING / across / EVEN * EVEN;
     const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<E>::elements;
     auto& packed = *reinterpret_cast<i64*>(scratch);
     auto* left = reinterpret_cast<Unit<E>*>(scratch + LINE);
