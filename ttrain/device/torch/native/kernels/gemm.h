@@ -246,13 +246,19 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
             panels += whole * steps;
         }
     for (; i < i1; i += TILE_ROWS, panels += panel)
-        for (i64 k = 0; k < steps; ++k)
+        for (i64 k = 0; k < steps; ++k) {
+            if constexpr (Turned && elements == 1)
+                if (i + TILE_ROWS <= i1) {
+                    __builtin_memcpy(panels + k * TILE_ROWS, a + (k0 + k) * next + i, TILE_ROWS * sizeof(E));
+                    continue;
+                }
             for (i64 r = 0; r < TILE_ROWS; ++r) {
                 const i64 from = i + r < i1 ? i + r : i1 - 1;
                 panels[k * TILE_ROWS + r] =
                     Turned ? unit_at(a + (k0 + k) * next + from, s.a_row, (k0 + k + 1) * elements > s.K)
                            : reinterpret_cast<const Unit<E>*>(a)[from * (s.a_row / elements) + k0 + k];
             }
+        }
 }
 
 // One tile of C, with amx a square, from `packed` rows of A, or from rows in order.
@@ -374,19 +380,21 @@ INLINE void product_part(
 }
 
 // Into how many ranges of columns and of rows C is cut. Columns come first, since each range packs its part of B but once a
-// thread, and no range is wider than what is packed at a time; rows make up the number where there are more of them.
+// thread, and no range is wider than what is packed at a time; rows make up the number where there are more of them, or
+// where each range of columns would pack a turned A anew.
 struct Cut {
     i64 across = 1, down = 1;
-    template <class E>
+    template <class E, bool TurnA>
     static INLINE Cut of(Sizes s, int threads) {
         if (threads == 1) return {};
         const i64 wanted = EACH * threads, tiles = (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS, whole = columns_packed(inner_block<E>(s));
+        const i64 most = (s.M + 4 * TILE_ROWS - 1) / (4 * TILE_ROWS), wide = s.N >= (TurnA ? 4 : 1) * s.M;
+        const i64 least = wide ? wanted : (wanted + most - 1) / most;
         Cut cut;
         cut.across = (s.N + whole - 1) / whole;
-        if (s.N >= s.M && cut.across < wanted) cut.across = tiles < wanted ? tiles : wanted;
+        if (cut.across < least) cut.across = tiles < least ? tiles : least;
         cut.down = (wanted + cut.across - 1) / cut.across;
         while (cut.across * cut.down % threads) ++cut.down;  // or one thread does a chunk more while the others wait
-        const i64 most = (s.M + 4 * TILE_ROWS - 1) / (4 * TILE_ROWS);
         if (cut.down > most) cut.down = most;
         return cut;
     }
@@ -398,7 +406,7 @@ struct Cut {
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
 __attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
-    const Cut cut = Cut::of<E>(s, threads);
+    const Cut cut = Cut::of<E, TurnA>(s, threads);
     const i64 high = uses_amx<E>() ? SQUARE : TILE_ROWS;
     for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
     parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
