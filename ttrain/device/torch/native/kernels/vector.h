@@ -145,7 +145,7 @@ INLINE vf first_lanes(vf v, int count, vf other) { return bits_as<vi>(lane_indic
 
 // The greater and the lesser of two; b where either is a NaN. One instruction, which gcc does not dare to use by itself.
 INLINE vf greater(vf a, vf b) {
-#if defined(__AVX512F__)
+#if defined(__AVX__)
     vf y;
     asm("vmaxps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b));
     return y;
@@ -154,7 +154,7 @@ INLINE vf greater(vf a, vf b) {
 #endif
 }
 INLINE vf lesser(vf a, vf b) {
-#if defined(__AVX512F__)
+#if defined(__AVX__)
     vf y;
     asm("vminps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b));
     return y;
