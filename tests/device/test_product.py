@@ -1,4 +1,4 @@
-"""Products that go to oneDNN, whole or block by block, against numpy in fp64."""
+"""Products that go to oneDNN, whole or block by block, or to compiled code, against numpy in fp64."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.native.conftest import require_compiler
 from tests.ops.harness import launch_row
 from ttrain.core.spec import TensorSpec
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels import matmul as module
 from ttrain.device.torch.kernels.common import Context
+from ttrain.device.torch.native import own
 
 CPU = Context.of(torch.device("cpu"))
 Shape = tuple[int, ...]
@@ -24,7 +26,7 @@ Shape = tuple[int, ...]
 def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("no oneDNN in this torch")
-    monkeypatch.setattr(module, "uses_onednn", lambda *_: True)
+    monkeypatch.setattr(module, "way_of", lambda *_: "onednn")
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1)  # the least height: 256 rows
     generator = torch.Generator().manual_seed(rows)
     a = torch.randn(48, rows, generator=generator).t() if transposed else torch.randn(rows, 48, generator=generator)
@@ -35,6 +37,45 @@ def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monke
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("turn_a", "turn_b", "bias"),
+    [(False, False, False), (False, True, False), (False, True, True), (True, False, False)],
+)
+def test_a_product_by_compiled_code(turn_a: bool, turn_b: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    monkeypatch.setattr(module, "way_of", lambda *_: module.OWN)
+    generator = torch.Generator().manual_seed(7)
+    a, b = torch.randn(131, 530, generator=generator), torch.randn(530, 77, generator=generator)
+    shift, out = torch.randn(77, generator=generator) if bias else None, torch.full((131, 77), float("nan"))
+    stored_a, stored_b = (x.t().contiguous().t() if turn else x for x, turn in ((a, turn_a), (b, turn_b)))
+    launch_row(lambda call: module.product(call, stored_a, stored_b, out, shift), CPU, [], {})
+    expected = a.double().numpy() @ b.double().numpy() + (0 if shift is None else shift.double().numpy())
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_code_is_a_way_only_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[list[str]] = []
+
+    def fastest(key: str, names: list[str], ways: Any) -> str:
+        compared.append(names)
+        assert list(ways()) == names
+        return names[-1]
+
+    monkeypatch.setattr(module, "fastest", fastest)
+    module._decided.cache_clear()
+    own._functions.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert module.way_of(400, 300, 200, True, True, "auto") != module.OWN
+    module._decided.cache_clear()
+    own._functions.cache_clear()
+    monkeypatch.delenv("CXX")
+    require_compiler()
+    assert module.way_of(400, 300, 200, True, True, "auto") == module.OWN
+    assert module.way_of(400, 300, 200, False, False, "auto") != module.OWN  # both turned: there is no such code
+    module._decided.cache_clear()
+    assert compared[1] == [*compared[0], module.OWN] and compared[2] == compared[0]
+
+
 def outside(name: str, shapes: list[Shape], result: Shape, **attributes: Any) -> int:
     """Bytes that a row tells of."""
     specs = [*map(TensorSpec, shapes), *([None] if name == "linear" else [])]
@@ -43,14 +84,14 @@ def outside(name: str, shapes: list[Shape], result: Shape, **attributes: Any) ->
 
 def test_what_a_product_allocates_is_told_to_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = {"transpose_a": False, "transpose_b": False}
-    monkeypatch.setattr(module, "_decided", lambda *_: True)
+    monkeypatch.setattr(module, "_decided", lambda *_: "onednn")
     # A block of 4 MiB holds all of it.
     assert outside("matmul", [(1024, 512), (512, 512)], (1024, 512), **plain) == 4 * 1024 * 512
     assert outside("matmul", [(2048, 384), (384, 1536)], (2048, 1536), **plain) == 4 * 512 * 1536
     turned = outside("matmul", [(1024, 512), (1024, 512)], (512, 512), transpose_a=True, transpose_b=False)
     assert turned == 4 * (512 * 512 + 512 * 1024)  # and a's copy
     assert outside("matmul", [(32, 64), (64, 64)], (32, 64), **plain) == 0  # small products go through aten
-    monkeypatch.setattr(module, "_decided", lambda *_: False)
+    monkeypatch.setattr(module, "_decided", lambda *_: "aten")
     assert outside("matmul", [(1024, 512), (512, 512)], (1024, 512), **plain) == 0
 
 
@@ -70,7 +111,7 @@ def test_rows_tell_what_their_product_allocates(
     def counted(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         made.append(4 * (out.numel() + (0 if a.is_contiguous() else a.numel())))
 
-    monkeypatch.setattr(module, "_decided", lambda *_: True)
+    monkeypatch.setattr(module, "_decided", lambda *_: "onednn")
     monkeypatch.setattr(module, "_onednn_into", counted)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 1)
     given: list[Any] = [torch.zeros(shape) for shape in shapes] + [None] * (name == "linear")

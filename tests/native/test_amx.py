@@ -21,7 +21,7 @@ from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing
-from ttrain.device.torch.native.products import _scratch
+from ttrain.device.torch.native.products import scratch_size
 from ttrain.device.torch.native.threads import join_pool
 from ttrain.device.torch.native.toolchain import HEADERS, Toolchain, find_compiler
 
@@ -140,7 +140,7 @@ class Problem:
         stored = [x.T if turn else x for x, turn in ((self.a, form.turn_a), (self.b, form.turn_b))]
         a, b = (Matrix(x.to(form.operands), x.shape[1] + gap, at_end) for x in stored)
         c, bias = Matrix(self.c, n + gap, at_end), Matrix(self.bias[None].to(form.operands), n, at_end)
-        own = _scratch(k, DTYPES[form.operands])
+        own = scratch_size(k, DTYPES[form.operands])
         scratch = Guarded(threads * own, torch.float32, at_end)
         addresses = [memory.address for memory in (a, b, bias, c, scratch)]
         arguments = (ctypes.c_void_p * 13)(*addresses, m, n, k, a.stride, b.stride, c.stride, own, threads)

@@ -1,7 +1,7 @@
-"""Matrix products, each by the faster of the libraries that torch brings.
+"""Matrix products, each by the fastest of torch's libraries and of code that the machine's compiler makes.
 
 On the CPU bf16 goes to oneDNN, which uses AMX or AVX-512 BF16 where the machine has them. aten sends fp32 products to
-MKL, which on some processors (such as AMD with AVX-512) runs at half the speed of oneDNN. The faster one is measured
+MKL, which on some processors (such as AMD with AVX-512) runs at half the speed of oneDNN. The fastest way is measured
 once per machine and shape, and kept in a table (costs.py). oneDNN's fp32 product can't write into a given buffer: it
 returns a fresh tensor that is copied. Tall products go row block by row block, so that this tensor stays small and is
 still in the cache when it is copied.
@@ -18,6 +18,7 @@ from ttrain.device.torch.kernels.common import ROWS, TORCH_DTYPES, Call, Tensor,
 from ttrain.device.torch.kernels.costs import fastest
 
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
+OWN = "own"
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
@@ -27,13 +28,21 @@ _LARGEST = 1024  # rows, columns and inner size of a measured product at most: l
 
 def product(call: Call, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views."""
-    (rows, inner), columns, plain = a.shape, b.shape[1], a.is_contiguous()
-    onednn = call.context.on_cpu and a.dtype is torch.float32
-    if onednn and uses_onednn(rows, inner, columns, plain, b.is_contiguous(), call.context.matmul):
+    (rows, inner), columns, plain, way = a.shape, b.shape[1], a.is_contiguous(), "aten"
+    if call.context.on_cpu and a.dtype is torch.float32:
+        way = way_of(rows, inner, columns, plain, b.is_contiguous(), call.context.matmul)
+    call.way = way
+    if way == OWN:
+        from ttrain.device.torch.native import own
+
+        scratch = call.scratch(own.room(rows, columns, inner, torch.get_num_threads()), torch.float32)
+        call.begin()
+        call.emit(own.product(out, a, b, bias, scratch))
+    elif way == "onednn":
         # A block of a transposed operand would be read with long strides.
         height = min(_height(columns), rows) if plain else rows
         # Bytes of the fresh tensor, and of a copy of a transposed a.
-        call.way, call.outside = "onednn", 4 * (height * columns + (0 if plain else rows * inner))
+        call.outside = 4 * (height * columns + (0 if plain else rows * inner))
         for part, block in zip(out.split(height), a.split(height), strict=True):
             call.emit(_onednn_into, part, block, b.t(), bias)
     elif bias is None:
@@ -47,16 +56,16 @@ def _height(columns: int) -> int:
     return max(_BLOCK_ROWS, _BLOCK_BYTES // (4 * columns) // _BLOCK_ROWS * _BLOCK_ROWS)
 
 
-def uses_onednn(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> bool:
-    """Return whether a fp32 product on the CPU goes to oneDNN directly instead of through aten.
+def way_of(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> str:
+    """Return who forms a fp32 product on the CPU: `aten`, `onednn` directly, or compiled code of our OWN.
 
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say. `pinned` is
     device.matmul.
     """
     if pinned == "aten" or 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16:
-        return False
+        return "aten"
     if pinned == "onednn":
-        return _onednn_available()
+        return "onednn" if _onednn_available() else "aten"
     timed = (min(size, _LARGEST) for size in (rows, inner, columns))
     return _decided(*timed, plain_a, plain_b, torch.get_num_threads())
 
@@ -70,19 +79,24 @@ def _onednn_available() -> bool:
 
 
 @lru_cache(maxsize=512)
-def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> bool:
-    """Return whether oneDNN is faster for this product here, once per process and number of threads."""
-    if not _onednn_available():
-        return False
+def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> str:
+    """Return the fastest way of this product here, once per process and number of threads."""
+    from ttrain.device.torch.native import own
+
+    version = own.version() if plain_a or plain_b else None
 
     def ways() -> dict[str, Launch]:
         a = torch.ones(rows, inner) if plain_a else torch.ones(inner, rows).t()
         b = torch.ones(inner, columns) if plain_b else torch.ones(columns, inner).t()
-        out = torch.ones(rows, columns)
-        return {"aten": partial(torch.mm, a, b, out=out), "onednn": partial(_onednn_into, out, a, b.t(), None)}
+        out, scratch = torch.ones(rows, columns), torch.ones(own.room(rows, columns, inner, threads))
+        found: dict[str, Launch] = {"aten": partial(torch.mm, a, b, out=out)}
+        found |= {"onednn": partial(_onednn_into, out, a, b.t(), None)} if _onednn_available() else {}
+        return found if version is None else {**found, OWN: own.product(out, a, b, None, scratch)}
 
     layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
-    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}", LIBRARIES, ways) == "onednn"
+    names = ["aten"] + ["onednn"] * _onednn_available() + [OWN] * (version is not None)
+    code = "" if version is None else f" code={version}"
+    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}{code}", names, ways)
 
 
 @row("matmul", ways=True)

@@ -11,7 +11,7 @@ _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu
 _INNER, _RIGHT, _DOWN, _WAITING, _LINE = 512, 2**17, 128, 2**18, 16  # as in kernels/gemm.h
 
 
-def _scratch(inner: int, dtype: DType) -> int:
+def scratch_size(inner: int, dtype: DType) -> int:
     """Floats of scratch that one thread needs for a product along an inner axis."""
     steps = -(-inner // 2) if dtype is DType.BF16 else inner
     blocks = -(-steps // _INNER)
@@ -19,7 +19,8 @@ def _scratch(inner: int, dtype: DType) -> int:
     return _LINE + each * _DOWN + _RIGHT + (_WAITING if blocks > 1 else 0)
 
 
-def _threads(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
+def threads_of(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
+    """Return how many threads a product of [m, k] and [k, n] is worth."""
     return sizing.threads_for(m * n * k / (16 if dtype is DType.BF16 else 8), -(-max(m, n) // 16))
 
 
@@ -34,7 +35,7 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
     if a.dtype not in sizing.products or not pairs:
         return None
-    threads, own = _threads(m, n, k, a.dtype, sizing), _scratch(k, a.dtype)
+    threads, own = threads_of(m, n, k, a.dtype, sizing), scratch_size(k, a.dtype)
     name = template("product", turn_a, turn_b, request.has(2), False, f"After::{_AFTER[settings.get('activation')]}")
     sizes = f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
     steps = [f" + i * {size}" * (not linear) for size in (m * k, k * n, m * n)]
@@ -58,8 +59,8 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
         return None
     chunk = chunk_rows(rows, live, sizing.logits, 4 * width if whole and narrow else 0)
     stride = live + live % 2 if narrow else live
-    threads = _threads(chunk, live, width, dtype, sizing)
-    own = max(_scratch(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
+    threads = threads_of(chunk, live, width, dtype, sizing)
+    own = max(scratch_size(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
     wide_total = whole and narrow and chunk < rows
     work = {
         "logits": TensorSpec((chunk, stride), dtype),
