@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from ttrain.core.cores import default_threads
-from ttrain.core.errors import CaptureError, DeviceUnavailable, GraphError
+from ttrain.core.errors import CaptureError, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import ALIGNMENT, NOTHING_AROUND, Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
-from ttrain.device.torch.info import is_gpu
+from ttrain.device.torch.info import is_gpu, require_gpu
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 
@@ -226,19 +226,3 @@ def _host_view(buffer: torch.Tensor) -> np.ndarray | None:
         view = buffer.detach().numpy()
         buffer.host_view = view  # type: ignore[attr-defined]
     return view
-
-
-def require_gpu(index: int) -> None:
-    """Raise DeviceUnavailable where torch can't use the GPU of this number."""
-    if not torch.cuda.is_available():
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-        raise DeviceUnavailable(
-            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only "
-            "where there is one."
-        )
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise DeviceUnavailable(
-            f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
-            f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
-        )

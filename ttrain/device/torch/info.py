@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ttrain.core.errors import UserError
+from ttrain.core.errors import DeviceUnavailable, UserError
 from ttrain.core.processor import vector_extensions
 from ttrain.device.info import DeviceInfo
 from ttrain.device.settings import DeviceConfig
@@ -18,8 +18,6 @@ class Torch(DeviceInfo):
 
     def require(self, config: DeviceConfig) -> None:
         if config.name == "cuda":
-            from ttrain.device.torch.device import require_gpu
-
             require_gpu(config.index)
 
     def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
@@ -57,3 +55,21 @@ def is_gpu(config: DeviceConfig) -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def require_gpu(index: int) -> None:
+    """Raise DeviceUnavailable where torch can't use the GPU of this number."""
+    import torch
+
+    if not torch.cuda.is_available():
+        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        raise DeviceUnavailable(
+            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only "
+            "where there is one."
+        )
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise DeviceUnavailable(
+            f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
+            f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
+        )
