@@ -17,7 +17,6 @@ import torch
 from tests.native.conftest import open_device, require_compiler
 from tests.native.test_numbers import Runs, assert_near_reference, large_runs, run_all
 from ttrain.core.processor import VARIABLE, vector_extensions
-from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing
@@ -140,7 +139,7 @@ class Problem:
         stored = [x.T if turn else x for x, turn in ((self.a, form.turn_a), (self.b, form.turn_b))]
         a, b = (Matrix(x.to(form.operands), x.shape[1] + gap, at_end) for x in stored)
         c, bias = Matrix(self.c, n + gap, at_end), Matrix(self.bias[None].to(form.operands), n, at_end)
-        own = scratch_size(k, DTYPES[form.operands])
+        own = scratch_size(k)
         scratch = Guarded(threads * own, torch.float32, at_end)
         addresses = [memory.address for memory in (a, b, bias, c, scratch)]
         arguments = (ctypes.c_void_p * 13)(*addresses, m, n, k, a.stride, b.stride, c.stride, own, threads)

@@ -51,7 +51,7 @@ def version() -> str | None:
 
 def room(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """Return the shape of the scratch of a product of [m, k] and [k, n]: threads that take part, and floats of each."""
-    return threads_of(m, n, k, DType.FP32, Sizing(threads)), scratch_size(k, DType.FP32)
+    return threads_of(m, n, k, DType.FP32, Sizing(threads)), scratch_size(k)
 
 
 def product(out: Any, a: Any, b: Any, bias: Any, scratch: Any) -> Launch:

@@ -11,11 +11,10 @@ _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu
 _INNER, _RIGHT, _DOWN, _WAITING, _LINE = 512, 2**17, 128, 2**18, 16  # as in kernels/gemm.h
 
 
-def scratch_size(inner: int, dtype: DType) -> int:
-    """Floats of scratch that one thread needs for a product along an inner axis."""
-    steps = -(-inner // 2) if dtype is DType.BF16 else inner
-    blocks = -(-steps // _INNER)
-    each = up_to(-(-steps // blocks), 16)
+def scratch_size(inner: int) -> int:
+    """Floats of scratch that one thread needs for a product along an inner axis; pairs of bf16 need no more."""
+    blocks = -(-inner // _INNER)
+    each = up_to(-(-inner // blocks), 16)
     return _LINE + each * _DOWN + _RIGHT + (_WAITING if blocks > 1 else 0)
 
 
@@ -35,7 +34,7 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
     if a.dtype not in sizing.products or not pairs:
         return None
-    threads, own = threads_of(m, n, k, a.dtype, sizing), scratch_size(k, a.dtype)
+    threads, own = threads_of(m, n, k, a.dtype, sizing), scratch_size(k)
     name = template("product", turn_a, turn_b, request.has(2), False, f"After::{_AFTER[settings.get('activation')]}")
     sizes = f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
     steps = [f" + i * {size}" * (not linear) for size in (m * k, k * n, m * n)]
@@ -60,7 +59,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     chunk = chunk_rows(rows, live, sizing.logits, 4 * width if whole and narrow else 0)
     stride = live + live % 2 if narrow else live
     threads = threads_of(chunk, live, width, dtype, sizing)
-    own = max(scratch_size(inner, dtype) for inner in ((width, live, chunk) if gradients else (width,)))
+    own = max(scratch_size(inner) for inner in ((width, live, chunk) if gradients else (width,)))
     wide_total = whole and narrow and chunk < rows
     work = {
         "logits": TensorSpec((chunk, stride), dtype),

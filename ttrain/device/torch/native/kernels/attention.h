@@ -10,15 +10,6 @@
 #include "gemm.h"
 #include "softmax.h"
 
-// The type of the elements that products multiply.
-#if defined(__AVX512BF16__)
-template <class X>
-using Operand = X;
-#else
-template <class X>
-using Operand = float;
-#endif
-
 // How many steps of a product lie in so many elements of its inner axis.
 template <class E>
 constexpr i64 units(i64 count) {

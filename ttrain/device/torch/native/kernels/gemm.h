@@ -60,6 +60,16 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
+// What elements are multiplied as: bf16 in pairs where hardware does so, else widened when they are packed.
+#if defined(__AVX512BF16__)
+template <class E>
+using Operand = E;
+#else
+template <class E>
+using Operand = float;
+#endif
+template <class E>
+constexpr bool WIDENS = sizeof(Operand<E>) != sizeof(E);
 // Whether products of E may run in matrix units, which take whole squares of C and whole blocks of SIDE steps.
 template <class E>
 constexpr bool MAY_USE_AMX = AMX && Inner<E>::elements == 2;
@@ -133,30 +143,48 @@ struct Sizes {
 
 // The pair of elements at p and `next` further on; an odd inner axis ends with a pair of one. A vector of such.
 INLINE float unit_at(const float* p, i64, bool) { return *p; }
-INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | (alone ? 0 : u32(p[next].bits) << 16); }
 INLINE vf units_at(const float* p, i64) { return load(p); }
+#if defined(__AVX512BF16__)
+INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | (alone ? 0 : u32(p[next].bits) << 16); }
 INLINE vu units_at(const bf16* p, i64 next) { return bits_as<vu>(load(p)) >> 16 | bits_as<vu>(load(p + next)); }
+#else
+INLINE float unit_at(const bf16* p, i64, bool) { return widen(*p); }
+INLINE vf units_at(const bf16* p, i64) { return load(p); }
+#endif
+
+// A matrix whose rows run along the inner axis, as it is read; and a vector of it as it is packed.
+template <class E>
+INLINE auto in_order(const E* matrix) {
+    if constexpr (WIDENS<E>) return matrix;
+    else return reinterpret_cast<const Unit<E>*>(matrix);
+}
+INLINE vf packed_vector(const bf16* p) { return load(p); }
+INLINE vf packed_vector(const float* p) { return load(p); }
+INLINE vf packed_vector(const u32* p) { return load(reinterpret_cast<const float*>(p)); }
+INLINE float packed_unit(bf16 unit) { return widen(unit); }
+INLINE float packed_unit(float unit) { return unit; }
+INLINE u32 packed_unit(u32 unit) { return unit; }
 
 // Steps k0 .. k1 and columns j0 .. j1 of the right matrix in panels of TILE_COLUMNS columns and `deep` steps,
 // [panel][step][column]. B is stored [K, N], or [N, K] where Turned. Columns and steps beyond the end are zero.
 template <class E, bool Turned>
-INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, i64 deep, Unit<E>* panels) {
-    constexpr i64 elements = Inner<E>::elements;
+INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, i64 deep, Unit<Operand<E>>* panels) {
+    using U = Unit<Operand<E>>;
+    constexpr i64 elements = Inner<Operand<E>>::elements;
     const i64 steps = k1 - k0;
     for (i64 j = j0; j < j1; j += TILE_COLUMNS, panels += deep * TILE_COLUMNS) {
-        __builtin_memset(panels + steps * TILE_COLUMNS, 0, (deep - steps) * TILE_COLUMNS * sizeof(Unit<E>));
+        __builtin_memset(panels + steps * TILE_COLUMNS, 0, (deep - steps) * TILE_COLUMNS * sizeof(U));
         const i64 count = j + TILE_COLUMNS <= j1 ? TILE_COLUMNS : j1 - j;
         if constexpr (Turned) {
             const i64 row = s.b_row / elements;
-            const auto* source = reinterpret_cast<const Unit<E>*>(b) + j * row + k0;
+            const auto* source = in_order(b) + j * row + k0;
             i64 k = 0;
             if (count == TILE_COLUMNS)
                 for (; k + W <= steps; k += W)
                     for (int v = 0; v < TILE_VECTORS; ++v) {
                         vf square[W];
 #pragma GCC unroll 16
-                        for (int i = 0; i < W; ++i)
-                            __builtin_memcpy(&square[i], source + (v * W + i) * row + k, sizeof(vf));
+                        for (int i = 0; i < W; ++i) square[i] = packed_vector(source + (v * W + i) * row + k);
                         transpose_square(square);
 #pragma GCC unroll 16
                         for (int i = 0; i < W; ++i)
@@ -164,11 +192,11 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, i64 
                     }
             for (; k < steps; ++k)
                 for (i64 c = 0; c < TILE_COLUMNS; ++c)
-                    panels[k * TILE_COLUMNS + c] = c < count ? source[c * row + k] : Unit<E>{};
+                    panels[k * TILE_COLUMNS + c] = c < count ? packed_unit(source[c * row + k]) : U{};
         } else {
             for (i64 k = 0; k < steps; ++k) {
                 const E* row = b + (k0 + k) * elements * s.b_row + j;
-                Unit<E>* panel = panels + k * TILE_COLUMNS;
+                U* panel = panels + k * TILE_COLUMNS;
                 if (count == TILE_COLUMNS && (k0 + k + 1) * elements <= s.K)
                     for (int c = 0; c < TILE_COLUMNS; c += W) {
                         const auto units = units_at(row + c, s.b_row);
@@ -176,7 +204,7 @@ INLINE void pack_right(Sizes s, const E* b, i64 k0, i64 k1, i64 j0, i64 j1, i64 
                     }
                 else
                     for (i64 c = 0; c < TILE_COLUMNS; ++c)
-                        panel[c] = c < count ? unit_at(row + c, s.b_row, (k0 + k + 1) * elements > s.K) : Unit<E>{};
+                        panel[c] = c < count ? unit_at(row + c, s.b_row, (k0 + k + 1) * elements > s.K) : U{};
             }
         }
     }
@@ -216,10 +244,10 @@ INLINE void pack_blocks(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64
 // Steps k0 .. k1 and rows i0 .. i1 of the left matrix in panels of TILE_ROWS rows, [panel][step][row]. A is stored [M, K],
 // or [K, M] where Turned. Rows beyond the end repeat the last one, and their sums are dropped. With amx in blocks instead.
 template <class E, bool Turned>
-INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, bool amx, Unit<E>* panels) {
+INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 deep, bool amx, Unit<Operand<E>>* panels) {
     if constexpr (MAY_USE_AMX<E>)
         if (amx) return pack_blocks<E, Turned>(s, a, k0, k1, i0, i1, deep, panels);
-    constexpr i64 elements = Inner<E>::elements, near = 16;  // steps at a time, whose pages serve several panels
+    constexpr i64 elements = Inner<Operand<E>>::elements, near = 16;  // steps at a time, whose pages serve several panels
     const i64 steps = k1 - k0, panel = steps * TILE_ROWS, next = elements * s.a_row;
     i64 i = i0;
     if constexpr (Turned)
@@ -240,14 +268,14 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
                             for (int p = 0; p < W; p += part)
                                 __builtin_memcpy(
                                     to + (r + p) / TILE_ROWS * panel + (r + p) % TILE_ROWS,
-                                    reinterpret_cast<const Unit<E>*>(&units) + p, part * sizeof(Unit<E>));
+                                    reinterpret_cast<const Unit<Operand<E>>*>(&units) + p, part * sizeof(*panels));
                         }
             i += whole;
             panels += whole * steps;
         }
     for (; i < i1; i += TILE_ROWS, panels += panel)
         for (i64 k = 0; k < steps; ++k) {
-            if constexpr (Turned && elements == 1)
+            if constexpr (Turned && elements == 1 && !WIDENS<E>)
                 if (i + TILE_ROWS <= i1) {
                     __builtin_memcpy(panels + k * TILE_ROWS, a + (k0 + k) * next + i, TILE_ROWS * sizeof(E));
                     continue;
@@ -256,9 +284,20 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
                 const i64 from = i + r < i1 ? i + r : i1 - 1;
                 panels[k * TILE_ROWS + r] =
                     Turned ? unit_at(a + (k0 + k) * next + from, s.a_row, (k0 + k + 1) * elements > s.K)
-                           : reinterpret_cast<const Unit<E>*>(a)[from * (s.a_row / elements) + k0 + k];
+                           : packed_unit(in_order(a)[from * (s.a_row / elements) + k0 + k]);
             }
         }
+}
+
+// Rows i0 .. i1 of a left matrix in order, widened, up to whole tiles. Rows beyond the end repeat the last one.
+template <class E>
+INLINE void widen_rows(Sizes s, const E* a, i64 k0, i64 steps, i64 i0, i64 i1, float* rows) {
+    for (i64 i = i0; i < i0 + round_up(i1 - i0, TILE_ROWS); ++i, rows += steps) {
+        const E* from = a + (i < i1 ? i : i1 - 1) * s.a_row + k0;
+        i64 k = 0;
+        for (; k + W <= steps; k += W) store(rows + k, load(from + k));
+        for (; k < steps; ++k) rows[k] = get(from + k);
+    }
 }
 
 // One tile of C, with amx a square, from `packed` rows of A, or from rows in order.
@@ -333,18 +372,20 @@ INLINE i64 columns_packed(i64 inner) { return RIGHT / inner / 32 * 32; }
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
 INLINE void product_part(
     Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
-    const i64 all = s.steps<E>(), inner = inner_block<E>(s), blocks = (all + inner - 1) / inner;
+    using P = Operand<E>;
+    constexpr bool widens = WIDENS<E> && !TurnA;
+    const i64 all = s.steps<P>(), inner = inner_block<P>(s), blocks = (all + inner - 1) / inner;
     const i64 across = columns_packed(inner), rows_waiting = WAITING / across / EVEN * EVEN;
-    const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<E>::elements;
+    const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<P>::elements;
     auto& packed = *reinterpret_cast<i64*>(scratch);
-    auto* left = reinterpret_cast<Unit<E>*>(scratch + LINE);
+    auto* left = reinterpret_cast<Unit<P>*>(scratch + LINE);
     auto* right = left + DOWN * inner;
     float* waiting = scratch + LINE + DOWN * inner + RIGHT;
-    const auto* rows = reinterpret_cast<const Unit<E>*>(a);
-    const bool amx = uses_amx<E>();
+    const auto* rows = reinterpret_cast<const Unit<P>*>(a);
+    const bool amx = uses_amx<P>();
     const i64 high = amx ? SQUARE : TILE_ROWS;
-    alignas(64) float tile[(MAY_USE_AMX<E> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
-    if constexpr (MAY_USE_AMX<E>)
+    alignas(64) float tile[(MAY_USE_AMX<P> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
+    if constexpr (MAY_USE_AMX<P>)
         if (amx) Tiles::configure(WHOLE_TILES);
     for (i64 jc = j0; jc < j1; jc += across)
         for (i64 im = i0; im < i1; im += down_most)
@@ -357,9 +398,10 @@ INLINE void product_part(
                 packed = jc;
                 for (i64 ic = im; ic < imend; ic += DOWN) {
                     const i64 iend = ic + DOWN < imend ? ic + DOWN : imend;
-                    // Whole tiles or squares of an A in order are read where they lie.
+                    // Whole tiles or squares of an A in order are read where they lie, unless they are widened.
                     const i64 direct = TurnA || deep > steps ? ic : ic + (iend - ic) / high * high;
-                    if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, deep, amx, left);
+                    if constexpr (widens) widen_rows(s, a, k0, steps, ic, iend, left);
+                    else if (direct < iend) pack_left<E, TurnA>(s, a, k0, k1, direct, iend, deep, amx, left);
                     for (i64 j = jc; j < jend; j += TILE_COLUMNS)
                         for (i64 i = ic; i < iend; i += high) {
                             float* sums = blocks == 1 ? tile : waiting + (i - im) * across + (j - jc) * high;
@@ -367,15 +409,18 @@ INLINE void product_part(
                             const i64 across = jend - j < TILE_COLUMNS ? jend - j : TILE_COLUMNS;
                             C* at = c + i * s.c_row + j;
                             if (last) fetch_tile(at, s.c_row, down);
-                            const auto* from = i < direct ? rows + i * a_row + k0 : left + (i - direct) * deep;
-                            add_tile<E>(
-                                amx, i >= direct, steps, deep, from, a_row, right + (j - jc) * deep, sums, k0 > 0);
+                            const auto* from = widens ? left + (i - ic) * steps
+                                               : i < direct ? rows + i * a_row + k0
+                                                            : left + (i - direct) * deep;
+                            add_tile<P>(
+                                amx, !widens && i >= direct, steps, deep, from, widens ? steps : a_row,
+                                right + (j - jc) * deep, sums, k0 > 0);
                             if (last)
                                 finish<Bias, Adding, What>(sums, at, s.c_row, Bias ? bias + j : bias, down, across);
                         }
                 }
             }
-    if constexpr (MAY_USE_AMX<E>)
+    if constexpr (MAY_USE_AMX<P>)
         if (amx) Tiles::release();
 }
 
@@ -406,8 +451,8 @@ struct Cut {
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
 __attribute__((noinline)) void product(
     Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
-    const Cut cut = Cut::of<E, TurnA>(s, threads);
-    const i64 high = uses_amx<E>() ? SQUARE : TILE_ROWS;
+    const Cut cut = Cut::of<Operand<E>, TurnA>(s, threads);
+    const i64 high = uses_amx<Operand<E>>() ? SQUARE : TILE_ROWS;
     for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
     parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
         const i64 j = chunk / cut.down, i = chunk % cut.down;
