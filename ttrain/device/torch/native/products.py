@@ -8,6 +8,7 @@ from ttrain.device.torch.native.codegen import Request, c_float, c_type, call, t
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, rows_and_width, up_to
 
 _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+FEW_ROWS = 4  # of a product that is bound by reading its right matrix, which kernels/gemv.h never packs
 _INNER, _RIGHT, _DOWN, _WAITING, _LINE = 512, 2**17, 128, 2**18, 16  # as in kernels/gemm.h
 
 
@@ -34,17 +35,22 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
     if a.dtype not in sizing.products or not pairs:
         return None
-    threads, own = threads_of(m, n, k, a.dtype, sizing), scratch_size(k)
-    name = template("product", turn_a, turn_b, request.has(2), False, f"After::{_AFTER[settings.get('activation')]}")
+    few = m <= FEW_ROWS and not turn_a
+    threads = sizing.threads_for(n * k) if few else threads_of(m, n, k, a.dtype, sizing)
+    after = f"After::{_AFTER[settings.get('activation')]}"
+    kinds = (m, turn_b, request.has(2), after) if few else (turn_a, turn_b, request.has(2), False, after)
     sizes = f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
     steps = [f" + i * {size}" * (not linear) for size in (m * k, k * n, m * n)]
+    work = [] if few else [fp32(threads, scratch_size(k))]
+    scratch = [text for spec in work for text in (f"out<float>(a, {place + 1})", str(spec.shape[1]))]
     body = call(
-        name, sizes, f"in<{kind}>(a, 0){steps[0]}", f"in<{kind}>(a, 1){steps[1]}",
+        template("few_rows" if few else "product", *kinds), sizes,
+        f"in<{kind}>(a, 0){steps[0]}", f"in<{kind}>(a, 1){steps[1]}",
         f"in<{kind}>(a, 2)" if linear else f"(const {kind}*)nullptr", f"out<{kind}>(a, {place}){steps[2]}",
-        f"out<float>(a, {place + 1})", str(own), str(threads),
+        *scratch, str(threads),
     )  # fmt: skip
     turns = "" if linear else f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) "
-    return Native(turns + body, [fp32(threads, own)])
+    return Native(turns + body, work)
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
