@@ -33,7 +33,7 @@ from ttrain.device.torch.native.native import Native, Sizing, joined, readable
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
 RULES = {**rules.RULES, **updates.RULES, **products.RULES}
-_INPLACE = ("accumulate", "assign", "update")
+_INPLACE = ("accumulate", "assign", "cache_write", "update")
 BOTH = (DType.FP32, DType.BF16)
 _TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it
 _STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
-from ttrain.core.attention_mask import CAUSAL, FULL, PAIRS, alibi_slopes
+from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, PAIRS, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.native.codegen import Request, addresses, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, NO_MASK, LoopNest, Step, covers, mask
@@ -192,15 +192,42 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     threads = sizing.threads_for((10 if backward else 4) * batch * time * time * features // 8, batch * kv_heads)
     scratch = _attention_scratch(time, width, backward, threads)
     made = mask(f"*in<i64>(a, {first - 2})", p, settings.get("stream", 0)) if p else NO_MASK
-    slopes = alibi_slopes(heads).tolist() if rules.biased else []
-    table = f"static const float slopes[] = {{{', '.join(map(c_float, slopes))}}};\n" if slopes else ""
-    near, work = "slopes" if slopes else "(const float*)nullptr", f"out<float>(a, {first + len(request.outputs)})"
+    (table, near), work = _slopes(heads if rules.biased else 0), f"out<float>(a, {first + len(request.outputs)})"
     documents = request.has(first - 1)
     places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
     rows = (q.shape[2], q.shape[2] if packed else kv_heads * width)
     shape = (batch, heads, kv_heads, time, width, *rows, threads)
     name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
     return Native(table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work), [scratch])
+
+
+def _cache_write(request: Request, sizing: Sizing) -> Native:
+    cache, rows = request.input(0), request.input(1)
+    kind, (places, width) = c_type(cache), cache.shape[2:]
+    pointers = [f"in<{kind}>(a, 1)", "in<i64>(a, 2)", f"out<{kind}>(a, 0)"]
+    return one_call(
+        request, "cache_write", (kind, prod(rows.shape[:2]), rows.shape[2], places, width), pointers=pointers
+    )
+
+
+def _cached_attention(request: Request, sizing: Sizing) -> Native | None:
+    q, keys, values, rules = (*map(request.input, range(3)), request.settings.get("mask", EVERY_KEY))
+    (batch, heads, rows, width), (groups, places) = q.shape, keys.shape[1:3]
+    if places > _WIDEST_ROW or (width % 2 and q.dtype is DType.BF16):
+        return None
+    table, near = _slopes(heads if rules.biased else 0)
+    threads = sizing.threads_for(q.size * places // 8, batch * heads * rows)
+    shape = (batch * heads, heads, heads // groups, rows, places, width, values.shape[3], threads)
+    name = template(request.op, c_type(q), f"Near::{rules.position_bias}", rules.window or 0, *shape)
+    given = addresses([*request.inputs, *request.outputs], len(request.inputs))
+    return Native(table + call(name, *given, c_float(request.settings["scale"]), near))
+
+
+def _slopes(heads: int) -> tuple[str, str]:
+    """Return C++ of a table of the slopes of so many heads, and of the pointer to it, which is null for no heads."""
+    if not heads:
+        return "", "(const float*)nullptr"
+    return f"static const float slopes[] = {{{', '.join(map(c_float, alibi_slopes(heads).tolist()))}}};\n", "slopes"
 
 
 def _three(pointer: str, first: int, packed: bool, features: int) -> list[str]:
@@ -228,4 +255,6 @@ RULES: dict[str, Rule] = {
     "merge_heads": _move_heads,
     "attention": _attention,
     "attention_grad": _attention,
+    "cache_write": _cache_write,
+    "cached_attention": _cached_attention,
 }

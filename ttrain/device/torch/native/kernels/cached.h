@@ -1,0 +1,58 @@
+// Reading a text that grows: its keys and values go into caches, and queries attend to those that they see.
+#pragma once
+#include "gemv.h"
+
+// cache [Lead, C, D] <- rows [Lead, N, D], row n at place positions[n].
+template <class T, i64 Lead, i64 N, i64 C, i64 D>
+INLINE void cache_write(const T* rows, const i64* positions, T* cache) {
+    for (i64 i = 0; i < Lead * N; ++i)
+        if (u64(positions[i % N]) < u64(C))
+            __builtin_memcpy(cache + (i / N * C + positions[i % N]) * D, rows + i * D, D * sizeof(T));
+}
+
+// What is taken off a score: nothing, or a head's slope for each place between key and query, on both sides or ahead only.
+enum class Near { none, distance, future };
+
+// y [Lead, N, D] for q [Lead, N, K], keys [Lead / Shared, C, K] and values [Lead / Shared, C, D]: query n stands at
+// positions[n] and sees the keys below visible[n], with a Window only the nearest. Slopes [H].
+template <class T, Near Bias, i64 Window, i64 Lead, i64 H, i64 Shared, i64 N, i64 C, i64 K, i64 D, int Threads>
+INLINE void cached_attention(
+    const T* q, const T* keys, const T* values, const i64* positions, const i64* visible, T* y, float scale,
+    const float* slopes) {
+    over_rows<Lead * N, Threads>([&](i64 row) {
+        const i64 n = row % N, lead = row / N, at = positions[n], seen = visible[n] < C ? visible[n] : C;
+        const i64 first = Window && at - Window + 1 > 0 ? at - Window + 1 : 0, group = lead / Shared * C;
+        const auto* query = reinterpret_cast<const Unit<T>*>(q + row * K);
+        const auto* matrix = reinterpret_cast<const Unit<T>*>(keys + group * K);
+        constexpr i64 steps = K / Inner<T>::elements;
+        alignas(64) float scores[C + NEAR], out[(D + W - 1) / W * W] = {};
+        vf highest = splat(-3.4e38f), sum = {};
+        for (i64 j = first; j < seen; j += NEAR) {
+            const Unit<T>* from[NEAR];
+            rows_from(matrix, steps, j, seen, from);
+            vf found[GROUPS][1] = {};
+            add_turned<1, T>(steps, query, 0, from, from[0] + NEAR * steps, found);
+            for (int g = 0; g < GROUPS; ++g) {
+                vf score = found[g][0] * scale;
+                if constexpr (Bias != Near::none) {
+                    const vf far = __builtin_convertvector(bits_as<vi>(lane_indices()), vf) + float(j + g * W - at);
+                    score -= slopes[lead % H] * greater(far, Bias == Near::future ? vf{} : -far);
+                }
+                store(scores + j + g * W, score);
+                highest = greater(highest, score);  // the last key stands for those beyond it, or as if further away
+            }
+        }
+        const float most = max_lanes(highest);
+        for (i64 j = first; j < seen; j += W) {
+            const vf e = first_lanes(v_exp_no_overflow(load(scores + j) - most), int(seen - j), vf{});
+            store(scores + j, e);
+            sum += e;
+        }
+        for (i64 j = first; j < seen; ++j)
+            over_row<D>([&](i64 d, auto lanes) {
+                store(out + d, load(out + d) + scores[j] * load(values + (group + j) * D + d, lanes));
+            });
+        const float inverse_sum = 1.0f / sum_lanes(sum);
+        over_row<D>([&](i64 d, auto lanes) { store(y + row * D + d, load(out + d) * inverse_sum, lanes); });
+    });
+}
