@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from tests.native.conftest import require_compiler
-from tests.ops.harness import launch_row
-from ttrain.core.spec import TensorSpec
-from ttrain.device.torch.kernels import kernel_table
+from tests.ops.harness import all_cases, assert_equals_reference, every_op, launch_row
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels import common, kernel_table
 from ttrain.device.torch.kernels import matmul as module
 from ttrain.device.torch.kernels.common import Context
 from ttrain.device.torch.native import own
+from ttrain.graph import Case, Op
 
 CPU = Context.of(torch.device("cpu"))
 Shape = tuple[int, ...]
@@ -117,3 +119,23 @@ def test_rows_tell_what_their_product_allocates(
     given: list[Any] = [torch.zeros(shape) for shape in shapes] + [None] * (name == "linear")
     kernel_table(CPU)[name].bind(given, [torch.zeros(result)], attributes, [])()
     assert outside(name, shapes, result, **attributes) == max(made) > 0
+
+
+MULTIPLY = ("matmul", "linear", "head_cross_entropy", "attention", "attention_grad", "cached_attention")
+
+
+@every_op(all_cases(DType.BF16, where=lambda op: op.name in MULTIPLY))
+def test_bf16_by_way_of_fp32_copies(monkeypatch: pytest.MonkeyPatch, op: Op, case: Case, dtype: DType) -> None:
+    """As on a processor without instructions for bf16. A launch takes the scratch memory that was planned."""
+    monkeypatch.setattr(common, "multiplies_faster_in_fp32", lambda: True)
+    assert_equals_reference(TorchDevice("cpu", threads=1), op, case, dtype)
+
+
+def test_fp32_copies_of_bf16_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(rows: int, faster: bool) -> list[TensorSpec]:
+        monkeypatch.setattr(common, "multiplies_faster_in_fp32", lambda: faster)
+        specs = [TensorSpec(shape, DType.BF16) for shape in ((rows, 8), (6, 8), (rows, 6))]
+        return kernel_table(CPU)["linear"].workspace([*specs[:2], None], specs[2:], {"activation": None})
+
+    assert planned(5, True) == [TensorSpec((5, 8)), TensorSpec((6, 8)), TensorSpec((5, 6))]
+    assert planned(5, False) == planned(1, True) == []  # one row is bound by reading its matrix

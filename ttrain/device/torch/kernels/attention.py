@@ -194,7 +194,7 @@ def _row(op: str, ways: Mapping[str, Bind], first: int) -> None:
     The last inputs are a bias, a seed and positions. No way knows a bias: such attention runs as its body.
     """
 
-    @row(op, supports=lambda ins, attributes: ins[-3] is None)
+    @row(op, widens=True, supports=lambda ins, attributes: ins[-3] is None)
     def _(call: Call) -> None:
         way = chosen_way(call, call.ins[first : first + 3])
         if way != "explicit":
@@ -254,7 +254,7 @@ def _cache_bias(call: Call) -> None:
     call.emit(lambda: bias.add(y.zero_()))
 
 
-@row("cached_attention")
+@row("cached_attention", widens=True)
 def _cached_attention(call: Call) -> None:
     q, keys, values, positions, visible = call.ins
     scale = call.attributes["scale"]

@@ -13,6 +13,7 @@ import torch
 
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Attributes, Delivery, GivenSpecs, Group, Kernel, Launch, Specs, chain
+from ttrain.device.torch.kernels.costs import multiplies_faster_in_fp32
 
 Tensor = torch.Tensor
 
@@ -169,14 +170,35 @@ def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways
     )
 
 
-def row(op: str, delivery: Delivery = Delivery.OUT, **facts: Any) -> Callable[[Bind], Bind]:
-    """Decorator: a function of a call becomes the row of an op. Output 0 may take the buffer of one in `overwrites`."""
+def row(op: str, delivery: Delivery = Delivery.OUT, widens: bool = False, **facts: Any) -> Callable[[Bind], Bind]:
+    """Decorator: a function of a call becomes the row of an op. Output 0 may take the buffer of one in `overwrites`.
+
+    A row that `widens` computes on fp32 copies of bf16 tensors where this CPU multiplies these faster.
+    """
 
     def declare(bind: Bind) -> Bind:
-        ROWS[op] = partial(kernel, bind, delivery=delivery, **facts)
+        ROWS[op] = partial(kernel, partial(_widened, bind) if widens else bind, delivery=delivery, **facts)
         return bind
 
     return declare
+
+
+def _widened(bind: Bind, call: Call) -> None:
+    """Bind a row, to fp32 copies of its bf16 tensors where that is faster. The copies are scratch memory.
+
+    A product of one row is bound by reading its matrix, so that stays as it is.
+    """
+    given, split, one_row = (*call.ins, *call.outs), len(call.ins), call.ins[0].numel() == call.ins[0].shape[-1]
+    narrow = [x is not None and x.dtype is torch.bfloat16 for x in given]
+    if not (any(narrow) and call.context.on_cpu) or one_row or not multiplies_faster_in_fp32():
+        return bind(call)
+    wide = [call.scratch(x.shape, torch.float32) if each else x for x, each in zip(given, narrow, strict=True)]
+    call.ins, call.outs = wide[:split], wide[split:]
+    bind(call)
+    copies = [(x, copy) for x, copy in zip(given, wide, strict=True) if x is not copy]
+    read = sum(narrow[:split])
+    call.launches[:0] = [partial(copy.copy_, x) for x, copy in copies[:read]]
+    call.launches += [partial(x.copy_, copy) for x, copy in copies[read:]]
 
 
 def _without_memory(spec: TensorSpec | None) -> Tensor | None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ KEPT = Section("costs", _entry, _first)
 TIE = 1.03  # how many times faster than the first way another has to be
 _HOLDING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
+_SIDE = 256  # of the matrices that tell whether the processor multiplies bf16
 _MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
 
@@ -44,6 +46,17 @@ def fastest(key: str, names: Sequence[str], ways: Callable[[], Mapping[str, Laun
     costs = recalled(f"{key} threads={torch.get_num_threads()}", names, lambda: _measured(ways()))
     assert costs is not None  # they are measured
     return winner(costs, names[0])
+
+
+@lru_cache(maxsize=1)
+def multiplies_faster_in_fp32() -> bool:
+    """Return whether bf16 matrices are multiplied faster by way of fp32 copies, as without instructions for bf16."""
+
+    def ways() -> dict[str, Launch]:
+        a, out = (torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16) for _ in range(2))
+        return {"bf16": partial(torch.mm, a, a, out=out), "fp32": lambda: out.copy_(a.float() @ a.float())}
+
+    return fastest(f"products of bf16 {_SIDE}", ("bf16", "fp32"), ways) == "fp32"
 
 
 def recalled(

@@ -133,7 +133,7 @@ def _cross_entropy_grad(call: Call) -> None:
         call.copy(target, result)
 
 
-@row("head_cross_entropy")
+@row("head_cross_entropy", widens=True)
 def _head_cross_entropy(call: Call) -> None:
     """Ids that only pad the vocabulary are left out of every product: heads are sliced, not masked."""
     (hidden, head, targets, weight, bias), live, rows = call.ins, call.attributes["live"], _TargetRows(call)
