@@ -105,14 +105,17 @@ def token_probabilities(
     with np.errstate(over="ignore"):  # -inf has no probability, as it should
         probabilities: Probabilities = np.exp(below / temperature)
     probabilities /= probabilities.sum()
-    order = np.argsort(-probabilities, kind="stable")
-    kept = len(order) if top_k is None else min(top_k, len(order))
-    if top_p is not None:
-        sorted_probabilities = probabilities[order[:kept]]
-        reached = np.cumsum(sorted_probabilities) / sorted_probabilities.sum()
-        kept = min(kept, int(np.searchsorted(reached, top_p - 1e-12)) + 1)
-    cut: Probabilities = np.zeros_like(probabilities)
-    cut[order[:kept]] = probabilities[order[:kept]]
+    cut = probabilities
+    if top_k is not None or top_p is not None:  # to sort all ids takes longer than a small model's pass
+        kept = min(top_k or len(below), len(below))
+        ids = np.flatnonzero(probabilities >= np.partition(probabilities, -kept)[-kept])
+        order = ids[np.argsort(-probabilities[ids], kind="stable")]
+        if top_p is not None:
+            sorted_probabilities = probabilities[order[:kept]]
+            reached = np.cumsum(sorted_probabilities) / sorted_probabilities.sum()
+            kept = min(kept, int(np.searchsorted(reached, top_p - 1e-12)) + 1)
+        cut = np.zeros_like(probabilities)
+        cut[order[:kept]] = probabilities[order[:kept]]
     if min_p is not None:
         cut[cut < min_p * cut.max()] = 0
     cut /= cut.sum()
