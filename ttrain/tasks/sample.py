@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ttrain.data.chat.conversation import Chat, parsed
 from ttrain.data.sources import read_lines
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.tasks.training.notices import idle
+from ttrain.train.forecast.step_time import reading_rate
 from ttrain.train.sampling.draw import encode_prompt
 from ttrain.train.sampling.source import TokenSource, check_sampling, print_source
 from ttrain.train.sampling.stream import Stop, print_text, stream_text
@@ -48,7 +50,8 @@ def run(config: Config) -> None:
             _write_results(given, source, rows)
             return
         prompt = encode_prompt(given.tokenizer, config.sample.prompt, given.end_token)
-        print_source(source, given.tokenizer, prompt, given.stop)
+        device, index = source.steps.session.engine.device.name, given.config.device.index
+        print_source(source, given.tokenizer, prompt, given.stop, partial(reading_rate, device, index))
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:

@@ -603,3 +603,13 @@ def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> No
     drawn = (asked.append(token) or token for token in range(1, 8))
     told = stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3])), True)
     assert told == "abc" and asked == [1, 2, 3]
+
+
+def test_the_speed_is_told_beside_that_of_reading_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    source = Opened(sample={"mode": "ar", "tokens": 3}).source
+    sizes = {path: parameter.spec.nbytes for path, parameter in source.steps.model.parameters().items()}
+    tokenizer = CharTokenizer("".join(map(chr, range(33, 33 + source.vocabulary))))
+    print_source(source, tokenizer, [1], Stop(), lambda: 2.0 * source.weight_bytes())
+    looked_up, unused = "embedding.weight", "sat_head"
+    assert source.weight_bytes() == sum(n for path, n in sizes.items() if path != looked_up and unused not in path)
+    assert "Memory can give the weights 2.0 times a second: " in capsys.readouterr().err

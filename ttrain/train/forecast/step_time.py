@@ -99,6 +99,22 @@ def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
     return 2 * _MOVED / _fastest(lambda: target.copy_(source), place, seconds)
 
 
+def reading_rate(device: str, index: int = 0) -> float | None:
+    """Return the byte/s at which memory was read best, kept as `measured_rates` keeps its numbers; None likewise."""
+    if device not in _SIZES:
+        return None
+    return _cached(f"reading {_key(device, 'bytes', index)}", partial(_measure_reading, device, index))
+
+
+def _measure_reading(device: str, index: int, seconds: float) -> float:
+    """Byte/s of a sum."""
+    import torch
+
+    place = torch.device(device, index)
+    source = torch.ones(_MOVED, device=place)
+    return source.nbytes / _fastest(lambda: source.sum(), place, seconds)
+
+
 def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
     """Best FLOP/s over the libraries that torch brings; a neighbour on the machine can only slow a product down."""
     import torch

@@ -17,6 +17,7 @@ from ttrain.core.errors import ConfigError
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.base import Step, Trace
 from ttrain.graph import Kind
+from ttrain.models.cache import TOKENS
 from ttrain.train.protocols import Array
 from ttrain.train.sampling import draw
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
@@ -150,6 +151,14 @@ class TokenSource:
             return text.speculative(self._draft, self._verify, self.counts)
         return text.drawn(self._whole or (self._next if config.mode == "ar" else self._draft))
 
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a new token multiplies with; 0 where that is not known, as without a plan."""
+        step = min((self._built or {}).values(), key=lambda each: each.inputs[TOKENS].shape[1], default=None)
+        if step is None or step.plan is None or self.config.mode != "ar":
+            return 0
+        read = {x for node in step.plan.graph.nodes if node.op.name != "embedding" for x in node.values}
+        return sum(x.spec.nbytes for x in read if x.kind in (Kind.PARAMETER, Kind.COPY))
+
     def _next(self, text: list[int]) -> tuple[Array, None]:
         return self._verify(text, []), None
 
@@ -176,8 +185,14 @@ def _timed(tokens: Iterator[int], seconds: list[float]) -> Iterator[int]:
         yield token
 
 
-def print_source(source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop) -> list[str]:
-    """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts."""
+def print_source(
+    source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop,
+    reading_rate: Callable[[], float | None] = lambda: None,
+) -> list[str]:  # fmt: skip
+    """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts.
+
+    `reading_rate` gives the byte/s at which weights can be read, which bounds the speed.
+    """
     count, texts, seconds = source.config.count, [], list[float]()
     for number in range(count):
         if count > 1:
@@ -188,6 +203,9 @@ def print_source(source: TokenSource, tokenizer: Tokenizer, prompt: list[int], s
     taken, accepted, drafted = sum(seconds), source.counts["accepted"], source.counts["drafted"]
     speed = f"{len(seconds) / taken:.1f} tokens/s" if taken else "too few tokens to time"
     told = f"After the first: {len(seconds)} tokens in {taken:.2f} s, {speed}."
+    if taken and (rate := reading_rate()) and (weights := source.weight_bytes()):
+        most = rate / weights
+        told += f" Memory can give the weights {most:.1f} times a second: {len(seconds) / taken / most:.0%} of that."
     if drafted:
         told += f" {accepted} of {drafted} drafted tokens were accepted ({100 * accepted / drafted:.0f} %)."
     print(told, file=sys.stderr, flush=True)
