@@ -7,7 +7,7 @@ optimizers have no fakes: stand-ins take their place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ttrain.device.torch import device as module
+from ttrain.device.torch import transfers
 from ttrain.device.torch.device import TorchDevice
 
 INDEX = 7  # a GPU that no machine of ours has, so that nothing that is cached by device is taken for real
@@ -79,9 +80,17 @@ class _Graph:
 
 
 class _Stream:
+    """Also an event."""
+
     def __init__(self, *given: Any) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...
+
+    def wait(self, stream: Any) -> None: ...
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 def _fused(*groups: Any, lr: Any, **settings: Any) -> None:
@@ -100,10 +109,18 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         patch.setattr(module, "require_gpu", lambda index: None)
         for name in ("set_device", "synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *given: None)
-        for name, stand_in in (("CUDAGraph", _Graph), ("Stream", _Stream), ("current_stream", _Stream)):
+        for name, stand_in in (
+            ("CUDAGraph", _Graph),
+            ("Stream", _Stream),
+            ("Event", _Stream),
+            ("current_stream", _Stream),
+        ):
             patch.setattr(torch.cuda, name, stand_in)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(transfers, "as_arrays", lambda views: [np.zeros(tuple(x.shape), np.float32) for x in views])
+        patch.setattr(transfers, "pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
         for name in FUSED:
             patch.setattr(torch, name, _fused)
         device = FakeCuda("cuda", threads=torch.get_num_threads(), index=INDEX)

@@ -181,6 +181,15 @@ class Group(Protocol):
         """Fills in, in place, the elements of a host array (4 bytes each) that other ranks have and here are zero."""
 
 
+class Buffers(dict[str, Buffer]):
+    """The buffers of a step's inputs or outputs by name, the same at every run.
+
+    `transfer` is what a device keeps to move them together.
+    """
+
+    transfer: Any = None
+
+
 class Device(ABC):
     """Allocates, moves, launches. A device that has no kernel for an op gets the op's decomposition instead."""
 
@@ -234,7 +243,11 @@ class Device(ABC):
         for name, array in arrays.items():
             self.upload(buffers[name], array)
 
-    def prefetch(self, buffers: Mapping[str, Buffer], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+    def download_outputs(self, buffers: Mapping[str, Buffer]) -> dict[str, np.ndarray]:
+        """Return copies of the outputs of one step, by name; see download."""
+        return {name: self.download(buffer) for name, buffer in buffers.items()}
+
+    def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
         """Take in the inputs of the next run beside those that the current run reads.
 
         The returned call brings them into the buffers, before the next run is launched. None where the device can't.

@@ -201,9 +201,12 @@ def examples(graph: Graph) -> dict[str, np.ndarray]:
     return {name: filled(value.spec, value.example) for name, value in graph.inputs.items()}
 
 
-def host_outputs(device: Device, outputs: Mapping[str, tuple[Value, Buffer]]) -> dict[str, Any]:
-    """Outputs on the host: scalars as float."""
-    arrays = {name: device.side(value.on_host).download(buffer) for name, (value, buffer) in outputs.items()}
+def host_outputs(device: Device, values: Mapping[str, Value], buffers: Mapping[str, Buffer]) -> dict[str, Any]:
+    """Return the outputs of a step on the host: scalars as float."""
+    if device.host is None:
+        arrays = device.download_outputs(buffers)
+    else:
+        arrays = {name: device.side(values[name].on_host).download(buffer) for name, buffer in buffers.items()}
     return {name: float(array) if array.ndim == 0 else array for name, array in arrays.items()}
 
 

@@ -64,8 +64,8 @@ class DynamicStep(Step):
                     return {}, True
                 for value in done:
                     del tape.values[value]
-            outputs = {key: (value, tape.buffer(value)) for key, value in self._joined.outputs.items()}
-            return host_outputs(device, outputs), False
+            outputs = {key: tape.buffer(value) for key, value in self._joined.outputs.items()}
+            return host_outputs(device, self._joined.outputs, outputs), False
         finally:
             tape.values.clear()  # now; the graph and its values refer to each other and live until they are collected
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ttrain.autodiff.rematerialize import rematerialize
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Arena, Buffer, Device, Launch, flat_launches
+from ttrain.device.base import Arena, Buffer, Buffers, Device, Launch, flat_launches
 from ttrain.engine.base import Bound, Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import Placed, State
 from ttrain.graph import Graph, Node, Value, passes
@@ -49,7 +49,7 @@ class StaticStep(Step):
             self.run(bound)
         if device.overlaps and self._prefetched is None:  # before a capture, so that the device has all its memory
             self._prefetched = device.prefetch(bound.inputs, arrays), arrays
-        return partial(host_outputs, device, bound.outputs)
+        return partial(host_outputs, device, self.plan.graph.outputs, bound.outputs)
 
     def prefetch(self, inputs: Mapping[str, HostValue]) -> None:
         if self._prefetched is not None:
@@ -153,8 +153,9 @@ class BoundPlan(Bound):
         """The arenas are that of the device, and that of the host beside it."""
         super().__init__(engine, plan.placement.owner_of)
         self._plan, self._arenas = plan, arenas
-        self.inputs = {name: self.buffer(value) for name, value in plan.graph.inputs.items()}
-        self.outputs = {name: (value, self.buffer(value)) for name, value in plan.graph.outputs.items()}
+        graph = plan.graph
+        self.inputs = Buffers({name: self.buffer(value) for name, value in graph.inputs.items()})
+        self.outputs = Buffers({name: self.buffer(value) for name, value in graph.outputs.items()})
         self.nodes = plan.launched
         self.node_launches: list[Launch] = [self.bind(node) for node in self.nodes]
         self.launches: list[Launch] = list(flat_launches(self.node_launches))

@@ -18,12 +18,23 @@ from ttrain.core.errors import CaptureError, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import ALIGNMENT, NOTHING_AROUND, Device, Group, Kernel, Launch, StepCompiler, flat_launches
+from ttrain.device.base import (
+    ALIGNMENT,
+    NOTHING_AROUND,
+    Buffers,
+    Device,
+    Group,
+    Kernel,
+    Launch,
+    StepCompiler,
+    flat_launches,
+)
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.info import is_gpu, require_gpu
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
+from ttrain.device.torch.transfers import Inputs, Outputs
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
@@ -55,6 +66,7 @@ class TorchDevice(Device):
         self.group = group
         self.kind, self.name = kind, kind
         self.supports_capture, self.compiles = kind == "cuda", kind == "cpu"
+        self.overlaps = kind == "cuda"
         self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
         if kind == "cuda":
@@ -110,6 +122,28 @@ class TorchDevice(Device):
 
     def sample(self, buffer: torch.Tensor, first: int, stride: int) -> np.ndarray:
         return self.download(buffer.view(-1)[first::stride])
+
+    def upload_inputs(self, buffers: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+        if isinstance(buffers, Buffers) and buffers.transfer is not None:
+            self.counters.uploads += 1
+            buffers.transfer.write(arrays)()
+        else:
+            super().upload_inputs(buffers, arrays)
+
+    def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
+        if not self.overlaps or not buffers:
+            return None
+        buffers.transfer = buffers.transfer or Inputs(buffers)
+        self.counters.uploads += 1
+        launch: Launch = buffers.transfer.write(arrays)
+        return launch
+
+    def download_outputs(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+        if not self.overlaps or not buffers or not isinstance(buffers, Buffers):
+            return super().download_outputs(buffers)
+        buffers.transfer = buffers.transfer or Outputs([*buffers.values()])
+        self.counters.downloads += 1
+        return dict(zip(buffers, buffers.transfer.read(), strict=True))
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         destination.copy_(source)

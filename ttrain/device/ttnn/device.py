@@ -12,7 +12,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Device, Kernel, Launch
+from ttrain.device.base import Buffers, Device, Kernel, Launch
 from ttrain.device.ttnn.kernels import kernel_table
 from ttrain.device.ttnn.kernels.common import Context
 from ttrain.device.ttnn.planned import TileDevice, both_tables, host_device
@@ -67,7 +67,6 @@ class TenstorrentDevice(TileDevice):
         # True if the host can go on while a step computes: to write the next inputs, or to launch another replica.
         self.overlaps = config.command_queues == 2 and self.host is None
         # By the buffers' id, which the pair keeps alive.
-        self._double_buffers: dict[int, tuple[Mapping[str, DeviceTensor], DoubleBuffer]] = {}
         self._replicas: list[Device] = []
         self._closed = False
 
@@ -126,20 +125,21 @@ class TenstorrentDevice(TileDevice):
             super().upload_inputs(buffers, arrays)
             self.store.refresh()
 
-    def prefetch(self, buffers: Mapping[str, DeviceTensor], arrays: Mapping[str, np.ndarray]) -> Launch | None:
+    def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if not self.overlaps or self.mesh.part is not None:
             return None  # the queue of a sub-device launches too: a write waits for what was launched before
-        if id(buffers) not in self._double_buffers:
+        if buffers.transfer is None:
             if self._frozen_by is not None:
                 return None
-            self._double_buffers[id(buffers)] = (buffers, DoubleBuffer(self.mesh, self.store))
+            buffers.transfer = DoubleBuffer(self.mesh, self.store)
 
         def upload() -> None:
             Device.upload_inputs(self, buffers, arrays)
             self.store.refresh()
 
         with self.watch("the upload of the next inputs"):
-            return self._double_buffers[id(buffers)][1].write(upload)
+            launch: Launch = buffers.transfer.write(upload)
+            return launch
 
     def download(self, buffer: DeviceTensor) -> np.ndarray:
         self.counters.downloads += 1
