@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +23,10 @@ from ttrain.cli import main
 from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.files import read_json
-from ttrain.sweep import run
+from ttrain.sweep import forks, run
 from ttrain.sweep.jobs import STATUS, SweepFolder, read_sweep
 from ttrain.train.logging.chart import COLORS
-from ttrain.train.logging.metrics import read_events
+from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.runs.run_directory import read_run
 
 # What a job does follows from run.seed; the rest of a job is checked where real processes run.
@@ -91,6 +94,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     monkeypatch.chdir(work)
     monkeypatch.setattr(run, "PROGRAM", (sys.executable, "-S", "-E", "-u", str(script)))
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.005)
+    monkeypatch.setattr(run, "forkable", lambda job: False)
 
     def start(*overrides: str, name: str | None = None) -> int:
         with Composer(name) as composer:
@@ -334,7 +338,7 @@ def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
     program = f"""
 from ttrain.config.compose import Composer
 from ttrain.sweep import run
-run.PROGRAM, run._POLL_SECONDS = {run.PROGRAM!r}, 0.005
+run.PROGRAM, run._POLL_SECONDS, run.forkable = {run.PROGRAM!r}, 0.005, lambda job: False
 with Composer() as composer: run.run_sweep(composer, {overrides!r})
 """
     killed = forked.run("-c", program, cwd=Path.cwd())
@@ -434,7 +438,7 @@ def test_another_config_is_another_sweep_and_the_best_job_keeps_it(
 
 
 def test_jobs_of_ttrain_itself(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes of ttrain itself: one that trains, one that ends in NaN."""
+    """Two forks: one that trains as a process of its own does, to the bit, and one that ends in NaN."""
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
     overrides = [
         "model=mlp", "data=regression", "device=cpu", "device.threads=1", "train.steps=4", "train.peak_tflops=1",
@@ -449,3 +453,52 @@ def test_jobs_of_ttrain_itself(inside: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert float(rows[0]["best_val_loss"]) == float(rows[0]["objective"])
     assert "NaN or Inf" in rows[1]["reason"] or "is nan" in rows[1]["reason"] or "is inf" in rows[1]["reason"]
     assert read_run(path / "000_lr=0.01").state == "finished" and read_run(next(path.glob("001_*"))).state == "failed"
+    alone = [*(each for each in overrides if "," not in each), "optimizer.lr=0.01", "run.dir=alone"]
+    subprocess.run([*run.PROGRAM, *alone], check=True, capture_output=True)
+    folders = (Path("alone"), path / "000_lr=0.01")
+    losses = [[line.get("train/loss") for line in read_metrics(each / "metrics.jsonl")] for each in folders]
+    assert losses[0] == losses[1] and len(losses[0]) >= 4
+
+
+LONG = ("model=mlp", "device=cpu", "device.threads=1", "train.steps=1000000", "train.peak_tflops=1")
+
+
+def test_forks_are_as_good_as_processes_of_their_own(
+    inside: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Their output, exit codes, signals, session and environment; and their end where the server is killed."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
+    server = forks.Forks({"OF_JOBS": "7"})
+
+    def started(name: str, *arguments: str) -> forks.Fork:
+        job = server.start(arguments, Path(name))
+        assert job is not None
+        return job
+
+    def code_of(job: forks.Fork) -> int:
+        while (code := job.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def first_step(log: str) -> None:
+        while "First step" not in Path(log).read_text():
+            time.sleep(0.01)
+
+    Path("version").write_text("before\n")
+    assert code_of(started("version", "--version")) == 0 and Path("version").read_text().startswith("before\nttrain 0.")
+    assert code_of(started("wrong", "train.stepss=1")) == 2 and "train.stepss" in Path("wrong").read_text()
+    jobs = {end: started(end, *LONG, f"run.dir=run_{end}") for end in ("interrupt", "kill", "server")}
+    for end, job in jobs.items():
+        first_step(end)
+        assert os.getsid(job.pid) == job.pid and job.poll() is None
+    assert b"\0OF_JOBS=7" in Path(f"/proc/{job.pid}/environ").read_bytes()
+    jobs["interrupt"].send(signal.SIGINT)
+    jobs["kill"].kill()
+    assert code_of(jobs["interrupt"]) == 130 and "the state is saved" in Path("interrupt").read_text()
+    assert code_of(jobs["kill"]) == -signal.SIGKILL
+    os.kill(int(Path(f"/proc/{job.pid}/stat").read_text().split()[3]), signal.SIGKILL)  # its parent
+    assert code_of(job) == -signal.SIGKILL and server.start(["--version"], Path("late")) is None
+    assert "ended (killed by SIGKILL" in capfd.readouterr().err
+    while "the state is saved" not in Path("server").read_text():
+        time.sleep(0.01)
+    server.close()

@@ -1,4 +1,4 @@
-"""Run `ttrain -m ...`: a fresh process for each job, its status, and the exit code of the sweep."""
+"""Run `ttrain -m ...`: a process for each job, its status, and the exit code of the sweep."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import math
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
 from ttrain.sweep import outcome
+from ttrain.sweep.forks import Forks
 from ttrain.sweep.jobs import (
     DONE,
     FINISHED,
@@ -105,10 +108,12 @@ class Runner:
         self.failed: list[int] = []  # exit codes
         self.interrupted = False
         self._unknown_objective = False
+        self._forks = Forks(self._environment())
+        self._signals = PassOn(lambda: [running.child for running in self._running])
 
     def run(self) -> None:
         """Runs until the queue has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
-        with PassOn(lambda: [running.child for running in self._running]) as signals:
+        with closing(self._forks), self._signals as signals:
             while True:
                 stopping = signals.received > 0 or self._gives_up
                 if not stopping:
@@ -157,7 +162,11 @@ class Runner:
         log = self.folder.job_folder(job) / LOG
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
-        child = Child([*srun, *PROGRAM, *self.flags, *overrides, *job.numbered], self._environment(), log)
+        before, arguments = self._signals.received, [*self.flags, *overrides, *job.numbered]
+        fork = None if srun or not forkable(job) else self._forks.start(arguments, log)
+        child = fork or Child([*srun, *PROGRAM, *arguments], self._environment(), log)
+        if self._signals.received > before:  # while it started
+            child.send(self._signals.number or signal.SIGTERM)
         self.folder.write_status(job, {**status, "pid": child.pid})
         self._running.append(_Running(job, child, status, size, time.monotonic()))
         say(f"job {job.name} started; its output is in {log}")
@@ -295,6 +304,11 @@ class Runner:
         if not self.failed:
             return 0
         return self.failed[0] if self.failed[0] in (EXIT_USER, EXIT_DEVICE_BUSY) else EXIT_FAILURE
+
+
+def forkable(job: Job) -> bool:
+    """True where a process that has imported torch can be forked for the job: on Linux, and on the CPU."""
+    return sys.platform == "linux" and not _on_card(job)
 
 
 def _on_card(job: Job) -> bool:

@@ -51,12 +51,12 @@ def test_meter_times_steps_only() -> None:
     assert bare.read().keys() == {"tokens_per_s", "step_ms"}
 
 
-def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_the_best_of_the_first_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measured one is plausible: more than an addition per nanosecond, less than any machine of this decade."""
     monkeypatch.setitem(peak._SIZES, "cpu", 256)
     assert 1e9 < peak._measure("cpu", "fp32", 0, 0.1) < 1e15
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = iter([1e11, 3e11, 2e11, 4e11, 5e11])
+    measured = iter([1e11, 3e11, 2e11, 4e11, 1e11, 5e11])
     monkeypatch.setattr(peak, "_measure", lambda *_: next(measured))
 
     def flops(dtype: str) -> float:
@@ -65,7 +65,7 @@ def test_peak_is_the_best_of_all_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         assert rates is not None
         return rates.flops
 
-    assert [flops("fp32") for _ in range(4)] == [1e11, 3e11, 3e11, 4e11]
+    assert [flops("fp32") for _ in range(7)] == [1e11, 3e11, 3e11, *[4e11] * 4]
     assert flops("bf16") == 5e11 and peak.measured_rates("null", "fp32") is None
 
 

@@ -39,7 +39,7 @@ from ttrain.graph import Kind, Node
 
 _FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192}
-_KEPT = Section("peak", positive, max)
+_TIMES = 5  # as many processes measure; those after them take the best number of these
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
 LEAST = 2e-6  # s that a launch takes however small its kernel is
 REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
@@ -61,14 +61,15 @@ class Rates:
         return max(flops / self.flops, nbytes / self.nbytes)
 
 
+_KEPT = Section("rates", lambda entry: (positive(entry[0]), int(entry[1])), max)  # the best, and of how many
 _rates: dict[str, Rates] = {}  # as this process measured them
 
 
 def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
     """Return the best rates ever timed on `cpu` or `cuda`, with the current number of threads.
 
-    `dtype` is fp32 or bf16. Every process times some products and copies once, the first one for longer; the best
-    numbers are kept in the user's cache folder. None for devices that torch does not drive.
+    `dtype` is fp32 or bf16. The first processes time some products and copies, and the very first one for longer; the
+    best numbers are kept in the user's cache folder. None for devices that torch does not drive.
     """
     if device not in _SIZES:
         return None
@@ -147,11 +148,11 @@ def _fastest(product: Callable[[], Any], place: Any, seconds: float) -> float:
 
 
 def _cached(key: str, measure: Callable[[float], float]) -> float:
-    """The best of all measurements: a neighbour on the machine can spoil one of them, or many. Later ones are short."""
-    before = _KEPT.known().get(key, 0.0)
-    best = max(before, measure(_AGAIN if before else _FIRST))
-    if best > before:
-        _KEPT.keep({key: best})
+    """The best of _TIMES measurements: a neighbour on the machine can spoil some of them. Later ones are short."""
+    best, times = _KEPT.known().get(key, (0.0, 0))
+    if times < _TIMES:
+        best = max(best, measure(_AGAIN if times else _FIRST))
+        _KEPT.keep({key: (best, times + 1)})
     return best
 
 

@@ -55,7 +55,7 @@ class Child(subprocess.Popen[bytes]):
                 stderr=None if file is None else subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=inherited,
-                preexec_fn=partial(_end_with_parent, orphaned) if sys.platform == "linux" else None,
+                preexec_fn=partial(end_with_parent, orphaned) if sys.platform == "linux" else None,
             )
 
     def wait(self, timeout: float | None = None) -> int | None:  # type: ignore[override]
@@ -73,7 +73,7 @@ class Child(subprocess.Popen[bytes]):
             super().kill()
 
 
-def _end_with_parent(orphaned: signal.Signals) -> None:
+def end_with_parent(orphaned: signal.Signals) -> None:
     """Runs in the child: where the parent is killed, the child is told to stop and saves its state."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, orphaned, 0, 0, 0)
 
