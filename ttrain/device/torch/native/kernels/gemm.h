@@ -357,10 +357,13 @@ INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, 
         }
 }
 
-// Steps of the inner axis that are summed at a time: blocks of equal size, always in the same order.
-template <class E>
+// Steps of the inner axis that are summed at a time: blocks of equal size, always in the same order. A turned A is packed
+// anew for all columns of B that are packed at a time, so shorter blocks make room for all of them.
+template <class E, bool TurnA>
 INLINE i64 inner_block(Sizes s) {
-    const i64 all = s.steps<E>(), blocks = (all + INNER - 1) / INNER;
+    const i64 all = s.steps<E>(), fits = RIGHT / round_up(s.N, 32) / 16 * 16;
+    const i64 most = TurnA && all > INNER && fits >= INNER / 2 && fits < INNER ? fits : INNER;
+    const i64 blocks = (all + most - 1) / most;
     return round_up((all + blocks - 1) / blocks, 16);
 }
 constexpr i64 EVEN = TILE_ROWS == 6 ? 96 : 32;  // rows that make whole tiles, and squares
@@ -374,7 +377,7 @@ INLINE void product_part(
     Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
     using P = Operand<E>;
     constexpr bool widens = WIDENS<E> && !TurnA;
-    const i64 all = s.steps<P>(), inner = inner_block<P>(s), blocks = (all + inner - 1) / inner;
+    const i64 all = s.steps<P>(), inner = inner_block<P, TurnA>(s), blocks = (all + inner - 1) / inner;
     const i64 across = columns_packed(inner), rows_waiting = WAITING / across / EVEN * EVEN;
     const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<P>::elements;
     auto& packed = *reinterpret_cast<i64*>(scratch);
@@ -432,7 +435,8 @@ struct Cut {
     template <class E, bool TurnA>
     static INLINE Cut of(Sizes s, int threads) {
         if (threads == 1) return {};
-        const i64 wanted = EACH * threads, tiles = (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS, whole = columns_packed(inner_block<E>(s));
+        const i64 wanted = EACH * threads, tiles = (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS;
+        const i64 whole = columns_packed(inner_block<E, TurnA>(s));
         const i64 most = (s.M + 4 * TILE_ROWS - 1) / (4 * TILE_ROWS), wide = s.N >= (TurnA ? 4 : 1) * s.M;
         const i64 least = wide ? wanted : (wanted + most - 1) / most;
         Cut cut;
