@@ -72,7 +72,7 @@ def test_the_end_of_a_run_is_not_told_as_its_first_step(train: Train, monkeypatc
         patch.setattr(Evaluation, "__call__", dies)
         with pytest.raises(Killed):
             train("run.dir=run", "train.steps=4")
-    monkeypatch.setattr(waiting, "AFTER", 0.0)
+    monkeypatch.setattr(waiting, "AFTER", 0.001)
     told = train.told("run.dir=run", "resume=auto", "train.steps=4")
     assert "All 4 steps are done" in told and "The first step is under way" not in told
 

@@ -293,10 +293,10 @@ def planned_device(config: DeviceConfig) -> Device:
     The package of a device offers it as `planned(config)` in a module `planned` beside its target. Without one the plan
     is that of a device with a kernel for every op.
     """
-    target = component("device", config.name).target
-    package = target.partition(":")[0].rpartition(".")[0] if isinstance(target, str) else ""
+    row = component("device", config.name)
+    package = row.target.partition(":")[0].rpartition(".")[0] if isinstance(row.target, str) else ""
     if package and find_spec(f"{package}.planned") is not None:
-        return resolve_name(f"{package}.planned:planned")(config)
+        return replace(row, target=f"{package}.planned:planned").load()(config)
     return null_device(config)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
+from ttrain.core.waiting import Waiting
 from ttrain.device.info import DeviceInfo, info_of
 
 ENTRY_POINT_GROUP = "ttrain.plugins"
@@ -34,7 +35,8 @@ class Component:
 
     def load(self) -> Callable[..., Any]:
         """The class or function behind the name; imports its module on first use."""
-        return resolve_name(self.target) if isinstance(self.target, str) else self.target
+        with Waiting(f"Importing what {self.group}={self.name} needs"):
+            return resolve_name(self.target) if isinstance(self.target, str) else self.target
 
 
 _ROWS: dict[tuple[str, str], Component] = {}

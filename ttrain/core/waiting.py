@@ -11,27 +11,34 @@ from typing import TypeVar
 
 from ttrain.core.units import format_duration
 
-AFTER = 3.0  # seconds of silence before the first word,
-EVERY = 30.0  # and between any two after it
+AFTER = 3.0  # seconds of silence before the first word, and at least between any two;
+EVERY = 30.0  # and between two words about one thing, later a tenth of the time that it took
 
 Item = TypeVar("Item")
+_own = threading.local()  # to each thread
 
 
 class Waiting:
-    """Says what is under way as long as it is open: after AFTER seconds, then every EVERY.
+    """Says what is under way as long as it is open: after AFTER seconds, with each new part, and at least every EVERY.
 
-    Lines go to the standard error stream unless `say` takes them, from a thread of their own. So they show in a log
-    too, and above a bar that is under way.
+    Its parts are those that the same thread opens meanwhile: the outermost tells of all, so that lower layers need not
+    know who waits for them. Lines go to the standard error stream unless `say` takes them, from a thread of their own.
+    So they show in a log too, and above a bar that is under way. Nobody waits for a thread beside the main one, so what
+    such a thread opens is silent without a `say`.
     """
 
     def __init__(self, what: str, say: Callable[[str], None] | None = None) -> None:
-        self._what, self._say = what, say or _to_stderr
+        self._what, self._say, self._detail = what, say, ""
         self._parts: tuple[int, int] | None = None
         self._ended = threading.Event()
         self._started = monotonic()
+        self._open: list[Waiting] = []
 
     def __enter__(self) -> Waiting:
-        threading.Thread(target=self._run, daemon=True, name=f"waiting: {self._what}").start()
+        self._open = _own.__dict__.setdefault("open", [])
+        self._open.append(self)
+        if self._say is not None or threading.current_thread() is threading.main_thread():
+            threading.Thread(target=self._run, daemon=True, name=f"waiting: {self._what}").start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -40,32 +47,45 @@ class Waiting:
     def close(self) -> None:
         """Say nothing more: it is done."""
         self._ended.set()
+        if self in self._open:
+            self._open.remove(self)
 
-    def at(self, done: int, total: int) -> None:
-        """Take in how much of it is done."""
-        self._parts = done, total
+    def at(self, done: int, total: int, detail: str = "") -> None:
+        """Take in how much of it is done, and the name of what follows."""
+        self._parts, self._detail = (done, total), detail
 
     def text(self) -> str:
         """Return what is said now."""
         seconds = monotonic() - self._started
+        if inner := [part._named() for part in self._open if part is not self]:
+            lower = (name[:1].lower() + name[1:] for name in inner)
+            return f"{self._named()}, {format_duration(seconds)} so far: {', '.join(lower)}."
         if self._parts is None:
             return f"{self._what}: {format_duration(seconds)} so far."
         done, total = self._parts
         left = f", about {format_duration(seconds * (total - done) / done)} left" if done else ""
         return f"{self._what}: {done} of {total} after {format_duration(seconds)}{left}."
 
+    def _named(self) -> str:
+        """Return what it is and how far."""
+        at = "" if self._parts is None else "{} of {}".format(*self._parts)
+        more = ": ".join(filter(None, (at, self._detail)))
+        return f"{self._what} ({more})" if more else self._what
+
     def _run(self) -> None:
-        pause = AFTER
-        while not self._ended.wait(pause):
-            self._say(self.text())
-            pause = EVERY
+        told, last = list[Waiting](), 0.0
+        while not self._ended.wait(AFTER):
+            now, parts = monotonic(), list(self._open)
+            if parts[:1] == [self] and (parts != told or now - last >= max(EVERY, (now - self._started) / 10)):
+                told, last = parts, now
+                (self._say or _to_stderr)(self.text())
 
 
-def waited_for(items: Iterable[Item], what: str) -> Iterator[Item]:
-    """Yield the items, with a word about how far it is where they take long."""
+def waited_for(items: Iterable[Item], what: str, named: Callable[[Item], str] = lambda item: "") -> Iterator[Item]:
+    """Yield the items, with a word about how far it is where they take long, and which one is under way."""
     with Waiting(what) as waiting:
         for number, item in enumerate(known := list(items)):
-            waiting.at(number, len(known))
+            waiting.at(number, len(known), named(item))
             yield item
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ttrain.core.errors import EXIT_FAILURE, EXIT_INTERRUPTED, RankFailed, TtrainError
+from ttrain.core.waiting import Waiting
 
 if TYPE_CHECKING:  # a process that starts ranks need not load torch
     from torch.distributed import Store
@@ -79,7 +80,7 @@ class FailureStore:
 
     def wait(self, key: str, rank: int) -> str:
         """The text that a rank is to post, however long it works at it. Raises RankFailed where the run ends first."""
-        with self.waiting():
+        with self.waiting(), Waiting(f"Waiting for rank {rank}"):
             seen, since = self._state_of(rank), time.monotonic()
             while (text := self.read(key)) is None:
                 self._check()
@@ -96,12 +97,13 @@ class FailureStore:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         until = time.monotonic() + self._timeout
         missing = [rank for rank in range(self._count) if rank != self._rank]
-        while missing := [rank for rank in missing if self._state_of(rank) is None]:
-            self._check()
-            if time.monotonic() > until:
-                names = ", ".join(map(str, missing))
-                raise self._first(Failure(missing[0], f"it did not start within {self._timeout:g} s; missing: {names}"))
-            time.sleep(_LOOK_SECONDS)
+        with Waiting("Waiting for other ranks"):
+            while missing := [rank for rank in missing if self._state_of(rank) is None]:
+                self._check()
+                if time.monotonic() > until:
+                    late = f"it did not start within {self._timeout:g} s; missing: {', '.join(map(str, missing))}"
+                    raise self._first(Failure(missing[0], late))
+                time.sleep(_LOOK_SECONDS)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from ttrain.config.schema import Given, SweepConfig
 from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
+from ttrain.core.waiting import Waiting
 from ttrain.sweep import outcome
 from ttrain.sweep.forks import Forks
 from ttrain.sweep.jobs import (
@@ -113,7 +114,7 @@ class Runner:
 
     def run(self) -> None:
         """Runs until the queue has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
-        with closing(self._forks), self._signals as signals:
+        with closing(self._forks), self._signals as signals, Waiting("Running jobs", say):
             while True:
                 stopping = signals.received > 0 or self._gives_up
                 if not stopping:

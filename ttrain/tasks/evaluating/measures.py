@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
+from ttrain.core.waiting import waited_for
 from ttrain.data.corpus import FileList
 from ttrain.data.settings import DocumentsConfig, TextConfig
 from ttrain.data.sources import DocumentReader, find_sources, read_lines
@@ -257,7 +258,7 @@ def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, 
     if not questions:
         raise DataError(f"eval.choices: {file} has no questions.")
     pairs: list[tuple[list[int], list[int]]] = []
-    for question in questions:
+    for question in waited_for(questions, "Reading questions"):
         with named_place(lambda _, place=question.place: place):  # type: ignore[misc]
             pairs += [encoded_pair(scorer.tokenizer, question.context, f" {ending}") for ending in question.endings]
     with tqdm(desc="scoring endings", total=len(pairs), unit="ending") as bar:
@@ -298,7 +299,7 @@ def measure_texts(
             raise DataError(f"{chat.place} is a conversation. {error}") from None
     texts = [document.text for document in documents]
     with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
-        encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(texts)]
+        encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(waited_for(texts, "Reading documents"))]
     size, first = sum(len(text.encode()) for text in texts), scorer.tokenizer.byte_counts()[1]
     for number, ids in enumerate(encoded):  # without a token before it, the first of a document is only read
         if scorer.start is None or ids[:1].tolist() == [scorer.start]:  # which a template may have written

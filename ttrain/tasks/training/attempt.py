@@ -85,9 +85,9 @@ class Attempt:
             with Waiting("Placing the model and building its steps", console.say):
                 session = self._stack.enter_context(closing(run.open(self.device)))
                 progress, began, phases = self._begin(session)
-            self.heartbeat.beat()
-            run.record(folder, session, self.steps, began)
-            loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
+                self.heartbeat.beat()
+                run.record(folder, session, self.steps, began)
+                loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
             self._checkpoints = loop.checkpoints
             loop.run()
             console.close()

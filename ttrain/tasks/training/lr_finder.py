@@ -75,8 +75,9 @@ def _losses(
     losses: list[float] = []
     diverged = False
     try:
-        with closing(run.open(device)) as session:
+        with ExitStack() as stack:
             with Waiting("Placing the model and building its steps", console.say):
+                session = stack.enter_context(closing(run.open(device)))
                 run.origin.set_values(session, run.config.run.seed)
                 built.update(session.build_training(further=False))
             peak, constant = run.config.optimizer.lr, run.rates

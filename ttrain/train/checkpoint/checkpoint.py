@@ -32,6 +32,7 @@ from ttrain.core.errors import CheckpointError
 from ttrain.core.files import parsed_object, read_object, sha256_file, to_json
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
+from ttrain.core.waiting import waited_for
 from ttrain.data.batches import Dataset
 from ttrain.engine.state import State
 from ttrain.graph import Kind
@@ -149,8 +150,8 @@ class Checkpoint:
         present = {entry.name for entry in self.path.iterdir()} - {MANIFEST}
         if extra := sorted(present - self.files.keys()):
             raise CheckpointError(f"{self.path} holds {extra[0]!r}, which its manifest does not list. Remove it.")
-        for name, entry in self.files.items():
-            _verify_file(self.path / name, entry, name in known)
+        for name in waited_for(self.files, f"Verifying {self.path}", str):
+            _verify_file(self.path / name, self.files[name], name in known)
         return self
 
     def files_of(self, *kinds: Kind) -> list[str]:
@@ -205,9 +206,8 @@ class Checkpoint:
             mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
             told = f"{self.path} does not fit this {what}: {error}{mend if optimizer else ''}"
             raise CheckpointError(told) from None
-        for name, tensor in found.items():
-            if name in wanted:
-                state.write(name, np.asarray(tensor))
+        for name in waited_for((name for name in found if name in wanted), "Reading tensors", str):
+            state.write(name, np.asarray(found[name]))
         for name in zeros:
             state.write(name, np.zeros(wanted[name], np.float32))
         for name in averages:

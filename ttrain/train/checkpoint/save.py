@@ -15,6 +15,7 @@ import numpy as np
 from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
 from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_file, to_json, write_synced
 from ttrain.core.spec import DType, TensorSpec, stored_part_name
+from ttrain.core.waiting import waited_for
 from ttrain.engine.state import State
 from ttrain.graph import Kind
 from ttrain.parallel.ranks import Ranks
@@ -128,7 +129,7 @@ def _write_tensors(folder: Path, state: StateValues, of: str = "", frozen: bool 
     for kind, stem in STEMS.items():
         names = state.names(kind) if frozen or kind is not Kind.FROZEN else []
         shards = list(in_shards({name: state.spec(name).nbytes for name in names}, SHARD_BYTES))
-        for number, names in enumerate(shards, 1):
+        for number, names in enumerate(waited_for(shards, f"Writing files of {stem}"), 1):
             name = f"{stem}{of}-{number:05d}-of-{len(shards):05d}.safetensors"
             files[name] = _write_file(folder / name, _serialize(state, names))
     return files

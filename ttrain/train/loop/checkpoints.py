@@ -20,6 +20,7 @@ from typing import Any
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, TtrainError
 from ttrain.core.files import sync_file
+from ttrain.core.waiting import Waiting
 from ttrain.engine.state import State
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint import retention, save
@@ -128,7 +129,8 @@ class Checkpoints:
             self._thread = threading.Thread(target=self._write_beside, args=(work, before), name="save")
             self._thread.start()
             return
-        self._write(work)
+        with Waiting(f"Saving the checkpoint of step {content.step}", self._context.loggers.console.say):
+            self._write(work)
         lost = isinstance(self._error, TtrainError) and not isinstance(self._error, NonFiniteError)
         if wait and self._world.broadcast(lost):
             self._report()
@@ -169,7 +171,7 @@ class Checkpoints:
             self._thread = None
 
     def _join(self, thread: threading.Thread) -> None:
-        with self._world.joining(thread):
+        with self._world.joining(thread), Waiting("Waiting for the save under way"):
             thread.join()
 
     def _write_beside(self, work: _Work, before: threading.Thread | None) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ttrain.core.waiting import Waiting, waited_for
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Node, Stage
@@ -16,6 +19,8 @@ from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
 from ttrain.train.steps.step import Ahead, NoiseScale, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
+
+_AT_ONCE = 4  # initial values that are drawn together, of about equal sizes
 
 
 @dataclass
@@ -27,9 +32,14 @@ class Session:
     engine: Engine
 
     def initialize(self, seed: int) -> None:
-        """Initial values of the parameters, one in host memory at a time. The optimizer's tensors start at zero."""
-        for path, parameter in self.graph.model.parameters().items():
-            self.state.write(path, initial_value(parameter, seed))
+        """Initial values of the parameters, a few in host memory at a time. The optimizer's tensors start at zero."""
+        parameters = sorted(self.graph.model.parameters().items(), key=lambda item: -item[1].count)
+        with Waiting("Drawing initial values") as waiting, ThreadPoolExecutor(_AT_ONCE) as pool:
+            for first in range(0, len(parameters), _AT_ONCE):
+                paths, some = zip(*parameters[first : first + _AT_ONCE], strict=True)
+                waiting.at(first, len(parameters), paths[0])
+                for path, value in zip(paths, pool.map(partial(initial_value, seed=seed), some), strict=True):
+                    self.state.write(path, value)
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: for training steps as they are recorded now."""
@@ -49,7 +59,8 @@ class Session:
     def build_training(self, further: bool = True) -> dict[str, Step]:
         """Return all steps of a run by name, before the first one runs; without `further` those that train."""
         traces = {**self.graph.train_steps(), **(self.graph.further_steps() if further else {})}
-        return {name: self.engine.build(name, trace) for name, trace in traces.items()}
+        named = waited_for(traces.items(), "Planning steps", lambda item: item[0])
+        return {name: self.engine.build(name, trace) for name, trace in named}
 
     def close(self) -> None:
         self.engine.close()

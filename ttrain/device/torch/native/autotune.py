@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from ttrain.core.spec import DType
+from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.torch.kernels.costs import TIE, winner
 from ttrain.device.torch.kernels.matmul import LIBRARIES
 from ttrain.device.torch.native.codegen import Request
@@ -37,7 +38,8 @@ def choose_backends(
     by its fastest backend (FASTEST), or all by one library. A step is timed only where the sums of products promise
     more than TIE, and never where it is `mixed_anyway`.
     """
-    costs = {request: alone(request) for request in counts}
+    timed = waited_for(counts, "Timing products", lambda request: str(request).partition(" ->")[0])
+    costs = {request: alone(request) for request in timed}
     known = {request: cost for request, cost in costs.items() if cost is not None}
     if len(known) < len(costs):
         return {}
@@ -54,5 +56,6 @@ def choose_backends(
     if winner(sums, OWN) == OWN:
         return candidates[OWN]
     candidates = {name: each for name, each in candidates.items() if name == OWN or sums[OWN] > TIE * sums[name]}
-    measured = together(candidates) if sums[OWN] + sums[FASTEST] <= LONGEST else sums
+    with Waiting("Timing steps by their products"):
+        measured = together(candidates) if sums[OWN] + sums[FASTEST] <= LONGEST else sums
     return {} if measured is None else candidates[winner(measured, OWN)]

@@ -27,6 +27,7 @@ from ttrain.core.cores import usable_cores
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.folders import cache_folder
 from ttrain.core.processor import NATIVE, is_x86, march, processor_features
+from ttrain.core.waiting import Waiting
 
 HEADERS = Path(__file__).parent / "kernels"
 CANDIDATES = ("g++", "c++", "clang++")
@@ -137,13 +138,18 @@ class Toolchain:
         self.compilations += 1
         texts, built = [work / f"{number}.cpp" for number in range(len(sources))], work / "kernels.so"
 
-        def compiled(text: Path, source: str) -> str:
+        kernels, done = [source.count("(void* const* a) {") for source in sources], list[int]()
+
+        def compiled(text: Path, source: str, count: int) -> str:
             text.write_text(source, "utf-8")
             self._run([*command, f"-I{HEADERS}", "-c", str(text), "-o", f"{text}.o"], key, source)
+            done.append(count)
+            waiting.at(sum(done), sum(kernels))
             return f"{text}.o"
 
-        with ThreadPoolExecutor(len(sources)) as pool:
-            objects = list(pool.map(compiled, texts, sources))
+        with Waiting("Compiling kernels") as waiting, ThreadPoolExecutor(len(sources)) as pool:
+            waiting.at(0, sum(kernels))
+            objects = list(pool.map(compiled, texts, sources, kernels))
         self._run([*command, "-shared", *objects, "-o", str(built)], key)
         path = self.folder / f"{key}.{_digest(built.read_bytes())}.so"
         os.replace(built, path)
