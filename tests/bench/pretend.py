@@ -77,7 +77,7 @@ class Process:
             return answer(*words) if callable(answer) else answer
         seconds, size = 1e-3 if self.name in BASELINES else 5e-4, 2**30
         start = {"description": self.name, "first_step_s": 1.0, "losses": [1.0, 0.5], "rss": size}
-        start["step_seconds"] = seconds
+        start |= {"step_seconds": seconds, "later_s": [seconds]}
         planned = None if self.name in BASELINES else size // 2
         return {
             "start": start,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,16 @@ import numpy as np
 import pytest
 
 from benchmarks import compare, page, plot
+from tests.bench.pretend import ONE_THREAD, case
 from ttrain import ops
+from ttrain.bench import contender
 from ttrain.bench.contender import EngineContender
 from ttrain.bench.report import notes, print_result, table
 from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio
 from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.base import EngineCounters
+from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Graph
 from ttrain.train.forecast.step_time import Rates
 
@@ -101,6 +105,23 @@ def test_the_roof_adds_up_the_kernels_of_the_plan() -> None:
     moved = 4 * (100 * 200 + 200 * 300 + 100 * 300), 4 * 2 * 200 * 300
     for rate, expected in ((1e9, sum(moved) / 1e6), (1e7, 12e6 / 1e7 + moved[1] / 1e6)):
         assert contender.told(Rates(rate, 1e6))["roof_ms"] == pytest.approx(1e3 * expected)
+
+
+def test_a_product_that_is_compiled_counts_for_the_rate_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(contender, "timing", lambda opened, compiler, nodes: nullcontext(lambda node: 1e-12))
+    graph = Graph()
+    x, small = graph.input("x", TensorSpec((100, 200))), graph.input("small", TensorSpec((200, 3)))
+    launched = [ops.matmul(x, small).producer, ops.matmul(x, graph.input("large", TensorSpec((200, 300)))).producer]
+    made: Any = EngineContender(case("4x8"), ONE_THREAD, EngineConfig())
+    made.device = SimpleNamespace(name="cpu", describe=dict)
+    made.built = SimpleNamespace(plan=SimpleNamespace(launched=launched, arena_bytes=0))
+    made.engine = SimpleNamespace(counters=EngineCounters(), compiler="a compiler")
+    assert made.facts(False)["facts"]["peak_flops"] == 2 * 100 * 200 * 300 / 1e-12
+    made.engine.compiler = None
+    assert made.facts(False)["facts"]["peak_flops"] == 2 * 100 * 200 * 300 / 1e-12  # kept, for everybody
 
 
 CHIP = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import pytest
 
 from tests.bench.pretend import ONE_THREAD, QUICK, Processes, case, failing
 from ttrain.bench import child, contender, run
-from ttrain.bench.report import table
+from ttrain.bench.contender import STEPS
+from ttrain.bench.report import notes, table
 from ttrain.bench.results import Result
 from ttrain.bench.run import LEAST_ROUNDS, Bench, Entry, Worker, WorkerFailed, entries_of
 from ttrain.cli import main
@@ -28,9 +30,9 @@ from ttrain.tasks import bench as task
 
 def ran(processes: Processes, device: DeviceConfig = ONE_THREAD, clock: Any = None, **changes: Any) -> dict[str, Any]:
     """The only case of a benchmark, as JSON, with its rows by contender."""
-    result = Result("gpt", {}, {"command": "a command"})
-    save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
     config = replace(QUICK, **changes)
+    result = Result("gpt", asdict(config), {"command": "a command"})
+    save = lambda: to_json(result.to_dict())  # noqa: E731 - raises for what JSON can't hold
     made = Bench(config, device, EngineConfig(), 1, [], result, save, lambda _: None, processes)  # type: ignore[arg-type]
     made.clock = clock or made.clock
     made.run()
@@ -55,7 +57,7 @@ def test_everybody_has_one_turn_per_round_in_an_order_that_changes_but_can_be_re
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "settle", "timed"), [(0.1, 2, 8), (10.0, 1, 1), (0.001, 200, 800), (0.0, 400, 1600)]
+    ("step_seconds", "settle", "timed"), [(0.1, 2, 8), (0.9, 0, 1), (10.0, 0, 1), (0.001, 200, 800), (0.0, 400, 1600)]
 )
 def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed: int) -> None:
     entry = Entry("static", case("4x8"), Path())
@@ -63,11 +65,34 @@ def test_the_size_of_a_turn_of_a_second(step_seconds: float, settle: int, timed:
     assert (entry.settle, entry.timed) == (settle, timed)
 
 
-@pytest.mark.parametrize(("seconds", "rounds"), [(0.001, LEAST_ROUNDS), (10.0, LEAST_ROUNDS + 9)])
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.01, LEAST_ROUNDS), (10.0, LEAST_ROUNDS + 9)])
 def test_time_ends_it_but_not_before_a_spread_can_be_told(seconds: float, rounds: int) -> None:
     ticks = iter(range(1000))
     found = ran(Processes(), clock=lambda: float(next(ticks)), seconds=seconds, rounds=50)["rows"]["static"]
     assert found["step_ms"]["rounds"] == rounds
+
+
+def test_rivals_that_are_slow_do_not_hold_up_a_case() -> None:
+    """Three steps of eager do not fit into its time, so it has no turn, and no other form of PyTorch is started."""
+    slow = {"description": "", "first_step_s": 31.0, "losses": [1.0, 0.5], "rss": 1, "step_seconds": 30.0}
+    processes = Processes()
+    processes.answers["eager", "start"] = {**slow, "later_s": [30.0]}
+    found = ran(processes, seconds=15.0, rounds=4)
+    rows, asked = found["rows"], {name: words for name, command, *words in processes.asked if command == "start"}
+    assert asked == {"eager": [STEPS, 15.0], "static": [2, math.inf]} and set(processes.names("turn")) == {"static"}
+    assert rows["compile"]["status"] == "left out" and "3 steps of eager take longer" in rows["compile"]["reason"]
+    assert rows["eager"]["round_ms"] == [30e3] and rows["static"]["times_as_fast"]["ratio"] == pytest.approx(6e4)
+    told = [note for note in notes(found["whole"]) if "rounds" in note]
+    assert told == ["4x8 in fp32: 1 of 4 rounds fitted into bench.seconds=15."]
+
+
+def test_mfu_is_of_the_best_product_of_anybody_and_of_a_step_that_is_faster() -> None:
+    processes = Processes()
+    processes.answers["static", "facts"] = {"device": {}, "facts": {"peak_flops": 4e11}, "planned_ms": None}
+    found = ran(processes)
+    assert found["rows"]["eager"]["mfu"] == pytest.approx(found["flops_per_step"] / 1e-3 / 4e11)
+    slow = {"device": {}, "facts": {"peak_flops": 1.0}, "planned_ms": None}
+    assert [row["mfu"] for row in ran(Processes(facts=slow))["rows"].values()] == pytest.approx([0.5, 0.5, 1.0])
 
 
 def test_numbers_of_a_row() -> None:
@@ -259,6 +284,10 @@ def test_settling_steps_are_not_timed_and_step_numbers_go_on(monkeypatch: pytest
     assert clocked.numbers == [1, 2, 3, 4, 5]
     assert clocked.turn(1, 4, False) == pytest.approx([0.5])  # a device that runs ahead: over the whole turn
     assert clocked.numbers[-1] == 10 and clocked.waits == 3
+    monkeypatch.setattr(contender.gc, "freeze", lambda: None)
+    for limit, steps in ((0.1, 2), (0.9, 3), (9.0, 5)):
+        assert len(clocked.start(5, limit)["losses"]) == steps
+    assert clocked.start(1, 9.0)["later_s"] == [0.5]
 
 
 class InvalidCxxCompiler(RuntimeError):

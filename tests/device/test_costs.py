@@ -55,9 +55,18 @@ def test_a_clear_winner_is_remembered_for_libraries_that_may_use_the_same_instru
     assert (slower_now.choose(), slower_now.made) == ("other", 0)
 
 
+@pytest.mark.parametrize(("each", "turns"), [(0.004, 5), (0.4, 3), (2.0, 1)])
+def test_a_launch_of_seconds_is_timed_once(each: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways, run = Ways(usual=each), list[str]()
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: ways._now))
+    launch = ways.make()["usual"]
+    assert costs.seconds({"usual": lambda: (run.append("usual"), launch())}, 3, 0.05, 5)["usual"] == pytest.approx(each)
+    assert len(run) == turns
+
+
 def test_what_another_process_has_measured_meanwhile_counts() -> None:
     def measured() -> dict[str, float]:
-        costs.KEPT.keep({f"{costs._machine()}, something": {"usual": 2.0, "other": 1.0}})
+        costs.KEPT.keep({f"{costs.machine()}, something": {"usual": 2.0, "other": 1.0}})
         return {"usual": 1.0, "other": 2.0}
 
     for _ in range(2):

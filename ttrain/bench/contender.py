@@ -39,7 +39,7 @@ from ttrain.engine.state import State
 from ttrain.graph import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
-from ttrain.train.forecast.step_time import KernelTimes, Rates, host_time, measured_rates, timing
+from ttrain.train.forecast.step_time import KernelTimes, Rates, host_time, keep_rate, measured_rates, timing
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.session import Session
@@ -101,17 +101,21 @@ class Contender(ABC):
     def close(self) -> None:
         """Give back what it holds."""
 
-    def start(self) -> dict[str, Any]:
-        """Build, do the first steps, and return their losses and times."""
-        began = time.perf_counter()
+    def start(self, steps: int = STEPS, seconds: float = math.inf) -> dict[str, Any]:
+        """Build, do the first steps, and return their losses and times.
+
+        Of several steps it does two, and a further one only as long as those after the first took less than `seconds`.
+        """
+        began, timed = time.perf_counter(), list[tuple[float, float]]()
         self.build()
-        timed = [(loss, time.perf_counter()) for loss in self.losses()]
+        while len(timed) < min(steps, 2) or (len(timed) < steps and timed[-1][1] - timed[0][1] < seconds):
+            timed.append((self.loss(self._next()), time.perf_counter()))
         self.synchronize()
         gc.freeze()  # what exists now lives to the end and need not be searched again
-        later = [after - before for (_, before), (_, after) in pairwise(timed)][-3:]
+        later = [after - before for (_, before), (_, after) in pairwise(timed)][-3:] or [timed[0][1] - began]
         return {
             "description": self.description, "first_step_s": timed[0][1] - began, "losses": [loss for loss, _ in timed],
-            "rss": psutil.Process().memory_info().rss, "step_seconds": statistics.median(later),
+            "rss": psutil.Process().memory_info().rss, "later_s": later, "step_seconds": statistics.median(later),
         }  # fmt: skip
 
     def losses(self) -> Iterator[float]:
@@ -247,6 +251,16 @@ class EngineContender(Contender):
 
     def rest(self) -> None:
         self.device.release_threads()
+
+    def facts(self, planned: bool) -> dict[str, Any]:
+        """Note first the rate of the largest product, where it is compiled: no other may be as fast."""
+        compiler, plan = getattr(self.engine, "compiler", None), self.built.plan
+        if compiler is not None and plan is not None:
+            products = "linear", "matmul"
+            largest = max(plan.launched, key=lambda node: node.op.flops(node) * (node.op.name in products))
+            with timing(lambda: nullcontext(self.device), compiler, [largest]) as seconds:
+                keep_rate(largest.op.flops(largest) / seconds(largest), self.device.name, str(self.case.dtypes.compute))
+        return super().facts(planned)
 
     def planned_bytes(self) -> int | None:
         plan = self.built.plan

@@ -73,9 +73,12 @@ class CaseResult:
         """Return plain values, with everything that derives from the samples."""
         valid = [row for row in self.rows if row.side == PYTORCH and row.timed]
         best = min(valid, key=lambda row: statistics.median(row.round_ms), default=None)
-        return {**asdict(self), "rows": [self._row(row, best) for row in self.rows]}
+        reached = [1e3 * self.flops_per_step / statistics.median(row.round_ms) for row in self.rows if row.timed]
+        peaks = [row.facts["peak_flops"] for row in self.rows if row.facts.get("peak_flops")]
+        peak = max(peaks + reached) if peaks else None  # a step is no faster than its best product
+        return {**asdict(self), "rows": [self._row(row, best, peak) for row in self.rows]}
 
-    def _row(self, row: Row, best: Row | None) -> dict[str, Any]:
+    def _row(self, row: Row, best: Row | None, peak: float | None) -> dict[str, Any]:
         values = {**asdict(row), "losses": [finite(loss) for loss in row.losses]}
         if row.round_ms:
             q1, median, q3 = (float(value) for value in np.percentile(row.round_ms, [25, 50, 75]))
@@ -83,7 +86,6 @@ class CaseResult:
             if self.basis != MOCKED:  # where nothing is computed
                 values["units_per_s"] = 1e3 * self.units_per_step / median
                 values["flops_per_s"] = 1e3 * self.flops_per_step / median
-                peak = row.facts.get("peak_flops")
                 values["mfu"] = values["flops_per_s"] / peak if peak else None
         if row.timed and best is not None:
             values["times_as_fast"] = ratio(row.round_ms, best.round_ms)

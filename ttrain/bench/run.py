@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -20,13 +21,13 @@ from typing import Any
 import psutil
 
 import ttrain
-from ttrain.bench.contender import enter_times, loss_difference, modelled, problem
+from ttrain.bench.contender import STEPS, enter_times, loss_difference, modelled, problem
 from ttrain.bench.results import MOCKED, OURS, PYTORCH, SIMULATED, CaseResult, Result, Row, finite
 from ttrain.bench.settings import BASELINES, BenchConfig
 from ttrain.bench.workload import Case
 from ttrain.core.cores import OtherWork, affinity_cores, default_threads
 from ttrain.core.units import format_bytes, format_duration
-from ttrain.core.waiting import Waiting
+from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.info import MOCK, SIMULATOR, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.engine.settings import EngineConfig
@@ -136,9 +137,9 @@ class Entry:
         self.row = Row(f"{self.own}{shared}", PYTORCH if self.own in BASELINES else OURS)
 
     def size(self, turn_seconds: float, step_seconds: float) -> None:
-        """Fit a turn into `turn_seconds`: at least one untimed and one timed step."""
-        steps = min(max(round(turn_seconds / max(step_seconds, 1e-9)), 2), MOST_STEPS)
-        self.settle = max(1, steps // 5)
+        """Fit a turn into `turn_seconds`: at least one timed step, and an untimed one unless a step takes longer."""
+        steps = min(max(round(turn_seconds / max(step_seconds, 1e-9)), 1), MOST_STEPS)
+        self.settle = 0 if steps == 1 else max(1, steps // 5)
         self.timed = steps - self.settle
 
 
@@ -218,16 +219,16 @@ class Bench:
 
     @contextmanager
     def _started(
-        self, entry: Entry, environment: Mapping[str, str] | None = None, command: str = "start"
+        self, entry: Entry, environment: Mapping[str, str] | None = None, command: str = "start", *limit: float
     ) -> Iterator[tuple[Worker, dict[str, Any]]]:
-        """Start a process of a contender, give it with what its start found, and end it."""
+        """Start a process of a contender, give it with what its start found, and end it. See Contender.start."""
         device = self.device
         if entry.ranks > 1:
             device = replace(device, threads=max(1, (device.threads or default_threads()) // entry.ranks))
         worker = self.make_worker(entry.folder, entry.ranks, environment)
         try:
             worker.ask("make", self.plugins, entry.own, replace(entry.case), device, self.engine, entry.mode)
-            answer = worker.ask(command)
+            answer = worker.ask(command, *limit)
             entry.row.description = answer["description"]
             yield worker, answer
         finally:
@@ -261,10 +262,15 @@ class Bench:
             others, each = OtherWork(children=True), found.device.get("name") == "cpu" or found.basis == MOCKED
             with self._stage(found, "steps"):
                 try:
-                    self._take_turns(list(built), each)
+                    self._take_turns([entry for entry in built if not entry.row.round_ms], each)
                 finally:
                     found.others_cpu = others.cores() / affinity_cores()
-            for entry in built:
+            rounds = [len(entry.row.round_ms) for entry in built if entry.row.status == "ok"]
+            if rounds and min(rounds) < self.config.rounds:
+                of = f"{found.size} in {found.precision}: {min(rounds)} of {self.config.rounds} rounds"
+                self.result.notes.append(f"{of} fitted into bench.seconds={self.config.seconds:g}.")
+            # Who compiles comes first: the others are held to its products too.
+            for entry in sorted(built, key=lambda each: each.own != "traced"):
                 if entry.worker is not None and entry.row.status == "ok":
                     with failing(entry.row):
                         self._facts(found, entry.row, entry.worker)
@@ -272,14 +278,19 @@ class Bench:
     def _build(self, found: CaseResult, entries: Sequence[Entry], opened: ExitStack) -> dict[Entry, float]:
         """Start and check contenders one after the other, and return the seconds of a step of each."""
         largest, built, info = 0, dict[Entry, float](), info_of(self.device)
+        steps, slow = STEPS, ""  # that are compared; why no other rival takes part
+        seconds = self.config.seconds if self.config.ranks == 1 else math.inf  # ranks would end at different steps
         for entry in sorted(entries, key=lambda each: _ORDER.index(each.own)):
             row, free = entry.row, psutil.virtual_memory().available
             if len(built) > 1 and largest * _SPARE > free:
                 row.status = "left out"
                 row.reason = f"the largest so far needs {format_bytes(largest)}, {format_bytes(free)} are free"
                 continue
+            if slow and entry.own in BASELINES:
+                row.status, row.reason = "left out", slow
+                continue
             with self._stage(found, "building ", row), ExitStack() as one:
-                worker, answer = one.enter_context(self._started(entry))
+                worker, answer = one.enter_context(self._started(entry, None, "start", steps, seconds))
                 largest = max(largest, answer["rss"] * entry.ranks)
                 row.losses = answer["losses"]
                 if info.mode(self.device) == MOCK:
@@ -292,6 +303,12 @@ class Bench:
                     entry.worker = worker
                     opened.push(one.pop_all())
                 built[entry] = answer["step_seconds"]
+                if len(built) == 1:  # all others do as many steps as it did
+                    steps, seconds = len(row.losses), math.inf
+                if LEAST_ROUNDS * built[entry] > self.config.seconds:  # so it has no turn
+                    row.round_ms = [1e3 * each for each in answer["later_s"]]
+                    if row.side == PYTORCH:
+                        slow = f"{LEAST_ROUNDS} steps of {row.contender} take longer than bench.seconds"
         return built
 
     def _take_turns(self, entries: Sequence[Entry], each: bool) -> None:
@@ -300,7 +317,7 @@ class Bench:
         It ends with the last round, or when the time is up after LEAST_ROUNDS. One that fails takes no further part.
         """
         order, stop = random.Random(self.seed), self.clock() + self.config.seconds
-        for number in range(self.config.rounds):
+        for number in waited_for(range(self.config.rounds), "Round"):
             if number >= LEAST_ROUNDS and self.clock() >= stop:
                 return
             going = [entry for entry in entries if entry.row.status != "failed"]

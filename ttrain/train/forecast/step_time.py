@@ -81,14 +81,22 @@ def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
     return _rates[key]
 
 
+def keep_rate(flops: float, device: str, dtype: str, index: int = 0) -> None:
+    """Note the FLOP/s of a product, which count from now on where no other was as fast."""
+    key = _key(device, dtype, index)
+    _KEPT.keep({key: (flops, _KEPT.known().get(key, (0.0, 0))[1])})
+    _rates.clear()
+
+
 def _key(device: str, dtype: str, index: int) -> str:
     """Return the conditions that a measurement holds for."""
     import torch
 
-    model = torch.cuda.get_device_name(index) if device == "cuda" else platform.processor() or platform.machine()
-    precision = torch.get_float32_matmul_precision()
-    parts = [device, model, platform.node(), dtype, precision, torch.get_num_threads(), torch.__version__]
-    return " ".join(map(str, parts))
+    from ttrain.device.torch.kernels.costs import machine
+
+    model = torch.cuda.get_device_name(index) if device == "cuda" else platform.machine()
+    parts = [device, model, platform.node(), dtype, torch.get_float32_matmul_precision(), torch.get_num_threads()]
+    return " ".join(map(str, [*parts, machine()]))
 
 
 def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
@@ -303,8 +311,7 @@ def timing(
     with opened() as device:
         table, others = device.kernels, np.zeros(OTHER, np.uint8)
         if compiler is not None:
-            with Waiting("Compiling kernels"):
-                compiler.prepare(nodes)
+            compiler.prepare(nodes)
             table = compiler.kernels
         yield partial(_timed, device, table, others)
 

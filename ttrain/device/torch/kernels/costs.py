@@ -63,7 +63,7 @@ def recalled(
     key: str, names: Collection[str], measure: Callable[[], Mapping[str, float]] | None
 ) -> Mapping[str, float] | None:
     """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
-    key = f"{_machine()}, {key}"
+    key = f"{machine()}, {key}"
     known = KEPT.known().get(key)
     if known is not None and set(known) == set(names):
         return known
@@ -111,12 +111,13 @@ def seconds(
     """Seconds of the fastest run of each: what the machine can do when nothing disturbs it.
 
     Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns, until
-    `limit` seconds are over. What is to run `before` a launch is not timed.
+    `limit` seconds are over. Others get the `least` turns, unless these take a second more. What is to run `before` a
+    launch is not timed.
     """
     costs = {name: float("inf") for name in launches}
     end = time.perf_counter() + limit
     for turn in range(most):
-        if turn >= least and time.perf_counter() > end:
+        if turn and time.perf_counter() > end + (turn < least):
             break
         for name, launch in launches.items():
             if before is not None:
@@ -127,7 +128,7 @@ def seconds(
     return costs
 
 
-def _machine() -> str:
+def machine() -> str:
     """The key of this machine's entries. It covers what keeps libraries from instructions that the processor has."""
     held = [f"{name}={os.environ[name]}" for name in _HOLDING if name in os.environ]
     whole = hashlib.sha256("\n".join([processor_features(), *held]).encode()).hexdigest()[:16]
