@@ -40,15 +40,24 @@ def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monke
 
 
 @pytest.mark.parametrize(
-    ("turn_a", "turn_b", "bias"),
-    [(False, False, False), (False, True, False), (False, True, True), (True, False, False)],
+    ("rows", "turn_a", "turn_b", "bias"),
+    [
+        (131, False, False, False),
+        (131, False, True, False),
+        (131, False, True, True),
+        (131, True, False, False),
+        (1, False, True, False),
+        (1, False, True, True),
+    ],
 )
-def test_a_product_by_compiled_code(turn_a: bool, turn_b: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_by_compiled_code(
+    rows: int, turn_a: bool, turn_b: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_compiler()
     monkeypatch.setattr(module, "way_of", lambda *_: module.OWN)
     generator = torch.Generator().manual_seed(7)
-    a, b = torch.randn(131, 530, generator=generator), torch.randn(530, 77, generator=generator)
-    shift, out = torch.randn(77, generator=generator) if bias else None, torch.full((131, 77), float("nan"))
+    a, b = torch.randn(rows, 530, generator=generator), torch.randn(530, 77, generator=generator)
+    shift, out = torch.randn(77, generator=generator) if bias else None, torch.full((rows, 77), float("nan"))
     stored_a, stored_b = (x.t().contiguous().t() if turn else x for x, turn in ((a, turn_a), (b, turn_b)))
     launch_row(lambda call: module.product(call, stored_a, stored_b, out, shift), CPU, [], {})
     expected = a.double().numpy() @ b.double().numpy() + (0 if shift is None else shift.double().numpy())

@@ -20,6 +20,7 @@ from ttrain.device.torch.kernels.costs import fastest
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
 OWN = "own"
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
+_READ = 2**16  # elements of a matrix that a product of one row reads, at least, to be more than a call
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
 _FORMS = {"gelu": "none", "gelu_tanh": "tanh"}  # of GELU as the activation of a product
@@ -62,7 +63,9 @@ def way_of(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pi
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say. `pinned` is
     device.matmul.
     """
-    if pinned == "aten" or 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16:
+    one_row = pinned == "auto" and rows == 1 and not plain_b and inner * columns >= _READ
+    small = 2 * rows * inner * columns < SMALLEST or min(rows, inner, columns) < 16
+    if pinned == "aten" or (small and not one_row):
         return "aten"
     if pinned == "onednn":
         return "onednn" if _onednn_available() else "aten"

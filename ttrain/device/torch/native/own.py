@@ -20,19 +20,24 @@ from ttrain.device.torch.native.products import scratch_size, threads_of
 from ttrain.device.torch.native.threads import use_openmp
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
-# Whether A is stored [K, M], B is stored [N, K], and there is a bias.
-_FORMS = ((False, False, False), (False, True, False), (False, True, True), (True, False, False))
+# Whether A is stored [K, M], B is stored [N, K], there is a bias, and A is one row.
+_Form = tuple[bool, bool, bool, bool]
+_SEVERAL = ((False, False, False), (False, True, False), (False, True, True), (True, False, False))
+_AFTER = "After::nothing"
+_FORMS: list[_Form] = [*((*form, False) for form in _SEVERAL), (False, True, False, True), (False, True, True, True)]
 
 
-def _body(form: tuple[bool, bool, bool]) -> str:
+def _body(form: _Form) -> str:
     sizes = ", ".join(f"number(a, {5 + index})" for index in range(6))
-    tensors = [f"in<float>(a, {index})" for index in range(3)] + [f"out<float>(a, {index})" for index in (3, 4)]
-    name = template("product", *form, False, "After::nothing")
-    return call(name, f"Sizes{{{sizes}}}", *tensors, "number(a, 11)", "int(number(a, 12))")
+    *kinds, one = form
+    tensors = [*(f"in<float>(a, {index})" for index in range(3)), "out<float>(a, 3)"]
+    name = template("few_rows", 1, *kinds[1:], _AFTER) if one else template("product", *kinds, False, _AFTER)
+    scratch = [] if one else ["out<float>(a, 4)", "number(a, 11)"]
+    return call(name, f"Sizes{{{sizes}}}", *tensors, *scratch, "int(number(a, 12))")
 
 
 @lru_cache(maxsize=1)
-def _functions() -> Mapping[tuple[bool, bool, bool], int]:
+def _functions() -> Mapping[_Form, int]:
     """Compile or load the library; return addresses by form, none where there is no compiler or it fails."""
     try:
         library = Toolchain().load(library_sources([_body(form) for form in _FORMS], 1))
@@ -51,6 +56,8 @@ def version() -> str | None:
 
 def room(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
     """Return the shape of the scratch of a product of [m, k] and [k, n]: threads that take part, and floats of each."""
+    if m == 1:
+        return Sizing(threads).threads_for(n * k), 1
     return threads_of(m, n, k, DType.FP32, Sizing(threads)), scratch_size(k)
 
 
@@ -59,5 +66,5 @@ def product(out: Any, a: Any, b: Any, bias: Any, scratch: Any) -> Launch:
     (m, k), n, (threads, each) = a.shape, b.shape[1], scratch.shape
     turn_a, turn_b = not a.is_contiguous(), not b.is_contiguous()
     tensors, sizes = (a, b, bias, out, scratch), (m, n, k, m if turn_a else k, k if turn_b else n, n)
-    function = _functions()[turn_a, turn_b, bias is not None]
+    function = _functions()[turn_a, turn_b, bias is not None, m == 1]
     return launch(function, [*map(address, tensors), *sizes, each, threads], tensors)
