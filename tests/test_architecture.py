@@ -94,7 +94,7 @@ def test_a_batch_and_a_rate_pass_the_functions_that_the_page_lists(inside: Path)
     def listen(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and ours(frame):
             calls.append(names_of(frame))
-            if "Device.upload_inputs" in calls[-1] and "lr" in frame.f_locals["arrays"]:
+            if "TorchDevice.upload_inputs" in calls[-1] and "lr" in frame.f_locals["arrays"]:
                 stacks.append([*stack(frame)][::-1])
 
     (inside / "book.txt").write_text("a text of few words\n" * 200, "utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,15 @@ class FaultyConfig(EngineConfig):
 class FaultyStep(StaticStep):
     engine: FaultyEngine
 
-    def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
-        outputs = super().__call__(inputs)
+    def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
+        read = super().start(inputs)
         done = NOTED.read_text().split() if NOTED.exists() else []
         for fault in self.engine.faults[len(done) : len(done) + 1]:
             kind, _, step = fault.partition("@")
             if inputs.get("step") == int(step):
                 NOTED.write_text(" ".join([*done, kind]))
                 happen(kind)
-        return outputs
+        return read
 
 
 class FaultyEngine(StaticEngine):

@@ -133,7 +133,7 @@ def test_updates_that_change_nothing_are_noticed(
     """An engine whose update does not reach the parameters, as a stale kernel's would not."""
     monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
     optimizer = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.clip_norm=null"]  # keeps nothing
-    original = StaticStep.__call__
+    original = StaticStep.start
 
     def frozen(self: Any, inputs: Any) -> Any:
         state = self.engine.state
@@ -144,7 +144,7 @@ def test_updates_that_change_nothing_are_noticed(
         return outputs
 
     with monkeypatch.context() as patch:
-        patch.setattr(StaticStep, "__call__", frozen)
+        patch.setattr(StaticStep, "start", frozen)
         errors = train.told("run.dir=run", *optimizer, code=1)
         assert "Step 3: the updates do not reach the model" in errors and words in errors
         assert train("run.dir=on", *optimizer, "guard.check_learning=null") == 0
@@ -253,14 +253,14 @@ def test_the_check_reads_a_bounded_part_of_large_tensors(monkeypatch: pytest.Mon
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of more than two rows do not fit."""
-    original = StaticStep.__call__
+    original = StaticStep.start
 
     def call(self: Any, inputs: Any) -> Any:
         if self.name != "evaluate" and len(inputs.get("inputs", ())) > 2:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")
         return original(self, inputs)
 
-    monkeypatch.setattr(StaticStep, "__call__", call)
+    monkeypatch.setattr(StaticStep, "start", call)
 
 
 def test_out_of_memory_names_classes_and_keys(train: Train, little_memory: None) -> None:
@@ -281,7 +281,7 @@ def test_out_of_memory_shrinks_the_micro_batch_and_nothing_else(train: Train, li
 
 
 def test_a_micro_batch_of_one_can_not_shrink(train: Train, little_memory: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(StaticStep, "__call__", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(StaticStep, "start", lambda *_: (_ for _ in ()).throw(MemoryError()))
     assert train("run.dir=run", "recover.oom=shrink", "train.batch_size=2") == 1
     assert kinds("run").count("shrunk") == 1 and kinds("run")[-1] == "failed"
 

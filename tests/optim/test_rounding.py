@@ -186,9 +186,9 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
     class Built:
         inputs = uploads = dict.fromkeys(("tokens", "targets", "loss_weight", "seed", "rounding_seed", "lr", "step"))
 
-        def __call__(self, inputs: dict[str, Any]) -> dict[str, float]:
+        def start(self, inputs: dict[str, Any]) -> Any:
             seen.append(inputs)
-            return {"loss": 1.0, "grad_norm": 1.0}
+            return lambda: {"loss": 1.0, "grad_norm": 1.0}
 
     for rank in (0, 1):
         steps: Any = {"accumulate_first": Built(), "update": Built()}

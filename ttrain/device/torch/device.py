@@ -127,11 +127,12 @@ class TorchDevice(Device):
         if isinstance(buffers, Buffers) and buffers.transfer is not None:
             self.counters.uploads += 1
             buffers.transfer.write(arrays)()
-        else:
-            super().upload_inputs(buffers, arrays)
+            return
+        for name, array in arrays.items():
+            self.upload(buffers[name], array)
 
     def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
-        if not self.overlaps or not buffers:
+        if self.kind != "cuda" or not buffers:
             return None
         buffers.transfer = buffers.transfer or Inputs(buffers)
         self.counters.uploads += 1
@@ -139,7 +140,7 @@ class TorchDevice(Device):
         return launch
 
     def download_outputs(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-        if not self.overlaps or not buffers or not isinstance(buffers, Buffers):
+        if self.kind != "cuda" or not buffers or not isinstance(buffers, Buffers):
             return super().download_outputs(buffers)
         buffers.transfer = buffers.transfer or Outputs([*buffers.values()])
         self.counters.downloads += 1
