@@ -79,13 +79,13 @@ def test_a_thread_beside_the_main_one_is_silent_unless_it_is_told_where_to_speak
         with Waiting("Saving beside"):
             time.sleep(0.02)
         with Waiting("Baking", said.append), Waiting("Beating eggs"):
-            until(lambda: bool(said))
+            until(lambda: any("eggs" in line for line in said))
 
     thread = threading.Thread(target=work)
     with Waiting("Walking", lambda text: None):
         thread.start()
         thread.join()
-    assert said == ["Baking, 0 ms so far: beating eggs."] and capsys.readouterr().err == ""
+    assert said[-1] == "Baking, 0 ms so far: beating eggs." and capsys.readouterr().err == ""
 
 
 def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,9 +100,9 @@ def test_what_is_quick_or_fails_says_nothing(capsys: pytest.CaptureFixture[str])
     ("overrides", "told"),
     [
         (["train.steps=2", "train.eval_sequences=null"],
-         ["Importing what device=cpu needs", "Reading the data", "Placing the model", "drawing initial values (",
-          "planning steps (", "The first step is under way", "Evaluating on held-out data",
-          "Saving the checkpoint of step 2", "writing files of parameters ("]),
+         ["Importing what device=cpu needs", "Reading the data", "Placing the model", "drawing initial values",
+          "planning steps", "The first step is under way", "Evaluating on held-out data",
+          "Saving the checkpoint of step 2", "writing files of parameters"]),
         (["task=plan", "plan.limits=true", "plan.memory_gb=0.01", "plan.time=false"],
          ["Planning", "Searching the largest"]),
         (["task=verify", "verify.ops=[gelu,linear]"], ["Comparing ops", "Comparing the model"]),
