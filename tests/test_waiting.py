@@ -28,8 +28,9 @@ def until(true: Callable[[], bool]) -> None:
 def test_what_takes_long_is_told_again_and_again_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     now = clock(monkeypatch)
-    with Waiting("Baking", said.append) as baking:
-        now[0] = 104.0
+    baking = Waiting("Baking", said.append)
+    now[0] = 104.0
+    with baking:
         until(lambda: said == ["Baking: 4.0 s so far."])
         baking.at(5, 25)
         now[0] = 140.0
