@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ttrain.device.torch import device as module
 from ttrain.device.torch import transfers
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.triton.installed import has_triton
 
 INDEX = 7  # a GPU that no machine of ours has, so that nothing that is cached by device is taken for real
 FUSED = ("_fused_adamw_", "_fused_sgd_")
@@ -107,6 +108,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
     """Open the device in a mode of fake tensors."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
         patch.setattr(module, "require_gpu", lambda index: None)
+        patch.setattr(module, "lacking_triton", lambda capability: None if has_triton() else "Triton is not installed")
         for name in ("set_device", "synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *given: None)
         for name, stand_in in (

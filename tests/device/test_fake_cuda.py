@@ -16,6 +16,7 @@ from ttrain.config.compose import load
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.kernels import attention
+from ttrain.device.torch.triton.rows import RULES
 from ttrain.engine.base import Step, examples
 from ttrain.graph import Case, Op, op
 from ttrain.testing.cases import cases_of, record
@@ -30,8 +31,24 @@ def device() -> Iterator[FakeCuda]:
         yield opened
 
 
+@pytest.fixture
+def plain(device: FakeCuda) -> FakeCuda:
+    """A GPU without Triton."""
+    device.context, device.groups = replace(device.context, triton=False), False
+    return device
+
+
 @every_op(all_cases(DType.FP32, DType.BF16))
 def test_every_row_takes_its_cases(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
+    takes(device, op, case, dtype)
+
+
+@every_op(all_cases(DType.FP32, DType.BF16, where=lambda op: op.name in RULES and op.name != "fused"))
+def test_rows_of_aten_take_what_triton_does(plain: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
+    takes(plain, op, case, dtype)
+
+
+def takes(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
     graph, _, outputs = record(op, case, dtype)
     interpreter = Interpreter(device)
     interpreter.run(graph, examples(graph))
@@ -59,6 +76,10 @@ def test_whole_steps_stay_on_the_gpu(device: FakeCuda, run: str) -> None:
     """A step runs once as `static` launches it, and is captured at its second call."""
     session = opened(device, RUNS[run])
     each_is_captured(session.build_training(), device)
+
+
+def test_a_step_without_triton_stays_on_the_gpu(plain: FakeCuda) -> None:
+    each_is_captured(opened(plain, RUNS["gpt, dropout"]).build_training(further=False), plain)
 
 
 @pytest.mark.parametrize(("model", "mode"), [("llama", "ar"), ("nano-gpt", "ar"), ("agillm", "speculative")])

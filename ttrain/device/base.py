@@ -199,6 +199,7 @@ class Device(ABC):
     chips = 1  # that share every batch
     arenas = True  # False where memory comes in whole tensors: values of equal layout then take turns in one tensor
     compiles = False  # True where a traced step is compiled
+    groups = False  # True where its table has a row for op `fused`, which joins elementwise chains of a graph
     rematerializes = True  # False where a launch costs more than the memory that computing again would save
     overlaps = False  # True where a step's inputs are written, or steps of others launched, while a step computes
     uniform_compute = False  # True where norms want their weights in the compute dtype as well

@@ -91,7 +91,7 @@ class StaticEngine(Engine):
 
     def __init__(self, device: Device, state: State, rematerialize: bool = True) -> None:
         super().__init__(device, state)
-        self.rematerialize = rematerialize
+        self.rematerialize, self.groups = rematerialize, device.groups
         self._steps: list[StaticStep] = []
         self._arenas: dict[bool, tuple[Arena, int]] = {}  # shared ones with their bytes; True for the host's
 
@@ -115,7 +115,8 @@ class StaticEngine(Engine):
         if self.rematerialize and device.rematerializes:
             graph = verify(rematerialize(graph), "rematerialization")
         graph = verify(passes.store_early(passes.remove_dead_code(graph)), "ordering")
-        return graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
+        graph = graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
+        return verify(passes.remove_dead_code(passes.group(graph)), "grouping") if self.groups else graph
 
     def plan(self, graph: Graph) -> Plan:
         return build_plan(graph, self.kernels, self.device, self.state.reuse)

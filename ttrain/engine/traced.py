@@ -6,12 +6,10 @@ from functools import partial
 
 from ttrain.core.errors import CaptureError
 from ttrain.device.base import Arena, Device, Launch, StepCompiler, chain
-from ttrain.engine.base import Trace, examples
+from ttrain.engine.base import examples
 from ttrain.engine.state import State
 from ttrain.engine.static import BoundPlan, StaticEngine, StaticStep
 from ttrain.graph import Graph, Kind, Stage
-from ttrain.graph.passes import remove_dead_code
-from ttrain.graph.verify import verify
 from ttrain.plan.plan import Plan
 
 
@@ -95,19 +93,11 @@ class TracedEngine(StaticEngine):
         super().__init__(device, state, rematerialize)
         self.compiler = device.compiler()
         if self.compiler is not None:
-            self.kernels = self.compiler.kernels
+            self.kernels, self.groups = self.compiler.kernels, True
         elif not device.supports_capture:
             raise CaptureError(f"device {device.name} can't capture a step. Use engine=static or engine=dynamic.")
         else:
             device.expect_capture()
-
-    def derive(self, trace: Trace) -> Graph:
-        graph = super().derive(trace)
-        if self.compiler is not None:
-            from ttrain.graph.passes.group import group
-
-            graph = verify(remove_dead_code(group(graph)), "grouping")
-        return graph
 
     def plan(self, graph: Graph) -> Plan:
         plan = super().plan(graph)

@@ -18,6 +18,7 @@ from ttrain.device.info import Finding
 from ttrain.device.settings import TorchConfig
 from ttrain.device.torch.info import Torch
 from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
+from ttrain.device.torch.triton.installed import lacking_triton
 from ttrain.train.forecast.limits import device_memory
 
 
@@ -72,6 +73,9 @@ def _torch() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = (torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
         yield Finding("CUDA", "ok", ", ".join(names))
+        lacking = lacking_triton(torch.cuda.get_device_capability())
+        fix = "norms and elementwise chains run without it, in more launches: pip install triton"
+        yield Finding("Triton", "missing" if lacking else "ok", lacking or "kernels of a GPU are made by it", fix)
         return
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
     yield Finding("CUDA", "missing", reason, "only device=cuda needs one")

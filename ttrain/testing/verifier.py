@@ -336,7 +336,8 @@ class Verifier:
         (first, base), *others = results.items()
         for engine, values in others:
             labels: dict[str, Any] = {"subject": subject, "quantity": f"{engine} against {first}", "engine": engine}
-            compiled = self.device.compiles and engine == "traced"  # other engines run the kernels of the first
+            # Engines run the kernels of the first one, unless some compile their own, or plans join chains.
+            compiled = self.device.groups or (self.device.compiles and engine == "traced")
             bound = allowed * self.factor if compiled else EXACT
             found = [
                 compare(values[name], np.asarray(wanted), self.dtype, bound, case=name, dtype=self.dtype, **labels)

@@ -35,6 +35,7 @@ from ttrain.device.torch.info import is_gpu, require_gpu
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 from ttrain.device.torch.transfers import Inputs, Outputs
+from ttrain.device.torch.triton.installed import lacking_triton
 
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
@@ -76,8 +77,12 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
+        self._lacking: str | None = None  # why kernels of Triton can't run
         if kind == "cuda":
-            self.context = replace(self.context, capability=torch.cuda.get_device_capability(self.device))
+            capability = torch.cuda.get_device_capability(self.device)
+            self._lacking = lacking_triton(capability)
+            self.context = replace(self.context, capability=capability, triton=self._lacking is None)
+            self.groups = self.context.triton
         self._contention = Contention(self.threads if kind == "cpu" and yield_cores else 1)
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._pool: Any = None  # memory of what libraries allocate in captures; one graph runs at a time
@@ -198,6 +203,7 @@ class TorchDevice(Device):
             facts["memory_bytes"] = properties.total_memory
             facts["compute_capability"] = f"{properties.major}.{properties.minor}"
             facts["cuda"] = torch.version.cuda
+            facts["kernels"] = "triton" if self._lacking is None else f"aten, as {self._lacking}"
         return facts
 
     def compiler(self) -> StepCompiler | None:

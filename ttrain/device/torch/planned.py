@@ -21,6 +21,7 @@ class PlannedDevice(NullDevice):
         self._context, self._rows = context, kernel_table(context)
         super().__init__(rows=self._rows)
         self.name, self.threads, self.compiles = context.kind, threads, context.on_cpu
+        self.groups = context.triton
 
     def compiler(self) -> StepCompiler | None:
         if not self.compiles:

@@ -22,5 +22,10 @@ from ttrain.device.torch.kernels.common import ROWS, Context
 
 
 def kernel_table(context: Context) -> dict[str, Kernel]:
-    """A row for every op."""
-    return {op: made(context) for op, made in ROWS.items()}
+    """A row for every op; on a GPU Triton's in front of those of aten."""
+    rows = {op: made(context) for op, made in ROWS.items()}
+    if context.triton:
+        from ttrain.device.torch.triton.rows import triton_rows
+
+        rows |= triton_rows(context)
+    return rows

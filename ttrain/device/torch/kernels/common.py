@@ -14,6 +14,7 @@ import torch
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Attributes, Delivery, GivenSpecs, Group, Kernel, Launch, Specs, chain
 from ttrain.device.torch.kernels.costs import multiplies_faster_in_fp32
+from ttrain.device.torch.triton.installed import has_triton
 
 Tensor = torch.Tensor
 
@@ -46,6 +47,7 @@ class Context:
     matmul: who multiplies matrices on the CPU, see DeviceConfig.
     group: the ranks that this device belongs to; None where it is alone.
     capability: compute capability of a GPU; a plan that is made without one takes that of an A100.
+    triton: True where kernels of Triton run, see triton/rows.py.
     """
 
     device: torch.device
@@ -58,6 +60,7 @@ class Context:
     matmul: str = "auto"
     group: Group | None = None
     capability: tuple[int, int] = (8, 0)
+    triton: bool = False
 
     @staticmethod
     def of(device: torch.device, threads: int = 1, group: Group | None = None) -> Context:
@@ -65,7 +68,8 @@ class Context:
         if device.type == "cpu":
             return Context(device, block=2**18 * threads, group=group)
         # Not measured: a chunk of 2^23 logits is short work for a GPU beside what it costs to add chunks up.
-        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, logits=2**27, group=group)
+        triton = device.type == "cuda" and has_triton()
+        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, logits=2**27, group=group, triton=triton)
 
     @property
     def on_cpu(self) -> bool:
@@ -138,7 +142,7 @@ class Call:
 
 
 Bind = Callable[[Call], None]  # takes scratch memory, then emits the calls
-ROWS: dict[str, Callable[[Context], Kernel]] = {}  # by the name of an op, filled by the modules of this folder
+ROWS: dict[str, partial[Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
 def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways: bool = False, **facts: Any) -> Kernel:

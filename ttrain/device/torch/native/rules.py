@@ -7,8 +7,9 @@ from math import prod
 
 from ttrain.core.attention_mask import CAUSAL, EVERY_KEY, FULL, PAIRS, alibi_slopes
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.loops import program_of
 from ttrain.device.torch.native.codegen import Request, addresses, c_float, c_type, call, template
-from ttrain.device.torch.native.elementwise import EXPRESSIONS, NO_MASK, LoopNest, Step, covers, mask
+from ttrain.device.torch.native.elementwise import EXPRESSIONS, NO_MASK, CppNest, mask
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, one_call, rows_and_width, up_to
 
 _LEAST_SCALE = 1e-30  # hidden scores are the lowest numbers before they are scaled
@@ -18,15 +19,10 @@ _WIDEST_ROW = 2**16  # elements of a row that a kernel keeps on a thread's stack
 
 def _program(request: Request, sizing: Sizing) -> Native | None:
     """Op fused, or one other op as a program of one step."""
-    settings, whole = request.settings, request.outputs[0]
-    alone: Step = (request.op, tuple(range(len(request.inputs))), request.attributes)
-    program, results = settings.get("program", (alone,)), settings.get("results", (0,))
-    known: list[TensorSpec | None] = list(request.inputs)
-    for name, operands, _ in program:
-        if not covers(name, [known[item] for item in operands]):
-            return None
-        known.append(whole.with_dtype(DType.FP32))
-    nest = LoopNest(request.inputs, program, results, request.outputs)
+    found = program_of(request.op, request.inputs, request.settings, EXPRESSIONS)
+    if found is None:
+        return None
+    nest = CppNest(request.inputs, *found, request.outputs)
     return Native(nest.source(sizing.threads_for(nest.cost)))
 
 

@@ -1,0 +1,79 @@
+"""Triton of elementwise programs: one kernel that visits every element once."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from ttrain.core.random_bits import keep_threshold, mix
+from ttrain.device.torch.loops import EXPRESSIONS as SHARED
+from ttrain.device.torch.loops import LoopNest
+
+EXPRESSIONS = {
+    **SHARED,
+    "exp": "tl.exp({0})",
+    "log": "tl.log({0})",
+    "sqrt": "tl.sqrt({0})",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",  # a NaN of either passes
+    "greater": "tl.where({0} > {1}, 1.0, 0.0)",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
+    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "relu_grad": "tl.where({1} > 0, {0}, 0.0)",
+    "tanh_grad": "{0} * (1.0 - {1} * {1})",
+    "silu": "{0} * v_sigmoid({0})",
+    "sigmoid": "v_sigmoid({0})",
+    "squared_error_grad": "2.0 * {2} * ({0} - {1})",
+    "clip_factor": "tl.where({0} + 1e-6 <= {limit}, 1.0, {limit} / ({0} + 1e-6))",  # a NaN passes
+    "dropout": "v_dropout({0}, seed{step}, e, {random})",
+    "dropout_mask": "v_dropout(1.0, seed{step}, e, {random})",
+    "embedding": "row{step}",
+}
+BLOCK = 1024  # elements of a program
+
+
+class TritonNest(LoopNest):
+    """The text of one program's kernel, on inputs x0, x1 ... and outputs y0, y1 ..."""
+
+    def source(self) -> str:
+        """Return the text of a function `generated`. Value v0 is the first input's, e the numbers of elements."""
+        size, count = self.loops.rows * self.loops.width, len(self.inputs)
+        names = [f"x{item}" for item in self.read] + [f"y{item}" for item in range(len(self.outputs))]
+        start = "tl.program_id(0)" if size + BLOCK < 2**31 else "tl.program_id(0).to(tl.int64)"
+        lines = [f"e = {start} * {BLOCK} + tl.arange(0, {BLOCK})", f"inside = e < {size}", *self._loads()]
+        for number, (name, operands, attributes) in enumerate(self.program):
+            words = {key: _number(value) for key, value in attributes if isinstance(value, float)}
+            if number in self.seeds:
+                p, stream = dict(attributes)["p"], mix(dict(attributes)["stream"] & 0xFFFFFFFF)
+                words["random"] = f"{stream}, {keep_threshold(p)}, {1 / (1 - p)}"
+            form = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
+            values = [f"v{item}" for item in operands]
+            made = EXPRESSIONS[name].format(*values, step=number, form=form, **words)
+            lines.append(f"v{count + number} = {made}")
+        for item, step in enumerate(self.results):
+            lines.append(f"tl.store(y{item} + e, v{count + step}, inside)")
+        return "\n    ".join([f"def generated({', '.join(names)}):", *lines, ""])
+
+    @property
+    def read(self) -> list[int]:
+        """The inputs that it reads, in order."""
+        special = {operands[1] for operands in self.lookups.values()} | set(self.seeds.values())
+        return sorted({item for item in self.loops.strides if item >= 0} | special)
+
+    def _loads(self) -> list[str]:
+        lines = []
+        for item in self.loops.strides:
+            if item >= 0 and item not in self.ids:
+                at = self.loops.offset(item, "e", "//")
+                lines.append(f"v{item} = tl.load(x{item} + {at if at == '0' else f'({at}), inside'}).to(tl.float32)")
+        for step, seed in self.seeds.items():
+            lines.append(f"seed{step} = tl.load(x{seed})")
+        for step, (ids, weight, *_) in self.lookups.items():
+            count, width = self.inputs[weight].shape
+            lines.append(f"id{step} = tl.load(x{ids} + ({self.loops.offset(ids, 'e', '//')}) + e * 0, inside, 0)")
+            lines.append(f"known{step} = inside & (id{step} >= 0) & (id{step} < {count})  # else NaN")
+            place = f"x{weight} + id{step} * {width} + e % {width}"
+            lines.append(f"row{step} = tl.load({place}, known{step}, float('nan')).to(tl.float32)")
+        return lines
+
+
+def _number(value: float) -> str:
+    return repr(value) if isfinite(value) else f"float('{value}')"

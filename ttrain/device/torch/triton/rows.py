@@ -1,0 +1,139 @@
+"""Rows of a GPU that Triton's kernels serve. What a kernel does not take runs by the row of aten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ttrain.device.base import Kernel
+from ttrain.device.torch.kernels.common import ROWS, Bind, Call, Context, Tensor, kernel, spec_of
+from ttrain.device.torch.loops import program_of
+from ttrain.device.torch.triton.elementwise import BLOCK, EXPRESSIONS, TritonNest
+from ttrain.device.torch.triton.launch import emit
+
+_STORED = (torch.float32, torch.bfloat16)
+_WIDEST = 2**13  # elements of a row that the registers of a block of threads hold
+# Elements of a tile of shorter rows. Several for each thread: one that loads again what another has loaded might find
+# what that one has stored, where an output has the buffer of an input.
+_TILE = 2**11
+PARTS = 512  # sums of the gradients of a norm's parameters, at most: a few for each processor of a GPU
+_SINGLE = ("dropout", "dropout_mask", "clip_factor", "squared_error_grad")  # which aten makes in several launches
+Rule = Callable[[Call], bool]  # emits a node's launches; False, with nothing taken, where its kernel does not take it
+
+
+def _takes(*tensors: Tensor | None) -> bool:
+    """True if all tensors that are present have elements in fp32 or bf16, as many as int32 can count rows of."""
+    return all(x is None or (x.dtype in _STORED and 0 < x.numel() < 2**31 * x.shape[-1]) for x in tensors)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Return rows and width of x [..., width], and the constants of kernels that work on its tiles."""
+    width = x.shape[-1]
+    count, columns = x.numel() // width, max(_power(width), 32)
+    rows = max(1, _TILE // columns)
+    return (
+        count,
+        width,
+        {"COUNT": count, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "warps": rows * columns // 512},
+    )
+
+
+def _power(size: int) -> int:
+    """Return the least power of two that is not below a size."""
+    return 1 << (size - 1).bit_length()
+
+
+def _norm(call: Call, added: bool, centred: bool) -> bool:
+    """Normalise by layer, or by RMS where not `centred`, after a residual sum where `added`."""
+    (x, *ins), outs = call.ins, list(call.outs)
+    branch, total = (ins.pop(0), outs.pop(0)) if added else (None, None)
+    weight, bias, (y, *statistics) = ins[0], ins[1] if centred else None, outs
+    if not _takes(x, branch, weight, bias) or x.shape[-1] > _WIDEST:
+        return False
+    count, _, sizes = _sizes(x)
+    read = {"x": x, "branch": branch, "weight": weight, "bias": bias}
+    written = {"total": total, "y": y, "mean": statistics[0] if centred else None, "rstd": statistics[-1]}
+    emit(call, "norm", read, written, [_parts(count, sizes["ROWS"])], EPS=call.attributes["eps"], **sizes)
+    return True
+
+
+def _norm_grad(call: Call, centred: bool) -> bool:
+    """dx, and sums over parts of the rows; then the sums of those."""
+    dy, x, *statistics, weight, residual = call.ins
+    dx, dweight, dbias = (*call.outs, None)[:3]
+    if not _takes(dy, x, weight, residual) or x.shape[-1] > _WIDEST:
+        return False
+    (count, width, sizes), sums_of = _sizes(x), 1 if dbias is None else 2
+    part = _parts(_parts(count, PARTS), sizes["ROWS"]) * sizes["ROWS"]
+    parts = _parts(count, part)
+    sums = call.scratch((sums_of, parts, width), torch.float32)
+    read = {"dy": dy, "x": x, "mean": statistics[0] if centred else None, "rstd": statistics[-1]}
+    read |= {"weight": weight, "residual": residual}
+    emit(call, "norm_grad", read, {"dx": dx, "sums": sums}, [parts], PART=part, BIASED=sums_of == 2, **sizes)
+    written, grid = {"dweight": dweight, "dbias": dbias}, [_parts(width, 32), sums_of]
+    emit(call, "add_parts", {"sums": sums}, written, grid, PARTS=parts, WIDTH=width, ROWS=64, COLUMNS=32)
+    return True
+
+
+def _rotary(call: Call) -> bool:
+    """Turn the features of all heads."""
+    x, cos, sin = call.ins
+    heads, pairs = call.attributes["heads"], cos.shape[-1]
+    width, count = x.shape[2] // heads, x.shape[0] * x.shape[1] * heads
+    if not _takes(x, cos, sin) or cos.dtype is not torch.float32 or width > _WIDEST or count >= 2**31:
+        return False
+    columns = _power(pairs)
+    rows, rest = max(1, _TILE // 2 // columns), width - 2 * pairs
+    sizes = {"COUNT": count, "HEADS": heads, "WIDTH": width, "PLACES": cos.numel() // pairs, "PAIRS": pairs}
+    sizes |= {"SIGN": -1 if call.attributes["inverse"] else 1, "ROWS": rows, "COLUMNS": columns}
+    sizes |= {"REST": _power(rest) if rest else 0}
+    emit(call, "rotary", {"x": x, "cos": cos, "sin": sin}, {"y": call.outs[0]}, [_parts(count, rows)], **sizes)
+    return True
+
+
+def _program(call: Call, op: str) -> bool:
+    """Op fused, or one other op as a program of one step."""
+    ins, specs = call.ins, [None if x is None else spec_of(x) for x in call.ins]
+    found = program_of(op, specs, call.attributes, EXPRESSIONS)
+    floats = [x for x in (*ins, *call.outs) if x is not None and x.dtype is not torch.int64]
+    if found is None or not all(x.dtype in _STORED and x.numel() for x in floats):
+        return False
+    nest = TritonNest(specs, *found, [spec_of(y) for y in call.outs])
+    written = {f"y{item}": y for item, y in enumerate(call.outs)}
+    grid = [_parts(call.outs[0].numel(), BLOCK)]
+    emit(call, nest.source(), {f"x{item}": ins[item] for item in nest.read}, written, grid)
+    return True
+
+
+def _parts(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+RULES: dict[str, Rule] = {
+    "layer_norm": partial(_norm, added=False, centred=True),
+    "add_layer_norm": partial(_norm, added=True, centred=True),
+    "rms_norm": partial(_norm, added=False, centred=False),
+    "add_rms_norm": partial(_norm, added=True, centred=False),
+    "layer_norm_grad": partial(_norm_grad, centred=True),
+    "rms_norm_grad": partial(_norm_grad, centred=False),
+    "rotary": _rotary,
+    **{op: partial(_program, op=op) for op in ("fused", *_SINGLE)},
+}
+
+
+def _bound(rule: Rule, base: Bind | None, call: Call) -> None:
+    if not rule(call):
+        assert base is not None, f"no kernel takes {call.attributes}"
+        base(call)
+
+
+def triton_rows(context: Context) -> dict[str, Kernel]:
+    """Return the rows of Triton's kernels, each with that of aten behind it."""
+    rows = {}
+    for op, rule in RULES.items():
+        base, facts = (ROWS[op].args[0], ROWS[op].keywords) if op in ROWS else (None, dict[str, Any]())
+        rows[op] = kernel(partial(_bound, rule, base), context, **facts)
+    return rows
