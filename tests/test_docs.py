@@ -293,8 +293,8 @@ def check_the_plugin() -> None:
     assert [len(list(info_of(board).problems(board, rows))) for rows in (8, 12)] == [0, 1]
 
     config = composed(overrides)[0]
-    dataset = build.build_dataset(config.data, config.model, [])
-    model = build.build_model(*config.model_parts, dataset.vocabulary)
+    dataset = build.build_dataset(config)
+    model = build.build_model(config, dataset.vocabulary)
     from tests.models.session import initial_values
 
     start = initial_values(model, config.run.seed)

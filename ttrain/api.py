@@ -69,16 +69,15 @@ class Training:
             raise UserError("model.vocabulary=null: there is no tokenizer here to ask. Give the number of token ids.")
         config = replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
         self.config, self.steps = config, 0
-        self.model = build.build_model(*config.model_parts) if model is None else model
-        sections = config.model, config.train, config.optimizer
-        warm = build.build_warm_start(*sections, self.model) if model is None else None
+        self.model = build.build_model(config) if model is None else model
+        warm = build.build_warm_start(config, self.model) if model is None else None
         adapters = build.build_adapters(config.lora, self.model) if model is None else None
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
             world = World(Ranks(slices=config.parallel.slices or 1))
-            session = build.build_session(self.model, device, *config.step_parts, ranks=world.ranks)
+            session = build.build_session(self.model, device, config, ranks=world.ranks)
             self._session = stack.enter_context(closing(session))
             self._session.initialize(config.run.seed)
             if warm is not None:
@@ -87,7 +86,7 @@ class Training:
                 adapters.apply(self._session.state, self.model)
             self._built = self._session.build_training()
             self._train_step = session.train_step(self._built, config.run.seed, world)
-            self._rates = build.build_rates(self.model, *config.rate_parts)
+            self._rates = build.build_rates(self.model, config)
             self._stack = stack.pop_all()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepResult:

@@ -119,7 +119,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
     write(tmp_path, "text.txt", "abcdefgh" * 200)
     config = load([f"data.path={tmp_path / 'text.txt'}", "model.vocabulary=3"])
     with pytest.raises(ConfigError, match="model.vocabulary=3: the tokenizer has 8 ids. Give model.vocabulary=8"):
-        build_dataset(config.data, config.model, [])
+        build_dataset(config)
 
 
 def test_what_a_recipe_sets_is_its_own(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def test_steps_that_read_with_caches_stay_on_the_gpu(device: FakeCuda, model: st
 
 def opened(device: FakeCuda, overrides: str) -> Session:
     config = load([*overrides.split(), "engine=traced", "device=cpu", "train.batch_size=4"])
-    model = build.build_model(*config.model_parts, None if config.model.name == "mlp" else 96)
-    return build.build_session(model, device, *config.step_parts)
+    model = build.build_model(config, None if config.model.name == "mlp" else 96)
+    return build.build_session(model, device, config)
 
 
 def each_is_captured(steps: Mapping[str, Step], device: FakeCuda) -> None:

@@ -247,7 +247,7 @@ class Pair:
 
     def open(self, engine: str = "static", **lora: Any) -> Session:
         config = replace(self.config, lora=replace(self.config.lora, **lora))
-        model: Any = build.build_model(*config.model_parts)
+        model: Any = build.build_model(config)
         base = Weights.widened(model.from_original(read_file(self.folder / "base" / "model.safetensors")))
         values = {**base, **PeftAdapter.open(str(self.folder / "adapter")).values(model)}
         return Session(model, AdamW(OPTIMIZER), ROWS, engine=engine, values=values)
@@ -332,7 +332,7 @@ def test_scores_losses_and_files_are_pefts(pair: Pair, tmp_path: Path) -> None:
     again = peft.PeftModel.from_pretrained(base, tmp_path / "made")
     assert relative_error(expected_scores(again, tokens), ours) < 1e-5
 
-    bare: Any = build.build_model(*replace(pair.config, lora=LoraConfig()).model_parts)
+    bare: Any = build.build_model(replace(pair.config, lora=LoraConfig()))
     one = Session(bare, AdamW(OPTIMIZER), ROWS, values=merged(values, pair.config.lora.scale))
     assert relative_error(scores(one, tokens), ours) < 1e-6
     assert relative_error(expected_scores(again.merge_and_unload(), tokens), scores(one, tokens)) < 1e-5

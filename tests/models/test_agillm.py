@@ -200,7 +200,7 @@ def test_documents_apart_are_refused() -> None:
     sizes = ["model=agillm", "model.preset=femto_1x", "model.context=32"]
     config = load([*sizes, "data=documents", "data.sources=[x]", "data.attention=document"])
     with pytest.raises(ConfigError, match=r"^data\.attention=document: model=agillm attends to whole sequences\. Give"):
-        build.build_model(*config.model_parts, 256)
+        build.build_model(config, 256)
 
 
 @pytest.mark.parametrize(("before", "after"), [(32, 1), (1, 32), (32, 100)])
@@ -220,7 +220,7 @@ def test_a_checkpoint_loads_at_another_padding(tmp_path: Path, before: int, afte
 
 def test_padding_that_follows_from_the_device_is_not_kept() -> None:
     config = load(["model=agillm", "model.preset=femto_1x", "model.vocabulary=40", "device=n300"])
-    model: Any = build.build_model(*config.model_parts)
+    model: Any = build.build_model(config)
     assert model.config.pad_vocabulary == 32 and model.embedding.weight.padding == 24
     assert build.resolved_model(config.model, model)["pad_vocabulary"] is None
 

@@ -14,6 +14,7 @@ from tests.native.conftest import require_compiler
 from tests.optim.updates import SEED, Parameters, Updates, Vector, gradient
 from tests.ttnn.runs import adamw, gpt
 from ttrain.config.build import build_session, made
+from ttrain.config.schema import Config
 from ttrain.core.random_bits import mix, stream_key
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.settings import DeviceConfig
@@ -27,7 +28,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
-from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.step import TrainStep, step_seed
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -300,6 +301,6 @@ def test_a_compiled_step_takes_them_where_only_updates_read_weights() -> None:
     for name, ema, width in (("traced", None, 2), ("static", None, 4), ("traced", 0.9, 4)):
         model = gpt(DType.BF16, layers=1, heads=2, width=16, context=8, vocabulary=11)
         device, train = planned(DeviceConfig(name="cpu", threads=1)), TrainConfig(batch_size=2, ema=ema)
-        session = build_session(model, device, train, AdamWConfig(), GuardConfig(), EngineConfig(name=name))
+        session = build_session(model, device, Config(train=train, engine=EngineConfig(name=name)))
         tensor = session.state.tensor("blocks.0.attention.qkv.weight")
         assert tensor.spec.dtype.itemsize == width and tensor.host_spec.dtype is DType.FP32

@@ -18,6 +18,7 @@ from tests.models.decoder.plain_decoder import PlainDecoder
 from tests.models.session import initial_values
 from tests.ttnn.runs import agillm, gpt, llama
 from ttrain.config import build
+from ttrain.config.schema import Config
 from ttrain.core.spec import DType
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
@@ -100,8 +101,9 @@ def session_of(case: Case, device: Device, ranks: Ranks) -> Session:
     """The case as one rank has it, its values still unset."""
     train = TrainConfig(batch_size=ROWS, gradient_accumulation=case.gradient_accumulation, ema=case.ema)
     guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
-    parts = train, case.optimizer or ADAMW, guard, EngineConfig(name=case.engine)
-    return build.build_session(case.model(case.compute), device, *parts, ranks=ranks)
+    engine = EngineConfig(name=case.engine)
+    config = Config(train=train, optimizer=case.optimizer or ADAMW, guard=guard, engine=engine)
+    return build.build_session(case.model(case.compute), device, config, ranks=ranks)
 
 
 def trained(case: Case, world: World) -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ import psutil
 from ttrain.bench.results import COST_MODEL, CaseResult, Row
 from ttrain.bench.workload import Case
 from ttrain.config import build
+from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
 from ttrain.device.base import Device
 from ttrain.device.info import MOCK, info_of
@@ -40,7 +41,7 @@ from ttrain.graph import Kind
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.forecast.step_time import KernelTimes, Rates, host_time, keep_rate, measured_rates, timing
-from ttrain.train.settings import GuardConfig, TrainConfig
+from ttrain.train.settings import TrainConfig
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Stepper, reads_ahead
@@ -199,10 +200,8 @@ def session_of(case: Case, device: Device, engine: EngineConfig, ranks: Ranks | 
     work, ranks = case.work, ranks or Ranks()
     specs = case.model.batch_specs(work.rows // ranks.slices)
     resident = Resident(specs, indexed=False) if case.resident else None
-    train = TrainConfig(batch_size=work.rows)
-    return build.build_session(
-        case.model, device, train, work.optimizer, GuardConfig(), engine, ranks=ranks, resident=resident
-    )
+    config = Config(train=TrainConfig(batch_size=work.rows), optimizer=work.optimizer, engine=engine)
+    return build.build_session(case.model, device, config, ranks=ranks, resident=resident)
 
 
 class EngineContender(Contender):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ttrain.bench.settings import PERCEPTRON
 from ttrain.config.build import build_model, made
-from ttrain.data.settings import TextConfig
+from ttrain.config.schema import Config
 from ttrain.device.settings import DeviceConfig
 from ttrain.models.base import Model
 from ttrain.models.gpt_weights import NAMING as GPT_NAMING
@@ -149,7 +149,8 @@ class Case:
     @cached_property
     def model(self) -> Model:
         """Our model on symbolic tensors: the list of parameters, whoever computes."""
-        return build_model(self.work.model, self.dtypes, DeviceConfig(), TextConfig(), self.work.lora)
+        work = self.work
+        return build_model(Config(model=work.model, precision=self.dtypes, device=DeviceConfig(), lora=work.lora))
 
     @cached_property
     def batches(self) -> list[Batch]:

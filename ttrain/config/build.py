@@ -16,11 +16,11 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ttrain.config.registry import component
+from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset, Sizes
-from ttrain.data.settings import DataConfig
 from ttrain.device.base import Device
 from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
@@ -32,14 +32,13 @@ from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.lora import attach
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.optim.groups import learning_rates, trained
-from ttrain.optim.settings import OptimizerConfig, ScheduleConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.logging.loggers import Console, Logger
 from ttrain.train.runs.warm_start import WarmStart, open_warm_start
-from ttrain.train.settings import GuardConfig, LoggerConfig, TrainConfig, WandbConfig
+from ttrain.train.settings import LoggerConfig, WandbConfig
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
@@ -55,30 +54,26 @@ def made(group: str, config: Any, *given: Any) -> Any:
     return component(group, config.name).load()(config, *given)
 
 
-def build_dataset(
-    config: DataConfig, model: Any, lengths: list[int], first: Callable[[Dataset], None] = lambda _: None
-) -> Dataset:
-    """The dataset, with the sizes that the model asks for: target(config, sizes). `model` is the model's config.
+def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: None) -> Dataset:
+    """The dataset, with the sizes that the model asks for: target(config.data, sizes).
 
-    `first` may refuse it before it is compared with the model and with the `lengths` that sequences are to have. Raises
+    `first` may refuse it before it is compared with the model and with the lengths that sequences are to have. Raises
     DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
     """
     with Waiting("Reading the data"):
-        dataset: Dataset = made("data", config, data_sizes(model))
+        dataset: Dataset = made("data", config.data, data_sizes(config.model))
     first(dataset)
-    problems = data_problems(dataset, config.name, model, lengths)
-    if problems:
+    if problems := data_problems(dataset, config):
         raise ConfigError(problems)
     return dataset
 
 
-def data_problems(data: Any, name: str, model: Any, lengths: list[int]) -> list[str]:
+def data_problems(data: Any, config: Config) -> list[str]:
     """Every problem that only shows once the data is built and before a device is touched."""
-    found: list[str] = []
+    found, model, lengths = list[str](), config.model, config.train.length_schedule
     if lengths and not hasattr(data, "at"):
-        found.append(
-            f"train.length_schedule={lengths}: data={name} can't change the length of its sequences. Leave it empty."
-        )
+        fixed = f"data={config.data.name} can't change the length of its sequences"
+        found.append(f"train.length_schedule={lengths}: {fixed}. Leave it empty.")
     vocabulary = getattr(model, "vocabulary", None)
     if vocabulary is not None and data.vocabulary is not None and vocabulary < data.vocabulary:
         larger = f"Give model.vocabulary={data.vocabulary} or more, or null to take the tokenizer's."
@@ -111,41 +106,35 @@ def with_adapters(lora: LoraConfig, explicit: Collection[str]) -> LoraConfig:
     return PeftAdapter.open(lora.from_).adopted(lora, explicit)
 
 
-def build_model(
-    config: Any,
-    precision: PrecisionConfig,
-    device: DeviceConfig,
-    data: DataConfig,
-    lora: LoraConfig,
-    vocabulary: int | None = None,
-) -> Model:
-    """The model on symbolic tensors: target(config, compute dtype), and its adapters. For sections see `model_parts`.
+def build_model(config: Config, vocabulary: int | None = None) -> Model:
+    """The model on symbolic tensors: target(config.model, compute dtype), and its adapters.
 
     `vocabulary` is the tokenizer's, taken where model.vocabulary is null. Raises ConfigError where the device can't
     place the parameters as its config says, or the model can't attend as that of the data does.
     """
-    info = info_of(device)
-    if isinstance(config, AGILLMConfig) and config.pad_vocabulary is None:
-        config = replace(config, pad_vocabulary=info.row_multiple)
-    if getattr(config, "vocabulary", 0) is None:
-        config = replace(config, vocabulary=vocabulary)
-    built = _model(config, precision, lora)
-    problems = info.parameter_problems(device, list(built.parameters()), bool(getattr(config, "tied", False)))
-    packing = getattr(data, "attention", "sequence") == "document"
+    model, info = config.model, info_of(config.device)
+    if isinstance(model, AGILLMConfig) and model.pad_vocabulary is None:
+        model = replace(model, pad_vocabulary=info.row_multiple)
+    if getattr(model, "vocabulary", 0) is None:
+        model = replace(model, vocabulary=vocabulary)
+    built = _model(model, config)
+    problems = info.parameter_problems(config.device, list(built.parameters()), bool(getattr(model, "tied", False)))
+    packing = getattr(config.data, "attention", "sequence") == "document"
     if packing and not hasattr(built, "packing_documents"):
         problems.append(
-            f"data.attention=document: model={config.name} attends to whole sequences. Give data.attention=sequence."
+            f"data.attention=document: model={model.name} attends to whole sequences. Give data.attention=sequence."
         )
     if problems:
         raise ConfigError(problems)
     return built.packing_documents() if packing else built  # type: ignore[attr-defined]
 
 
-def _model(config: Any, precision: PrecisionConfig, lora: LoraConfig) -> Model:
-    model = made("model", config, precision.compute)
-    if lora.rank:
-        attach(model, lora)
-    precision.set_masters(model.parameters().values())
+def _model(sizes: Any, config: Config) -> Model:
+    """The model of these sizes, in the precision and with the adapters of a config."""
+    model = made("model", sizes, config.precision.compute)
+    if config.lora.rank:
+        attach(model, config.lora)
+    config.precision.set_masters(model.parameters().values())
     return model
 
 
@@ -155,7 +144,7 @@ def resolved_model(config: Any, model: Model) -> dict[str, Any]:
     return kept | ({"pad_vocabulary": config.pad_vocabulary} if isinstance(config, AGILLMConfig) else {})
 
 
-def resized_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
+def resized_model(model: Model, length: int, config: Config) -> Model | None:
     """Return the model as it records sequences of `length` tokens with the parameters it has.
 
     A model with parameters per position offers `at_length(length)`; any other is built with that context. None where
@@ -165,17 +154,17 @@ def resized_model(model: Model, length: int, precision: PrecisionConfig, lora: L
         return model.at_length(length)
     if not hasattr(model.config, "context"):
         return None
-    other = _model(replace(model.config, context=length), precision, lora)
+    other = _model(replace(model.config, context=length), config)
     tensors: list[tuple[Any, Any]] = [(other.parameters(), model.parameters()), (other.buffers(), model.buffers())]
     same = all(tensor.spec == before[path].spec for after, before in tensors for path, tensor in after.items())
     return other if same else None
 
 
-def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: LoraConfig) -> Model | None:
+def shorter_model(model: Model, length: int, config: Config) -> Model | None:
     """See resized_model; None where the length is the model's context. Raises ConfigError where it can't be resized."""
     if length == model.config.context:
         return None
-    shorter = resized_model(model, length, precision, lora)
+    shorter = resized_model(model, length, config)
     if shorter is None:
         raise ConfigError(
             f"train.length_schedule: model={model.config.name} has parameters or buffers whose shapes depend on "
@@ -184,20 +173,18 @@ def shorter_model(model: Model, length: int, precision: PrecisionConfig, lora: L
     return shorter
 
 
-def build_warm_start(
-    config: Any, train: TrainConfig, optimizer: OptimizerConfig, model: Model, tokenizer: str | None = None
-) -> WarmStart | None:
+def build_warm_start(config: Config, model: Model, tokenizer: str | None = None) -> WarmStart | None:
     """Open the source of a new run's initial values: model.from, else train.init_from; None without either.
 
     `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
     would not be trained.
     """
-    folder = getattr(config, "from_", None)
-    source = folder or train.init_from
+    folder = getattr(config.model, "from_", None)
+    source = folder or config.train.init_from
     if source is None:
         return None
-    start = open_warm_start(source, model, tokenizer, train.init_anyway, whole=folder is not None)
-    start.check_frozen(trained(model.parameters(), optimizer))
+    start = open_warm_start(source, model, tokenizer, config.train.init_anyway, whole=folder is not None)
+    start.check_frozen(trained(model.parameters(), config.optimizer))
     return start
 
 
@@ -213,10 +200,7 @@ def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
 def build_session(
     model: Model,
     device: Device,
-    train: TrainConfig,
-    optimizer: OptimizerConfig,
-    guard: GuardConfig,
-    engine: EngineConfig,
+    config: Config,
     training: bool = True,
     ranks: Ranks | None = None,
     resident: Resident | None = None,
@@ -225,13 +209,13 @@ def build_session(
 
     Without `training` there are neither gradients nor the optimizer's tensors.
     """
-    ranks = ranks or Ranks()
+    ranks, train, guard = ranks or Ranks(), config.train, config.guard
     if train.noise_scale and device.chips > 1:
         raise UserError("train.noise_scale=true: the chips of a mesh share every micro-batch. Leave it out.")
     rows = train.batch_size // ranks.slices // train.gradient_accumulation // device.chips
     graph = StepGraph(
         model,
-        made("optimizer", optimizer),
+        made("optimizer", config.optimizer),
         rows,
         train.gradient_accumulation,
         guarded=guard.nonfinite == "skip",
@@ -241,19 +225,18 @@ def build_session(
         ema=train.ema,
         noise=train.noise_scale,
         resident=resident,
-        low_bits=device.compiles and engine.name == "traced",  # for which compiled steps have kernels
+        low_bits=device.compiles and config.engine.name == "traced",  # for which compiled steps have kernels
         frees=device.arenas and device.host is None and device.chips == 1,
         uniform_compute=device.uniform_compute,
     )
     state = State(device, graph.state_tensors(training))
-    return Session(graph, state, made("engine", engine, device, state))
+    return Session(graph, state, made("engine", config.engine, device, state))
 
 
-def build_rates(
-    model: Model, train: TrainConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
-) -> Callable[[int], dict[str, float]]:
+def build_rates(model: Model, config: Config) -> Callable[[int], dict[str, float]]:
     """Step, counted from 1, to its learning rates by the names of their step inputs."""
-    return learning_rates(model.parameters(), optimizer, made("schedule", schedule, train.steps))
+    schedule = made("schedule", config.schedule, config.train.steps)
+    return learning_rates(model.parameters(), config.optimizer, schedule)
 
 
 def planned_ranks(config: ParallelConfig) -> Ranks:

@@ -213,21 +213,6 @@ class Config:
         _, reason = (info.best_engine if section == "engine" else info.best_precision)(self.device)
         return f"{name} (auto{reason and f': {reason}'})"
 
-    @property
-    def model_parts(self) -> tuple[Any, PrecisionConfig, DeviceConfig, DataConfig, LoraConfig]:
-        """Return the sections that a model is built from."""
-        return self.model, self.precision, self.device, self.data, self.lora
-
-    @property
-    def step_parts(self) -> tuple[TrainConfig, OptimizerConfig, GuardConfig, EngineConfig]:
-        """Return the sections that its steps are built from."""
-        return self.train, self.optimizer, self.guard, self.engine
-
-    @property
-    def rate_parts(self) -> tuple[TrainConfig, OptimizerConfig, ScheduleConfig]:
-        """Return the sections that the learning rate of a step follows from."""
-        return self.train, self.optimizer, self.schedule
-
 
 def sections() -> list[str]:
     """Root keys in the order they are printed: component groups, plain sections and single options."""

@@ -65,7 +65,7 @@ class OpenedModel:
     @cached_property
     def model(self) -> Any:
         """Build the model when it is first asked for. Raises CheckpointError where it would compute something else."""
-        model = build.build_model(*self.config.model_parts, getattr(self.tokenizer, "vocabulary", None))
+        model = build.build_model(self.config, getattr(self.tokenizer, "vocabulary", None))
         if self.checkpoint is not None:
             check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
             if missing := [name for name in model.persistent() if name not in self.values]:
@@ -121,11 +121,10 @@ class OpenedModel:
             if device.caution is not None:
                 print(f"WARNING: {device.caution}", file=sys.stderr)
             with Waiting("Loading the model"):
-                session = build.build_session(self.model, device, *config.step_parts, training=False)
+                session = build.build_session(self.model, device, config, training=False)
                 stack.enter_context(closing(session))
                 self.load(session.state)
-            parts = config.precision, config.lora
-            yield StepsByLength(session, lambda length: build.resized_model(self.model, length, *parts))
+            yield StepsByLength(session, lambda length: build.resized_model(self.model, length, config))
 
     def load(self, state: State) -> None:
         """Gives the parameters of a session their values."""
@@ -204,5 +203,5 @@ def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | N
         raise ConfigError(f"lora.rank={lora.rank}: is for training. Give lora.from=<folder of adapters> to add them.")
     if lora.from_ is None:
         return values
-    model = build.build_model(*dataclasses.replace(config, lora=lora).model_parts, vocabulary)
+    model = build.build_model(dataclasses.replace(config, lora=lora), vocabulary)
     return PeftAdapter.open(lora.from_).added(values, model, lora.scale)

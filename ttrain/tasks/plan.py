@@ -76,7 +76,7 @@ def _dataset(config: Config) -> Dataset | None:
     """The data where its tokenizer decides the vocabulary, where it is no file, or where it is to lie on the device."""
     if getattr(config.model, "vocabulary", None) is not None and config.data.resident != "device":
         return None
-    return build.build_dataset(config.data, config.model, config.train.length_schedule)
+    return build.build_dataset(config)
 
 
 def _title(config: Config, session: Session, unread: bool) -> str:

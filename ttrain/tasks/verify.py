@@ -40,7 +40,7 @@ def run(config: Config) -> None:
         found += verifier.ops(chosen, partial(waited_for, what="Comparing ops with PyTorch")) if chosen else ()
         if settings.model:
             with Waiting("Comparing the model with PyTorch"):
-                model = build.build_model(*config.model_parts, VOCABULARY)
+                model = build.build_model(config, VOCABULARY)
                 name = config.source.choices.get("model", config.model.name)
                 found += verifier.model(name, model, settings.rows, config.run.seed)
         head = {"device": device.name, "precision": config.precision.name, "engines": list(engines)}

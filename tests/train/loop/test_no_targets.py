@@ -54,7 +54,7 @@ def write_chats(stones: int) -> None:
 def targets_of(rows: int, split: str = "train") -> np.ndarray:
     """How many targets each of the first rows has."""
     config = load_config(*DATA)
-    dataset: Any = build.build_dataset(config.data, config.model, [])
+    dataset: Any = build.build_dataset(config)
     return (dataset.batch(split, config.run.seed, 0, rows)["targets"] >= 0).sum(1)
 
 
@@ -259,7 +259,7 @@ def test_the_task(capsys: Any, more: list[str]) -> None:
     first = np.array(results["losses"][:10])
     trained = load_config(*given.split(), "optimizer.lr=1e-5", "schedule=constant")
     with Training(trained) as training:  # the same steps by hand, with the test's rates
-        data = build.build_dataset(trained.data, trained.model, [])
+        data = build.build_dataset(trained)
         by_hand = [
             training.step(data.batch("train", trained.run.seed, 64 * step, 64), lr=rate).loss
             for step, rate in enumerate(results["rates"][:10])

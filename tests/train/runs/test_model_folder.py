@@ -133,7 +133,7 @@ def our_logits(run: str, tokens: np.ndarray) -> np.ndarray:
     """Of a run's parameters, in fp32 [1, context, vocabulary]."""
     checkpoint = find_checkpoint(Path(run), "last")
     config = typed_config({**checkpoint.config, "precision": {"name": "fp32"}})
-    model = build_model(*config.model_parts)
+    model = build_model(config)
     session = Session(model, SGD(SGDConfig()), rows=1, values=checkpoint.weights())
     step = session.engine.build("logits", session.graph.trace_logits)
     rows = [step({"tokens": tokens, "position": place})["logits"] for place in range(tokens.shape[1])]

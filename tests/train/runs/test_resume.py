@@ -166,7 +166,7 @@ def texts(inside: Path) -> None:
 
 def hash_of(samples: int = 20, *overrides: str) -> str:
     config = load([*SMALL, *overrides])
-    return held_out_hash(build.build_dataset(config.data, config.model, []), samples)
+    return held_out_hash(build.build_dataset(config), samples)
 
 
 def test_the_hash_is_of_what_is_read(texts: None) -> None:

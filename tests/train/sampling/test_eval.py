@@ -69,7 +69,7 @@ def plain(run: str) -> tuple[Callable[[list[int]], Tensor], Any]:
     checkpoint = find_checkpoint(Path(run), "last")
     tokenizer = parse_tokenizer(checkpoint.tokenizer or "")
     config = load_config(*SIZES, *DOCUMENTS)
-    ours: Any = build_model(*config.model_parts, tokenizer.vocabulary)
+    ours: Any = build_model(config, tokenizer.vocabulary)
     weights = {name: torch.tensor(np.asarray(value)) for name, value in checkpoint.weights().items()}
     return lambda ids: PlainDecoder(ours.config, weights).logits(torch.tensor([ids]))[0], tokenizer
 

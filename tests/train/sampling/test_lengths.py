@@ -16,6 +16,7 @@ from tests.train.reading import write_rows
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import resized_model
+from ttrain.config.schema import Config
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
 from ttrain.engine.dynamic import DynamicEngine
@@ -23,7 +24,6 @@ from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticEngine
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
-from ttrain.nn.settings import LoraConfig, PrecisionConfig
 from ttrain.tasks.evaluating.measures import opened, windows_of
 from ttrain.train.sampling import source as sources
 from ttrain.train.sampling.source import SHORTEST, length_class
@@ -180,4 +180,4 @@ def test_a_model_of_a_plugin_needs_no_more_than_logits(monkeypatch: pytest.Monke
         source = dataclasses.replace(scorer.source, config=dataclasses.replace(scorer.source.config, tokens=2))
         assert len(list(source.tokens([1], 0))) == 2 and scorer.context == CONTEXT
     bare = types.SimpleNamespace(config=types.SimpleNamespace(name="mine"))
-    assert resized_model(bare, 64, PrecisionConfig(), LoraConfig()) is None  # type: ignore[arg-type]
+    assert resized_model(bare, 64, Config()) is None  # type: ignore[arg-type]

@@ -220,10 +220,10 @@ def test_data_and_models_of_one_length_alone_are_refused(monkeypatch: pytest.Mon
         vocabulary = 5
 
     config = load(["data.path=x", *PHASES, *MODEL])
-    (problem,) = build.data_problems(Fixed(), "text", config.model, config.train.length_schedule)
+    (problem,) = build.data_problems(Fixed(), config)
     assert "can't change the length of its sequences" in problem
-    model = build.build_model(*config.model_parts, 50)
-    assert build.shorter_model(model, 32, config.precision, config.lora) is None
+    model = build.build_model(config, 50)
+    assert build.shorter_model(model, 32, config) is None
     monkeypatch.delattr(Decoder, "at_length")
     with pytest.raises(ConfigError, match="whose shapes depend on model.context"):
-        build.shorter_model(model, 8, config.precision, config.lora)
+        build.shorter_model(model, 8, config)

@@ -47,18 +47,18 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
 
     engine=dynamic is planned as static. Without a `dataset` none of it lies on the device.
     """
-    model = build.build_model(*config.model_parts, None if dataset is None else dataset.vocabulary)
+    model = build.build_model(config, None if dataset is None else dataset.vocabulary)
     check_groups(model.parameters(), config.optimizer)
-    engine = replace(config.engine, name="static") if config.engine.name == "dynamic" else config.engine
+    if config.engine.name == "dynamic":
+        config = replace(config, engine=replace(config.engine, name="static"))
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         flats = flat_parameters(model.parameters(), build.made("optimizer", config.optimizer), model.compute)
         ranks = replace(ranks, rank=heaviest([FlatShard(flat, ranks) for flat in flats], ranks))
     rows = config.train.batch_size // config.train.gradient_accumulation
-    parts = replace(config, engine=engine).step_parts
     with closing(build.planned_device(config.device)) as device:
         resident = choose_resident(config.data, rows, model, device, dataset)
-        with closing(build.build_session(model, device, *parts, ranks=ranks, resident=resident)) as session:
+        with closing(build.build_session(model, device, config, ranks=ranks, resident=resident)) as session:
             yield session
 
 

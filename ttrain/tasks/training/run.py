@@ -158,11 +158,11 @@ class Run:
     def open(self, device: Device, engine: str | None = None) -> Session:
         """The model on the device, under the run's engine or another."""
         config, ranks = self.config, self.world.ranks
-        chosen = dataclasses.replace(config.engine, name=engine or config.engine.name)
+        if engine is not None:
+            config = replace(config, engine=replace(config.engine, name=engine))
         rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
-        parts = (config.train, config.optimizer, config.guard, chosen)
-        session = build.build_session(self.model, device, *parts, ranks=ranks, resident=resident)
+        session = build.build_session(self.model, device, config, ranks=ranks, resident=resident)
         session.graph = dataclasses.replace(session.graph, writer=self._writer())
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)
@@ -174,7 +174,7 @@ class Run:
         length = length_class(len(self.prompt or ()) + config.sample.tokens, context)
         if length == context or self.prompt is None:
             return None
-        return build.resized_model(self.model, length, config.precision, config.lora)
+        return build.resized_model(self.model, length, config)
 
     def reader(self, session: Session, step: int = 0, start: Position = Position()) -> BatchReader:  # noqa: B008
         """Return the training batches after `step` steps; the first of them begins with the sample at `start`."""
@@ -190,7 +190,7 @@ class Run:
     @property
     def rates(self) -> Callable[[int], Rates]:
         """Learning rates of a step, counted from 1, by the names of their step inputs."""
-        return build.build_rates(self.model, *self.config.rate_parts)
+        return build.build_rates(self.model, self.config)
 
     def stepper(
         self, session: Session, steps: Mapping[str, Step], last: int = 0, rates: Callable[[int], Rates] | None = None

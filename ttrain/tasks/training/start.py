@@ -88,9 +88,8 @@ def merge_config(config: Config, origin: Origin, ranks: Ranks) -> tuple[Config, 
 def open_data(config: Config, origin: Origin, world: World) -> Dataset:
     """Return the dataset. Raises DataError, and CheckpointError where its tokenizer is not that of the run."""
     data = _with_tokenizer(config.data, getattr(config.model, "from_", None), origin.point)
-    refuse = partial(_check_tokenizer, origin.point)
     with world.leader_first():
-        dataset = build.build_dataset(data, config.model, config.train.length_schedule, refuse)
+        dataset = build.build_dataset(dataclasses.replace(config, data=data), partial(_check_tokenizer, origin.point))
     known, tokenizer = getattr(config.model, "from_", None) or config.train.init_from, dataset.tokenizer
     if tokenizer is not None and tokenizer.start and known is None and isinstance(data, TextConfig):
         # A new model of one long text never sees what stands before texts.
@@ -101,7 +100,7 @@ def open_data(config: Config, origin: Origin, world: World) -> Dataset:
 
 def build_model(config: Config, dataset: Dataset, world: World) -> tuple[Model, dict[str, Any]]:
     """Return the model on symbolic tensors, and the config as checkpoints keep it."""
-    model = build.build_model(*config.model_parts, dataset.vocabulary)
+    model = build.build_model(config, dataset.vocabulary)
     check = check_prefixes if config.source.merged else check_groups  # a run that has begun may go on as it is
     check(model.parameters(), config.optimizer)
     stored = {**to_dict(config), "model": build.resolved_model(config.model, model)}
@@ -114,21 +113,20 @@ def check_all(
     config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, origin: Origin, world: World
 ) -> Run:
     """Return the run, if its parts fit each other and its origin. Raises CheckpointError or UserError."""
-    point, train, lora, jump = origin.point, config.train, config.lora, None
+    point, train, jump = origin.point, config.train, None
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
-        resuming.check_adapters(point.checkpoint.config, lora, point.checkpoint.path)
+        resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     if point is None:
-        sections, tokens = (config.model, train, config.optimizer), tokenizer_json(dataset)
-        origin.warm = build.build_warm_start(*sections, model, tokens)
-        origin.adapter = build.build_adapters(lora, model)
+        origin.warm = build.build_warm_start(config, model, tokenizer_json(dataset))
+        origin.adapter = build.build_adapters(config.lora, model)
         if origin.config is not None:
             changes = resuming.config_difference(origin.config, stored)
             origin.notes += (f"Changed since the run started: {change}" for change in changes)
-    shorter = {length: build.shorter_model(model, length, config.precision, lora) for length in train.length_schedule}
+    shorter = {length: build.shorter_model(model, length, config) for length in train.length_schedule}
     rate = Rate(config.optimizer.lr, config.schedule, train.steps)
     if point is not None:
         jump = rate_jump(point.checkpoint.config, rate, Progress.from_dict(point.checkpoint.progress))
