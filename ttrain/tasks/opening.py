@@ -16,13 +16,12 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config
 from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.core.names import listed
-from ttrain.core.waiting import Waiting
+from ttrain.core.waiting import Waiting, waited_for
 from ttrain.data.chat.jinja import TokenizerTemplate, tokenizer_settings
 from ttrain.data.chat.messages import Template
 from ttrain.data.end_token import named_end
 from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import TextConfig
-from ttrain.engine.state import State
 from ttrain.models.agillm_weights import sizes_of
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
@@ -51,7 +50,6 @@ class OpenedModel:
     tokenizer_config: dict[str, Any] = field(default_factory=dict)
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None  # that has the values
-    averages: bool = False  # whether the values are averages of the checkpoint's
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -123,17 +121,9 @@ class OpenedModel:
             with Waiting("Loading the model"):
                 session = build.build_session(self.model, device, config, training=False)
                 stack.enter_context(closing(session))
-                self.load(session.state)
+                for name in waited_for(self.values, "Reading tensors", str):
+                    session.state.write(name, self.values[name])
             yield StepsByLength(session, lambda length: build.resized_model(self.model, length, config))
-
-    def load(self, state: State) -> None:
-        """Gives the parameters of a session their values."""
-        if self.checkpoint is not None:
-            self.checkpoint.load(state, optimizer=False)
-            if not self.averages:
-                return
-        for name, value in self.values.items():
-            state.write(name, value)
 
 
 def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str], needs: str = "") -> OpenedModel:
@@ -150,9 +140,8 @@ def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str]
         raise CheckpointError(f"{checkpoint.path} has no tokenizer, so its model {needs}")
     config = continued(checkpoint.config, config, always_given)
     check_adapters(checkpoint.config, config.lora, checkpoint.path)
-    averages = wanted.average and checkpoint.has_averages
-    told = (checkpoint.tokenizer_config, checkpoint.progress, checkpoint, averages)
-    values = checkpoint.weights(averages)
+    told = (checkpoint.tokenizer_config, checkpoint.progress, checkpoint)
+    values = checkpoint.weights(wanted.average)
     return OpenedModel(config, values, checkpoint.tokenizer, checkpoint.step, run, *told)
 
 

@@ -189,23 +189,20 @@ class Checkpoint:
         """The tokenizer's end token and chat template, as a tokenizer_config.json has them; what is known of them."""
         return read_object(self.path / "tokenizer_config.json") if "tokenizer_config.json" in self.files else {}
 
-    def load(self, state: State, *, optimizer: bool = True) -> tuple[str, ...]:
-        """Copies parameters and buffers, and optimizer state if asked, into the state; returns what to tell of it.
+    def load(self, state: State) -> tuple[str, ...]:
+        """Copies parameters, buffers and optimizer state into the state; returns what to tell of it.
 
         Names and shapes must fit (see `match`), else CheckpointError and nothing is copied. Numbers are rounded to the
         nearest where the state has a narrower dtype than the checkpoint, and kept as they are otherwise.
         """
-        kinds = [kind for kind in SAVED_KINDS if optimizer or kind is not Kind.OPTIMIZER]
-        wanted = {name: tuple(state.spec(name).shape) for name in state.names(*kinds)}
-        found = tensors_in(self.path / file for file in self.files_of(*kinds))
+        wanted = {name: tuple(state.spec(name).shape) for name in state.names(*SAVED_KINDS)}
+        found = tensors_in(self.path / file for file in self.files_of(*SAVED_KINDS))
         shapes = {name: tensor.shape for name, tensor in found.items()}
         try:
             zeros, averages, notes = match(shapes, wanted, state, self.config)
         except CheckpointError as error:
-            what = "model and optimizer" if optimizer else "model"
-            mend = " Give the optimizer that it was trained with, or start a new run with train.init_from."
-            told = f"{self.path} does not fit this {what}: {error}{mend if optimizer else ''}"
-            raise CheckpointError(told) from None
+            mend = "Give the optimizer that it was trained with, or start a new run with train.init_from."
+            raise CheckpointError(f"{self.path} does not fit this model and optimizer: {error} {mend}") from None
         for name in waited_for((name for name in found if name in wanted), "Reading tensors", str):
             state.write(name, np.asarray(found[name]))
         for name in zeros:
@@ -214,16 +211,10 @@ class Checkpoint:
             state.write(name, state.read(name.rpartition("/")[0]))
         return notes
 
-    @property
-    def has_averages(self) -> bool:
-        """True if the run keeps averages of its weights."""
-        files = [self.path / name for name in self.files_of(Kind.OPTIMIZER)]
-        return any(name.endswith(f"/{AVERAGE}") for name in lazy_tensors(files))
-
     def weights(self, averages: bool = False) -> Mapping[str, Array]:
         """Parameters and saved buffers by path.
 
-        With `averages`, the averages that the run keeps stand in their place. Each is read from the disk when it is
+        With `averages`, those that the run keeps stand in their place, if there are any. Each is read when it is
         asked for.
         """
         plain = lazy_tensors(self.path / name for name in self.files_of(*STEMS.keys() - {Kind.OPTIMIZER}))
