@@ -114,18 +114,16 @@ def lr_input(path: str, parameter: Parameter, config: OptimizerConfig) -> str:
 
     With muP `/width_<factor>` follows where the factor is not 1: rates are step inputs, which devices read on the host.
     """
-    prefix, apart = longest(path, config.lr_multipliers), ADAMW_RATE in _peaks(config) and not orthogonalised(parameter)
-    name = ADAMW_RATE if apart else LEARNING_RATE
-    return (name if prefix is None else f"{name}/{prefix}") + _label(width_factor(parameter, config))
+    return _rate(path, parameter, config)[0]
 
 
-def _label(factor: float) -> str:
-    return "" if factor == 1 else f"/width_{factor:g}"
-
-
-def _peaks(config: OptimizerConfig) -> dict[str, float]:
+def _rate(path: str, parameter: Parameter, config: OptimizerConfig) -> tuple[str, float, float]:
+    """Return the learning-rate input of a parameter, its peak, and its factor."""
+    prefix, width = longest(path, config.lr_multipliers), width_factor(parameter, config)
     own = getattr(config, "adamw_lr", None)
-    return {LEARNING_RATE: config.lr} if own is None else {LEARNING_RATE: config.lr, ADAMW_RATE: own}
+    name, peak = (LEARNING_RATE, config.lr) if own is None or orthogonalised(parameter) else (ADAMW_RATE, own)
+    name += ("" if prefix is None else f"/{prefix}") + ("" if width == 1 else f"/width_{width:g}")
+    return name, peak, width if prefix is None else config.lr_multipliers[prefix] * width
 
 
 def learning_rates(
@@ -138,18 +136,9 @@ def learning_rates(
     `lr` comes first, and is there unless every trained parameter belongs to a prefix.
     """
     check_prefixes(parameters, config)
-    changing = trained(parameters, config)
-    names = {lr_input(path, parameter, config) for path, parameter in changing.items()}
-    factors = {"": 1.0, **{f"/{key}": value for key, value in config.lr_multipliers.items()}}
-    widths = sorted({1.0, *(width_factor(parameter, config) for parameter in changing.values())}, key=lambda w: w != 1)
-    every = {
-        name + key + _label(width): (peak, factor * width)
-        for name, peak in _peaks(config).items()
-        for key, factor in factors.items()
-        for width in widths
-    }
-    used = {name: each for name, each in every.items() if name in names}
-    return lambda step: {name: peak * schedule(step) * factor for name, (peak, factor) in used.items()}
+    every = {_rate(path, parameter, config) for path, parameter in trained(parameters, config).items()}
+    rates = sorted(every, key=lambda rate: (rate[0] != LEARNING_RATE, rate[0]))
+    return lambda step: {name: peak * schedule(step) * factor for name, peak, factor in rates}
 
 
 def check_groups(parameters: Mapping[str, Parameter], config: OptimizerConfig) -> None:
