@@ -15,6 +15,7 @@ from ttrain.core.units import format_bytes
 from ttrain.device.base import Device
 from ttrain.device.info import Failed, OutOfResources, info_of
 from ttrain.engine.base import Step
+from ttrain.tasks.training.expected import changed
 from ttrain.tasks.training.run import Run
 from ttrain.train.checkpoint.retention import is_dry_run
 from ttrain.train.forecast.limits import plan_needs
@@ -135,7 +136,8 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
             continue
         gc.collect()  # the tensors of the engine before
         try:
-            with closing(run.open(device, name)) as session:
+            other = dataclasses.replace(run, config=changed(run.config, {"engine": name}))
+            with closing(other.open(device)) as session:
                 stepper = run.stepper(session, session.build_training(further=False))
                 found[name] = round(min([_milliseconds(stepper, step) for step in range(1, _STEPS + 1)][1:]), 3)
         except RuntimeError as error:

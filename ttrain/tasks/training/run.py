@@ -155,11 +155,9 @@ class Run:
         assert claimed is not None
         return claimed
 
-    def open(self, device: Device, engine: str | None = None) -> Session:
-        """The model on the device, under the run's engine or another."""
+    def open(self, device: Device) -> Session:
+        """The model on the device, with the engine."""
         config, ranks = self.config, self.world.ranks
-        if engine is not None:
-            config = replace(config, engine=replace(config.engine, name=engine))
         rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         session = build.build_session(self.model, device, config, ranks=ranks, resident=resident)

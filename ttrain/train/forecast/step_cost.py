@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -97,13 +97,10 @@ def op_costs(nodes: Iterable[Node]) -> list[dict[str, Any]]:
 
     Those on the host stand by themselves, as host.<op>.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found = defaultdict[str, Counter[str]](Counter)
     for node in nodes:
-        cost = found.setdefault(node.label, {"op": node.label, "count": 0, "nbytes": 0, "flops": 0})
-        cost["count"] += 1
-        cost["nbytes"] += node.op.nbytes(node)
-        cost["flops"] += node.op.flops(node)
-    return sorted(found.values(), key=lambda cost: (-cost["nbytes"], cost["op"]))
+        found[node.label].update(count=1, nbytes=node.op.nbytes(node), flops=node.op.flops(node))
+    return sorted(({"op": op, **cost} for op, cost in found.items()), key=lambda cost: (-cost["nbytes"], cost["op"]))
 
 
 def transfer_bytes(nodes: Sequence[Node]) -> dict[str, int]:
@@ -124,10 +121,8 @@ def peak(blocks: Sequence[Block]) -> tuple[int, int]:
 
 
 def activation_bytes(plan: Plan) -> int:
-    """Bytes alive between forward and backward: what backward reads of forward; where there is none the peak."""
-    boundary = next((t for t, node in enumerate(plan.graph.nodes) if node.stage is Stage.BACKWARD), None)
-    if boundary is None:
-        return peak(plan.blocks)[0]
+    """Bytes alive between forward and backward, which there has to be: what backward reads of forward."""
+    boundary = next(time for time, node in enumerate(plan.graph.nodes) if node.stage is Stage.BACKWARD)
     return sum(block.nbytes for block in plan.blocks if block.start < boundary <= block.end)
 
 
