@@ -16,9 +16,9 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import TtrainError, UserError
 from ttrain.core.options import option
-from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import rank_zero_only
 from ttrain.parallel.world import World
+from ttrain.train.runs.warm_start import Origin
 from ttrain.train.steps.step import StepResult
 
 if TYPE_CHECKING:
@@ -70,20 +70,18 @@ class Training:
         config = replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
         self.config, self.steps = config, 0
         self.model = build.build_model(config) if model is None else model
-        warm = build.build_warm_start(config, self.model) if model is None else None
-        adapters = build.build_adapters(config.lora, self.model) if model is None else None
+        origin = Origin()
+        if model is None:
+            origin.warm = build.build_warm_start(config, self.model)
+            origin.adapter = build.build_adapters(config.lora, self.model)
         with ExitStack() as stack:
             device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
             if not device.computes:
                 raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-            world = World(Ranks(slices=config.parallel.slices or 1))
+            world = World(config.parallel.ranks())
             session = build.build_session(self.model, device, config, ranks=world.ranks)
             self._session = stack.enter_context(closing(session))
-            self._session.initialize(config.run.seed)
-            if warm is not None:
-                warm.apply(self._session.state)
-            if adapters is not None:
-                adapters.apply(self._session.state, self.model)
+            origin.set_values(self._session, config.run.seed)
             self._built = self._session.build_training()
             self._train_step = session.train_step(self._built, config.run.seed, world)
             self._rates = build.build_rates(self.model, config)

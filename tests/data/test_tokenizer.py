@@ -30,7 +30,7 @@ from ttrain.data.text import open_text
 from ttrain.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from ttrain.data.tokens import open_tokens
 from ttrain.tasks.prepare import prepare
-from ttrain.tasks.training.start import _check_tokenizer
+from ttrain.train.runs.resume import check_tokenizer
 
 ALPHABET = "aZ09 \n\t\r.é中😀"
 TEXTS = st.text(ALPHABET, max_size=60)
@@ -269,11 +269,11 @@ def test_a_run_whose_checkpoint_keeps_such_settings_goes_on() -> None:
     assert isinstance(tokenizer, CharTokenizer) and tokenizer.encode("abcabc") == [0, 1, 2, 0, 1, 2]
     library = byte_level()
     library.enable_truncation(64)
-    point: Any = SimpleNamespace(checkpoint=SimpleNamespace(tokenizer=library.to_str(), path=Path("run/step_1")))
-    same, other = (SimpleNamespace(tokenizer=each) for each in (parse_tokenizer(library.to_str()), ByteTokenizer()))
-    _check_tokenizer(point, same)  # type: ignore[arg-type]
+    checkpoint: Any = SimpleNamespace(tokenizer=library.to_str(), path=Path("run/step_1"))
+    check_tokenizer(checkpoint, parse_tokenizer(library.to_str()))
+    check_tokenizer(checkpoint, None)
     with pytest.raises(CheckpointError, match="trained with another tokenizer"):
-        _check_tokenizer(point, other)  # type: ignore[arg-type]
+        check_tokenizer(checkpoint, ByteTokenizer())
 
 
 @pytest.mark.parametrize("kind", STARTS)

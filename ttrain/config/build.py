@@ -21,6 +21,7 @@ from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.options import as_keys
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset, Sizes
+from ttrain.data.tokenizer import Tokenizer
 from ttrain.device.base import Device
 from ttrain.device.info import info_of
 from ttrain.device.settings import DeviceConfig
@@ -173,17 +174,18 @@ def shorter_model(model: Model, length: int, config: Config) -> Model | None:
     return shorter
 
 
-def build_warm_start(config: Config, model: Model, tokenizer: str | None = None) -> WarmStart | None:
+def build_warm_start(config: Config, model: Model, tokenizer: Tokenizer | None = None) -> WarmStart | None:
     """Open the source of a new run's initial values: model.from, else train.init_from; None without either.
 
-    `tokenizer` is the JSON of the data's. Raises CheckpointError for what can't be taken, and where what starts anew
+    `tokenizer` is that of the data. Raises CheckpointError for what can't be taken, and where what starts anew
     would not be trained.
     """
     folder = getattr(config.model, "from_", None)
     source = folder or config.train.init_from
     if source is None:
         return None
-    start = open_warm_start(source, model, tokenizer, config.train.init_anyway, whole=folder is not None)
+    told = None if tokenizer is None else tokenizer.to_json()
+    start = open_warm_start(source, model, told, config.train.init_anyway, whole=folder is not None)
     start.check_frozen(trained(model.parameters(), config.optimizer))
     return start
 
@@ -241,15 +243,14 @@ def build_rates(model: Model, config: Config) -> Callable[[int], dict[str, float
 
 def planned_ranks(config: ParallelConfig) -> Ranks:
     """The first of the ranks of a run that is planned only."""
-    count = config.world or config.processes or 1
-    return Ranks(0, count, config.slices or count, config.name == "zero1", config.bucket_mb)
+    return config.ranks(count=config.world or config.processes or 1)
 
 
 def build_world(config: ParallelConfig, device: DeviceConfig) -> World:
     """Join the ranks of a run; return once all of them are there."""
     here = place()
     if config.name == "none" or here is None:
-        return World(Ranks(slices=config.slices or 1, shards=config.name == "zero1"))
+        return World(config.ranks())
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a rank's own message tells more
     from ttrain.device.torch.info import is_gpu
     from ttrain.parallel.distributed import DistributedWorld

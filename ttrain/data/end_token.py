@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import DataError
-from ttrain.core.files import read_json
+from ttrain.core.errors import CheckpointError, DataError
+from ttrain.core.files import read_json, read_object
 from ttrain.core.names import did_you_mean
 from ttrain.data.library_tokenizer import LibraryTokenizer, parse_tokenizer
 from ttrain.data.tokenizer import Tokenizer
@@ -87,12 +86,9 @@ def named_end(data: Any, tokenizer_config: Mapping[str, Any]) -> str | None:
 def read_tokenizer_config(file: Path) -> dict[str, Any]:
     """Return the content of a tokenizer_config.json, empty where there is none."""
     try:
-        described: Any = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file} can't be read: {error}. Mend it, or give data.end_token=<token>.") from None
-    return described if isinstance(described, dict) else {}
+        return read_object(file) if file.exists() else {}
+    except CheckpointError as error:
+        raise DataError(f"{error} Mend it, or give data.end_token=<token>.") from None
 
 
 def read_folder_facts(folder: Path) -> dict[str, Any]:

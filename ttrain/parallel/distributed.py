@@ -22,7 +22,6 @@ from ttrain.core.errors import RankFailed, TtrainError, UserError
 from ttrain.core.options import differences
 from ttrain.device.base import Launch
 from ttrain.parallel.failure_store import FailureStore
-from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, Place, gpu_index
 from ttrain.parallel.world import Numbers, T, World
 
@@ -37,9 +36,7 @@ class DistributedWorld(World):
 
     def __init__(self, place: Place, config: ParallelConfig, on_gpu: bool) -> None:
         """Return once all ranks are there. Raises TtrainError where some don't come in time."""
-        super().__init__(
-            Ranks(place.rank, place.count, config.slices or place.count, config.name == "zero1", config.bucket_mb)
-        )
+        super().__init__(config.ranks(place.rank, place.count))
         wait = timedelta(seconds=config.timeout)
         self._turns = 0  # of `broadcast`
         name, store, self._failures = _failure_store(place, wait)

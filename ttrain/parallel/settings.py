@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrain.core.errors import ConfigError
 from ttrain.core.options import option, rule
-from ttrain.parallel.ranks import BUCKET_MB
+from ttrain.parallel.ranks import BUCKET_MB, Ranks
 
 _PORTS = (20_000, 30_000)  # of which a SLURM job takes one by its number
 
@@ -116,6 +116,10 @@ class ParallelConfig:
         BUCKET_MB, "MiB of fp32 gradients sent at a time, as soon as backward has made them", minimum=0.01
     )
     timeout: float = option(600.0, "seconds before a silent rank counts as lost", above=0)
+
+    def ranks(self, rank: int = 0, count: int = 1) -> Ranks:
+        """Return rank number `rank` of `count`, and how these divide batch and state."""
+        return Ranks(rank, count, self.slices or count, self.name == "zero1", self.bucket_mb)
 
     def rank_count(self, local: bool = False) -> int:
         """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +16,6 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.data.batches import Dataset, TokenDataset
-from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
 from ttrain.device.info import info_of
 from ttrain.models.base import Model, valid_targets
@@ -78,8 +76,7 @@ def merge_config(config: Config, origin: Origin, ranks: Ranks) -> tuple[Config, 
         if origin.point is not None:
             resuming.check_sources(origin.config, config)
         config = continued(origin.config, config)
-    parallel = config.parallel
-    ranks = dataclasses.replace(ranks, slices=parallel.slices or ranks.count, bucket_mb=parallel.bucket_mb)
+    ranks = config.parallel.ranks(ranks.rank, ranks.count)
     if origin.point is None:
         config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     return dataclasses.replace(config, schedule=_branched(config.schedule, config.train.steps, origin)), ranks
@@ -88,8 +85,14 @@ def merge_config(config: Config, origin: Origin, ranks: Ranks) -> tuple[Config, 
 def open_data(config: Config, origin: Origin, world: World) -> Dataset:
     """Return the dataset. Raises DataError, and CheckpointError where its tokenizer is not that of the run."""
     data = _with_tokenizer(config.data, getattr(config.model, "from_", None), origin.point)
+
+    def check(dataset: Dataset) -> None:
+        """Check the tokenizer before the vocabulary, whose advice would not help where the text has changed."""
+        if origin.point is not None:
+            resuming.check_tokenizer(origin.point.checkpoint, dataset.tokenizer)
+
     with world.leader_first():
-        dataset = build.build_dataset(dataclasses.replace(config, data=data), partial(_check_tokenizer, origin.point))
+        dataset = build.build_dataset(dataclasses.replace(config, data=data), check)
     known, tokenizer = getattr(config.model, "from_", None) or config.train.init_from, dataset.tokenizer
     if tokenizer is not None and tokenizer.start and known is None and isinstance(data, TextConfig):
         # A new model of one long text never sees what stands before texts.
@@ -121,7 +124,7 @@ def check_all(
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     if point is None:
-        origin.warm = build.build_warm_start(config, model, tokenizer_json(dataset))
+        origin.warm = build.build_warm_start(config, model, dataset.tokenizer)
         origin.adapter = build.build_adapters(config.lora, model)
         if origin.config is not None:
             changes = resuming.config_difference(origin.config, stored)
@@ -206,20 +209,6 @@ def _with_tokenizer(data: Any, folder: str | None, point: ResumePoint | None) ->
         return cast("DataConfig", data)
     kept = point.checkpoint.path / "tokenizer.json"
     return cast("DataConfig", dataclasses.replace(data, tokenizer=str(kept)) if kept.is_file() else data)
-
-
-def tokenizer_json(dataset: Dataset) -> str | None:
-    """The JSON of the data's tokenizer, where it has one."""
-    return None if dataset.tokenizer is None else dataset.tokenizer.to_json()
-
-
-def _check_tokenizer(point: ResumePoint | None, dataset: Dataset) -> None:
-    """Check the tokenizer before the vocabulary, whose advice would not help where the text has changed."""
-    if point is None:
-        return
-    # As it is read now: older checkpoints keep settings of a file that are off by now.
-    stored = None if point.checkpoint.tokenizer is None else parse_tokenizer(point.checkpoint.tokenizer).to_json()
-    resuming.check_tokenizer(stored, tokenizer_json(dataset), point.checkpoint.path)
 
 
 _ROWS, _TOKENS = 4096, 1 << 20  # at most that are looked at,

@@ -171,16 +171,12 @@ def _serialize(state: StateValues, names: list[str]) -> bytes:
         arrays[name] = np.ascontiguousarray(state.read(name))
         if arrays[name].dtype.kind == "f" and not np.isfinite(arrays[name]).all():
             raise NonFiniteError(f"{name} holds NaN or Inf, so the state is not saved")
-    narrow = [name for name in names if state.spec(name).dtype is DType.BF16]
-    if not narrow:
-        from safetensors.numpy import save
-
-        return save(arrays, metadata={"format": "pt"})
     import torch  # numpy has no bf16
-    from safetensors.torch import save as save_torch
+    from safetensors.torch import save
 
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return save_torch(tensors | {name: tensors[name].bfloat16() for name in narrow}, metadata={"format": "pt"})
+    narrow = [name for name in names if state.spec(name).dtype is DType.BF16]
+    return save(tensors | {name: tensors[name].bfloat16() for name in narrow}, metadata={"format": "pt"})
 
 
 def _take_place(beside: Path, target: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.core.names import one_slip
 from ttrain.core.options import as_keys, differences
+from ttrain.data.library_tokenizer import parse_tokenizer
+from ttrain.data.tokenizer import Tokenizer
 from ttrain.models.identity import ALL, differing, whole
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.checkpoint import (
@@ -139,9 +141,13 @@ def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None
         raise CheckpointError(f"{path} has other adapters: {told}. Leave these keys out, or use train.init_from.")
 
 
-def check_tokenizer(stored: str | None, given: str | None, path: Path) -> None:
-    """Raises CheckpointError where the data's tokenizer is not the one that the checkpoint was trained with."""
-    if stored is not None and given is not None and stored != given:
+def check_tokenizer(checkpoint: Checkpoint, given: Tokenizer | None) -> None:
+    """Raises CheckpointError where the data's tokenizer is not the one that the checkpoint was trained with.
+
+    The stored one is compared as it is read now: older checkpoints keep settings of a file that are off by now.
+    """
+    path, stored = checkpoint.path, checkpoint.tokenizer
+    if stored is not None and given is not None and parse_tokenizer(stored).to_json() != given.to_json():
         own = path / "tokenizer.json"
         raise CheckpointError(f"{path} was trained with another tokenizer than the data's. Give data.tokenizer={own}.")
 

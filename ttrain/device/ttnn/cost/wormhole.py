@@ -42,7 +42,6 @@ CONSTANTS = Constants()
 GRIDS = {"worker": (7, 8), "eth": (8, 8)}  # rows, columns that compute on a board of two chips
 FIDELITY_PASSES = {"LoFi": 1, "HiFi2": 2, "HiFi3": 3, "HiFi4": 4}  # of the matrix unit over the mantissas
 TILE = 32  # rows and columns of a tile
-BYTES = {"fp32": 4.0, "bf16": 2.0, "bf8": 1.0625}  # per element; bf8 shares an exponent among 16 elements
 
 
 def tiles(size: int) -> int:
@@ -90,12 +89,7 @@ class ProgramTime:
     dispatch: float
     compute: float
     bandwidth: float
-    launch: float
-
-    @property
-    def busy(self) -> float:
-        """Microseconds in which the compute cores are taken."""
-        return self.launch + max(self.compute, self.bandwidth)
+    busy: float  # in which the compute cores are taken
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,8 @@ class Wormhole:
             rate = c.scatter_efficiency if isinstance(program, Scatter) else c.dram_efficiency
         host = {"replay": 0.0, "native": c.native_host, "python": c.python_host}[self.issuer]
         dispatch = c.worker_dispatch if self.dispatch == "worker" else c.eth_dispatch + c.eth_per_core * cores
-        return ProgramTime(host, dispatch, compute, program.nbytes / (c.dram_peak * rate), c.launch)
+        bandwidth = program.nbytes / (c.dram_peak * rate)
+        return ProgramTime(host, dispatch, compute, bandwidth, c.launch + max(compute, bandwidth))
 
     def step(self, programs: Sequence[Program]) -> StepEstimate:
         """Estimate programs that follow one another on one queue, without a wait of the host until the end."""
