@@ -16,8 +16,9 @@ _LIBRARIES = {
 }  # fmt: skip
 
 
-def dated_folder(root: Path, label: str, now: datetime) -> Path:
+def dated_folder(root: Path, label: str) -> Path:
     """Make `root/<date>/<time>_<label>`, with a number appended where others took that name first. Raises OSError."""
+    now = datetime.now()
     day = root / now.strftime("%Y-%m-%d")
     day.mkdir(parents=True, exist_ok=True)
     name = "_".join(filter(None, (now.strftime("%H-%M-%S"), label)))
@@ -89,7 +90,7 @@ def _own_temporary_folder() -> Path:
 RESULTS = "results.json"
 
 
-def claim_results(key: str, wanted: str | None, root: Path, label: str, now: datetime) -> Path:
+def claim_results(key: str, wanted: str | None, root: Path, label: str) -> Path:
     """Makes the folder that `key` of the config names, or one below `root`.
 
     Raises UserError where it can't be made or holds results already.
@@ -103,6 +104,6 @@ def claim_results(key: str, wanted: str | None, root: Path, label: str, now: dat
             (folder / RESULTS).touch()  # shows now whether files can be written
             (folder / RESULTS).unlink()
             return folder
-        return dated_folder(root, label, now)
+        return dated_folder(root, label)
     except OSError as error:
         raise UserError(f"{key}={wanted or root}: can't be written ({error.strerror}). Give {key}=<folder>.") from error

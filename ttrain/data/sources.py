@@ -68,8 +68,6 @@ class Skipped:
 
 def find_sources(config: DocumentsConfig) -> list[FileList]:
     """Return the sources of a config. Raises DataError for a missing, empty or repeated one, and an unknown form."""
-    if not config.sources:
-        raise DataError("data=documents needs data.sources, a list of .jsonl, .parquet or text files or of folders.")
     sources = [_source(given, config) for given in config.sources]
     seen: dict[Path, tuple[str, Path]] = {}
     for source in sources:

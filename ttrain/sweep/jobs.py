@@ -203,7 +203,7 @@ class SweepFolder:
                     raise UserError(f"sweep.dir={wanted} holds another search. {again}")
             lock = next(filter(None, map(_locked, paths)), None)
             if lock is None and wanted is None:
-                lock = _locked(dated_folder(root, "", datetime.now()))
+                lock = _locked(dated_folder(root, ""))
             if lock is None:
                 raise UserError(f"{wanted}: another process runs this sweep. Wait for it, or give another sweep.dir.")
             path = Path(lock.name).parent

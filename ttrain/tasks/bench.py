@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ def run(config: Config) -> None:
         settings = replace(settings, baselines=[])
     if not settings.engines and not settings.baselines:
         raise UserError("bench.engines=[]: nobody takes part. Name at least one.")
-    folder = claim_results("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]), datetime.now())
+    folder = claim_results("bench.out", settings.out, ROOT, "_".join([name, *settings.size[:3]]))
     result = Result(name, asdict(settings), _environment(config), notes=notes)
 
     def save() -> None:

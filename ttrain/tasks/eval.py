@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def run(config: Config) -> dict[str, Any]:
             "command": config.source.command(),
         }
         label = f"{results['model']}_{Path(given.origin).name}"
-        folder = None if wanted.out else claim_results("eval.out", None, ROOT, label, datetime.now())
+        folder = None if wanted.out else claim_results("eval.out", None, ROOT, label)
         out = Path(wanted.out or "") if folder is None else folder / RESULTS
         try:
             if wanted.text:

@@ -292,14 +292,25 @@ def test_a_plan_tells_the_phases_of_growing_sequences(documents: None, capsys: A
 # run directories
 
 
-def test_runs_in_the_same_second_get_a_directory_each(tmp_path: Path) -> None:
+class Noon(datetime):
+    """A clock that stands."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Noon:
+        return cls(2026, 11, 28, 12, 0, 0)
+
+
+def test_runs_in_the_same_second_get_a_directory_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ttrain.core.folders.datetime", Noon)
+
     def claim(_: int) -> RunDirectory:
-        return RunDirectory.claim(None, "gpt_cpu_static", tmp_path, datetime(2026, 11, 28, 12, 0, 0))
+        return RunDirectory.claim(None, "gpt_cpu_static")
 
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(claim, range(40)))
     names = {"12-00-00_gpt_cpu_static", *(f"12-00-00_gpt_cpu_static_{number}" for number in range(2, 41))}
-    assert {run.path for run in runs} == {tmp_path / "2026-11-28" / name for name in names}
+    assert {run.path for run in runs} == {Path("outputs", "2026-11-28", name) for name in names}
     for run in runs:
         run.close()
 
@@ -358,9 +369,11 @@ def test_a_place_that_can_not_be_written_is_a_user_error(
     tmp_path: Path, wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last one by a simulated refusal, because the superuser may write everywhere."""
-    (tmp_path / "file").write_text("in the way")
+    monkeypatch.chdir(tmp_path)
+    for name in ("file", "outputs"):
+        Path(name).write_text("in the way")
     with pytest.raises(UserError, match="can't be written.*run.dir="):
-        RunDirectory.claim(None if wanted is None else str(tmp_path / wanted), "x", root=tmp_path / "file")
+        RunDirectory.claim(None if wanted is None else str(tmp_path / wanted), "x")
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def run(config: Config) -> dict[str, Any]:
         device = stack.enter_context(closing(build.build_device(run.config.device, run.config.precision)))
         if not device.computes:
             raise UserError(f"device={config.device.name}: computes no values. Choose another, such as device=cpu.")
-        folder = claim_results("lr_finder.out", settings.out, ROOT, f"{run.model_name}_{device.name}", datetime.now())
+        folder = claim_results("lr_finder.out", settings.out, ROOT, f"{run.model_name}_{device.name}")
         console, stop = build.build_console(run.config.logger), stack.enter_context(StopRequests())
         for warning in run.warnings:
             console.say(f"WARNING: {warning}")

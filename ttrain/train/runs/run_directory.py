@@ -33,6 +33,7 @@ from ttrain.train.logging.metrics import METRICS, Event, loop_speed, read_events
 
 RECORD = "run.json"
 LOCK = ".lock"
+_RUNS = Path("outputs")  # folder of runs whose directory nobody names
 _STARTING = ".starting"  # marks a folder that is about to become a run
 _LOOKS, _LOOK_SECONDS = 5, 0.05  # at a lock: who lists runs holds each for a moment
 
@@ -51,26 +52,21 @@ class RunDirectory:
 
     @classmethod
     def claim(
-        cls,
-        wanted: str | None,
-        label: str,
-        root: Path = Path("outputs"),
-        now: datetime | None = None,
-        fill: Callable[[RunDirectory], None] = lambda run: None,
+        cls, wanted: str | None, label: str, fill: Callable[[RunDirectory], None] = lambda run: None
     ) -> RunDirectory:
         """Makes and holds a new run directory. Raises UserError where that can't be done.
 
         `fill` writes what a resume of the run needs: only then comes the record, without which it is no run.
 
         `wanted` is the directory that the user asked for; it may exist if it holds no run, or one that ended before it
-        had anything to lose. Without it the directory is `root/<date>/<time>_<label>`, with a number appended where
+        had anything to lose. Without it the directory is `outputs/<date>/<time>_<label>`, with a number appended where
         another run took that name first.
         """
         made = wanted is None or not Path(wanted).exists()
         try:
-            path = dated_folder(root, label, now or datetime.now()) if wanted is None else Path(wanted)
+            path = dated_folder(_RUNS, label) if wanted is None else Path(wanted)
         except OSError as error:
-            raise _not_writable(root, error) from None
+            raise _not_writable(_RUNS, error) from None
         run = cls._hold(path)
         run._made = made
         try:
