@@ -67,7 +67,13 @@ def save_checkpoint(
     try:
         if others is None:
             start_save(folder, content.step)
-        known = _write_files(beside, state, content, earlier, others)
+        files = _write_tensors(beside, state, "" if others is None else "-rank0", frozen=earlier is None)
+        known: Files = {} if others is None else others()
+        if earlier is not None:
+            known |= {name: earlier.files[name] for name in earlier.files_of(Kind.FROZEN)}
+            for name in earlier.files_of(Kind.FROZEN):
+                link_or_copy(earlier.path / name, beside / name)
+        _write_texts(beside, content, files | known)
         sync_file(beside)
         read_manifest(beside).verify(known)
         _take_place(beside, target)
@@ -139,29 +145,14 @@ def _write_file(path: Path, data: bytes) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": write_synced(path, data)}
 
 
-def _write_files(
-    folder: Path,
-    state: StateValues,
-    content: CheckpointContent,
-    earlier: Checkpoint | None,
-    others: Callable[[], Files] | None,
-) -> Files:
-    """Writes all files of a checkpoint, and returns those that others have verified."""
-    files = _write_tensors(folder, state, "" if others is None else "-rank0", frozen=earlier is None)
-    known: Files = {}
-    if earlier is not None:
-        for name in earlier.files_of(Kind.FROZEN):
-            link_or_copy(earlier.path / name, folder / name)
-            known[name] = earlier.files[name]
-    known |= {} if others is None else others()
+def _write_texts(folder: Path, content: CheckpointContent, files: Files) -> None:
+    """Writes config and tokenizer, and the manifest of these and of the files that are there."""
     texts = {"config.json": to_json(content.config), "tokenizer.json": content.tokenizer}
     texts["tokenizer_config.json"] = to_json(content.tokenizer_config) if content.tokenizer_config else None
     written = {name: _write_file(folder / name, text.encode()) for name, text in texts.items() if text is not None}
-    files |= known | written
     facts = {"step": content.step, "progress": content.progress, "val_loss": content.val_loss}
-    manifest = {"format": FORMAT, **facts, "saved_at": round(time.time(), 3), "files": files}
+    manifest = {"format": FORMAT, **facts, "saved_at": round(time.time(), 3), "files": files | written}
     write_synced(folder / MANIFEST, sealed(manifest).encode())
-    return known
 
 
 def _serialize(state: StateValues, names: list[str]) -> bytes:

@@ -129,12 +129,7 @@ def plan_needs(steps: Mapping[str, Any]) -> str:
 
 
 def shrinking_keys(
-    train: TrainConfig,
-    model: Any,
-    precision: str,
-    engine: str,
-    optimizer: OptimizerConfig | None = None,
-    chips: int = 1,
+    train: TrainConfig, model: Any, precision: str, engine: str, optimizer: OptimizerConfig, chips: int = 1
 ) -> list[str]:
     """Overrides, the one that changes least first."""
     keys = []
@@ -148,8 +143,8 @@ def shrinking_keys(
         keys.append("model.recompute=block")
     if precision == "fp32":
         keys.append("precision=bf16")
-    keeps = optimizer is not None and getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
-    if optimizer is not None and keeps and optimizer.state_dtype is None and precision != "bf16_true":
+    keeps = getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
+    if keeps and optimizer.state_dtype is None and precision != "bf16_true":
         keys.append("optimizer.state_dtype=bf16")
     if getattr(model, "context", None):
         keys.append("a smaller model.context")
