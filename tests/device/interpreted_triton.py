@@ -99,7 +99,7 @@ def steps_alike(device: TorchDevice) -> None:
     """A step in which the pass has grouped chains has the loss and the norm of gradients of the CPU's own."""
     config, found = load(STEP.split()), []
     for each in (device, TorchDevice("cpu", threads=1)):
-        session = build.build_session(build.build_model(*config.model_parts, 31), each, *config.step_parts)
+        session = build.build_session(build.build_model(config, 31), each, config)
         built = session.build_training(further=False)["train"]
         assert built.plan is not None
         names = {node.op.name for node in built.plan.graph.nodes}
@@ -116,9 +116,8 @@ def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
     }
     for parameter in all_cases(*DTYPES, where=lambda op: op.name in RULES):
         of = parameter.values
-        made[parameter.id] = lambda of=of: assert_equals_reference(device, *of)
-        if of[2] is DType.BF16 and of[0].name in MIXED:
-            made[f"{parameter.id} wide"] = lambda of=of: assert_equals_reference(device, *of, wide=MIXED[of[0].name])
+        wide = MIXED.get(of[0].name, ()) if of[2] is DType.BF16 else ()  # as a step in bf16 feeds them
+        made[parameter.id] = lambda of=of, wide=wide: assert_equals_reference(device, *of, wide=wide)
         if of[2] is DType.FP32 and (over := shared_with(device, *of)):
             made[f"{parameter.id} over"] = lambda of=of, over=over: assert_same_over(device, *of, over)
     for name in ("layer_norm_grad", "rms_norm_grad"):

@@ -27,6 +27,7 @@ from ttrain.device.torch.triton.elementwise import EXPRESSIONS
 from ttrain.device.torch.triton.rows import RULES, triton_rows
 
 CAPABILITIES = (75, 80, 90, 100, 120)
+COUNTS = ("COUNT", "PART", "PARTS", "PLACES", "SIZE")  # that a kernel takes at each launch
 WIDEST = 2**13
 SPILLED = 64  # bytes of a thread that may lie in the caches, of 512 in registers
 SHARED_MEMORY = 2**16  # bytes that a block of threads may take on a GPU of capability 7.5, the least of all
@@ -106,9 +107,11 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     for work, dtypes in works:
         kernel = launch.function(work.kernel)
         kinds = {name: names[kind] for name, kind in zip(work.names, dtypes, strict=True)}
-        signature = {name: kinds.get(name, "constexpr") for name in kernel.arg_names}
+        counts = {name: "i32" for name, _ in work.constants if name in COUNTS}
+        signature = {name: {**kinds, **counts}.get(name, "constexpr") for name in kernel.arg_names}
+        constants = {name: value for name, value in work.constants if name not in counts}
         aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in kinds}
-        source = triton.compiler.ASTSource(kernel, signature, dict(work.constants), aligned)
+        source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
         for capability in CAPABILITIES:
             made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": work.warps})
             assert made.metadata.shared <= SHARED_MEMORY

@@ -36,9 +36,9 @@ class TritonNest(LoopNest):
     def source(self) -> str:
         """Return the text of a function `generated`. Value v0 is the first input's, e the numbers of elements."""
         size, count = self.loops.rows * self.loops.width, len(self.inputs)
-        names = [f"x{item}" for item in self.read] + [f"y{item}" for item in range(len(self.outputs))]
+        names = [*(f"x{item}" for item in self.read), *(f"y{item}" for item in range(len(self.outputs))), "SIZE"]
         start = "tl.program_id(0)" if size + BLOCK < 2**31 else "tl.program_id(0).to(tl.int64)"
-        lines = [f"e = {start} * {BLOCK} + tl.arange(0, {BLOCK})", f"inside = e < {size}", *self._loads()]
+        lines = [f"e = {start} * {BLOCK} + tl.arange(0, {BLOCK})", "inside = e < SIZE", *self._loads()]
         for number, (name, operands, attributes) in enumerate(self.program):
             words = {key: _number(value) for key, value in attributes if isinstance(value, float)}
             if number in self.seeds:

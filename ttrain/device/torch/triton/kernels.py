@@ -1,6 +1,7 @@
-"""Kernels in Triton, which its compiler reads as text. Sums are fp32. All sizes are constants of a kernel.
+"""Kernels in Triton, which its compiler reads as text. Sums are fp32.
 
-A tensor that is absent is None. A tile is [rows, columns]; `inside` tells which of its elements there are.
+Sizes are constants of a kernel, except how many rows there are: more rows take the same one. A tensor that is absent
+is None. A tile is [rows, columns]; `inside` tells which of its elements there are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 @triton.jit
 def norm(
     x, branch, weight, bias, total, y, mean, rstd,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    COUNT, WIDTH: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Layer norm, or RMS norm where there is no `mean`, of x [COUNT, WIDTH], or of total <- x + branch."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -38,8 +39,7 @@ def norm(
 @triton.jit
 def norm_grad(
     dy, x, mean, rstd, weight, residual, dx, sums,
-    COUNT: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COUNT, PART, WIDTH: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradient dx of a norm, and sums [1 or 2, parts, WIDTH] of those of weight and bias over PART rows each."""
     part, column = tl.program_id(0), tl.arange(0, COLUMNS)
@@ -71,9 +71,7 @@ def norm_grad(
 
 
 @triton.jit
-def add_parts(
-    sums, dweight, dbias, PARTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def add_parts(sums, dweight, dbias, PARTS, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Add up the sums [1 or 2, PARTS, WIDTH] of norm_grad, in an order that is always the same."""
     which, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     there, total = column < WIDTH, tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -90,7 +88,7 @@ def add_parts(
 @triton.jit
 def rotary(
     x, cos, sin, y,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, PAIRS: tl.constexpr,
+    COUNT, HEADS: tl.constexpr, WIDTH: tl.constexpr, PLACES, PAIRS: tl.constexpr,
     SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Turn the first 2 PAIRS features of heads [COUNT, WIDTH] by the angles of their places, and copy the rest."""

@@ -103,8 +103,9 @@ def _program(call: Call, op: str) -> bool:
         return False
     nest = TritonNest(specs, *found, [spec_of(y) for y in call.outs])
     written = {f"y{item}": y for item, y in enumerate(call.outs)}
-    grid = [_parts(call.outs[0].numel(), BLOCK)]
-    emit(call, nest.source(), {f"x{item}": ins[item] for item in nest.read}, written, grid)
+    size = call.outs[0].numel()
+    read = {f"x{item}": ins[item] for item in nest.read}
+    emit(call, nest.source(), read, written, [_parts(size, BLOCK)], SIZE=size)
     return True
 
 
