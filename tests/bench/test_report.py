@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from contextlib import nullcontext
@@ -11,16 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import compare, page, plot
 from tests.bench.pretend import ONE_THREAD, case
 from ttrain import ops
-from ttrain.bench import contender
+from ttrain.bench import contender, workload
+from ttrain.bench.baselines import PyTorchContender
 from ttrain.bench.contender import EngineContender
 from ttrain.bench.report import notes, print_result, table
 from ttrain.bench.results import CaseResult, Result, Row, numbers, ratio
+from ttrain.bench.settings import size_problem
 from ttrain.cli import main
 from ttrain.core.spec import TensorSpec
+from ttrain.device.settings import DeviceConfig
 from ttrain.engine.base import EngineCounters
 from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Graph
@@ -161,7 +166,8 @@ def test_what_a_card_is_told_changes_what_the_model_says(tmp_path: Path, monkeyp
 REFUSED = [
     ("bench=gtp", "bench=gtp"), ("bench.size=chra", "bench.size=chra"), ("bench.size=256", "bench.size=256"),
     ("bench.size=[2000000x5]", "bench.size=2000000x5"), ("bench.size=mm65536", "bench.size=mm65536"),
-    ("bench.size=0x5", "bench.size=0x5"), ("bench.engines=[statik]", "bench.engines=statik"),
+    ("bench.size=0x5", "bench.size=0x5"), ("bench.size=gpt2-0x5", "bench.size=gpt2-0x5"),
+    ("bench.engines=[statik]", "bench.engines=statik"),
     ("bench.precision=[fp16]", "bench.precision=fp16"), ("bench.precision=[]", "bench.precision=[]"),
     ("bench.engines=[] bench.baselines=[]", "bench.engines=[] and bench.baselines=[]"),
     ("device=null", "device=null"), ("model.width=64", "model.width"), ("engine=traced", "engine=traced"),
@@ -184,6 +190,21 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"ttrain: {key}") and shown.err.count("\n") == 1
     assert not shown.out and not list(tmp_path.iterdir())
+
+
+def test_a_transformer_may_be_given_its_rows_and_context() -> None:
+    work, given = workload.work_of("gpt2-16x1024"), workload.NAMED["gpt2"]
+    assert size_problem("gpt2-16x1024") is None and (work.rows, work.units_per_step) == (16, 16384)
+    assert work.model == dataclasses.replace(given.model, context=1024) and work.optimizer == given.optimizer
+
+
+@pytest.mark.parametrize(("name", "mode"), [("compile", None), ("reduce_overhead", "reduce-overhead")])
+def test_compiled_baselines_have_their_mode(name: str, mode: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda model, mode=None: modes.append(mode) or model)
+    contender = PyTorchContender(name, workload.Case("2x3", "fp32", 0), DeviceConfig("cpu", threads=1))
+    contender.build()
+    assert modes == [mode] and contender.step(1).isfinite()
 
 
 # the page of figures in benchmarks/

@@ -20,7 +20,7 @@ from ttrain.device.torch import device as module
 from ttrain.device.torch.device import TorchDevice
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU on this machine")
-KINDS = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+KINDS = ["cpu", *([pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture(params=KINDS)

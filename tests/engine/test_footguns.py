@@ -34,7 +34,7 @@ ROWS, STEPS, DROPOUT = 4, 20, 0.3
 GPT_SIZE = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 29}
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """Opens a device of its own for every run: one that holds a capture refuses the memory of another run."""
     if request.param == "cpu":

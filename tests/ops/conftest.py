@@ -27,6 +27,7 @@ KINDS.append(("cpu", CUDA_ON_CPU, "cpu, as on cuda"))
 def parameter(kind: str, changed: dict[str, Any], name: str) -> Any:
     """The first kind is in the fast tier, see tests/conftest.py."""
     marks = [] if (kind, changed, name) == KINDS[0] else [pytest.mark.another_way]
+    marks += [pytest.mark.cuda] if kind == "cuda" else []
     return pytest.param((kind, changed, name), id=name, marks=marks)
 
 

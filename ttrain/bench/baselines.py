@@ -27,6 +27,7 @@ from ttrain.optim.settings import AdamWConfig, OptimizerConfig, SGDConfig
 _DESCRIPTIONS = {
     "eager": "eager model, fused optimizer",
     "compile": "torch.compile(model), fused optimizer",
+    "reduce_overhead": 'torch.compile(model, mode="reduce-overhead"), fused optimizer',
     "compile_all": "torch.compile(model), torch.compile of clipping and optimizer step",
 }
 
@@ -64,7 +65,8 @@ class PyTorchContender(Contender):
 
     def _wrapped(self, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
         """Return the callable that takes the model's place."""
-        return model if self.name == "eager" else torch.compile(model)
+        mode = "reduce-overhead" if self.name == "reduce_overhead" else None
+        return model if self.name == "eager" else torch.compile(model, mode=mode)
 
     def _load(self) -> None:
         """Load the first weights of our model; every parameter must get one."""
@@ -95,8 +97,7 @@ class PyTorchContender(Contender):
         return self._parameters[self.case.work.reference_name(path)].detach().float().cpu().numpy().copy()
 
     def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self.device.synchronize()
 
 
 class DistributedContender(PyTorchContender):

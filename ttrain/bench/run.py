@@ -34,9 +34,10 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.train.supervise.child import Child, describe_exit
 from ttrain.train.supervise.launch import rank_environment
 
-COMPILERS = ("traced", "compile", "compile_all")  # keep machine code on disk: a cold start differs from a warm one
+# These keep machine code on disk: a cold start differs from a warm one.
+COMPILERS = ("traced", "compile", "compile_all", "reduce_overhead")
 # Who is built first: whoever no longer fits into memory side by side with the others is left out.
-_ORDER = ("eager", "compile", "static", "traced", "compile_all", "dynamic")
+_ORDER = ("eager", "compile", "static", "traced", "reduce_overhead", "compile_all", "dynamic")
 _SPARE = 1.15  # times the memory of the largest contender so far that has to be free for the next one
 LEAST_ROUNDS = 3
 MOST_STEPS = 2000  # per turn

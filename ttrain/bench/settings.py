@@ -12,9 +12,10 @@ from ttrain.core.options import option, rule
 from ttrain.nn.settings import PRECISIONS
 
 ENGINES = ("dynamic", "static", "traced")
-BASELINES = ("eager", "compile", "compile_all")
+BASELINES = ("eager", "compile", "compile_all", "reduce_overhead")
 MEASURED = ("start", "memory", "steps")
 NAMED_SIZES = ("tiny", "char", "nano", "nano32", "gpt2", "smollm2", "smollm2-lora")
+SHAPED = re.compile(r"(char|nano|nano32|gpt2|smollm2|smollm2-lora)-([1-9]\d*)x([1-9]\d*)")  # rows, context
 PERCEPTRON = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")  # rows, width, layers
 _LARGEST_PERCEPTRON = (2**20, 2**16, 1024)
 
@@ -28,7 +29,7 @@ class BenchConfig:
         "sizes to measure; a perceptron is <rows>x<width>[x<layers>], such as 1024x512, or tiny (32x64); a transformer "
         "is char (4 layers, 128 wide, 12 x 64 tokens), nano (6 layers, 384 wide, 8 x 256 tokens), nano32 (32 x 256 "
         "tokens), gpt2 (124M), smollm2 (135M, beside Transformers) or smollm2-lora (rank 8, beside PEFT), the last "
-        "three with 2 x 256 tokens",
+        "three with 2 x 256 tokens; gpt2-16x1024 has 16 x 1024",
         one=True,
     )
     precision: list[str] = option(
@@ -36,8 +37,9 @@ class BenchConfig:
     )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(
-        list(BASELINES),
-        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too",
+        list(BASELINES[:3]),
+        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too; reduce_overhead is "
+        "compile in that mode",
         choices=BASELINES,
         one=True,
     )
@@ -86,6 +88,8 @@ class BenchConfig:
             return
         if others.device.name == "null":
             yield "device=null: computes nothing, so there is nothing to time. Give device=cpu or device=cuda."
+        if others.device.name in ("mps", "xpu") and "memory" in self.measure:
+            yield f"bench.measure: the memory of device={others.device.name} is not measured. Leave out memory."
         for name in self.precision:
             yield from others.lacks_precision("bench.precision", name, "bench.precision=[bf16]")
         for key in sorted(others.source.explicit):
@@ -97,7 +101,7 @@ class BenchConfig:
 
 def size_problem(size: str) -> str | None:
     """Return why a size can't be done, as a sentence, or None."""
-    if size in NAMED_SIZES:
+    if size in NAMED_SIZES or SHAPED.fullmatch(size):
         return None
     if (shape := PERCEPTRON.fullmatch(size)) is not None:
         given = zip(("rows", "width", "layers"), shape.groups(), _LARGEST_PERCEPTRON, strict=True)

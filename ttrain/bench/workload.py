@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from ttrain.bench.settings import PERCEPTRON
+from ttrain.bench.settings import PERCEPTRON, SHAPED
 from ttrain.config.build import build_model, made
 from ttrain.config.schema import Config
 from ttrain.device.settings import DeviceConfig
@@ -120,6 +121,10 @@ def work_of(size: str) -> TrainingWork:
     if (shape := PERCEPTRON.fullmatch(size)) is not None:
         rows, width, layers = (int(number or 2) for number in shape.groups())
         return TrainingWork(MLPConfig(layers=layers, width=width), rows, SGDConfig(lr=0.1, momentum=0, clip_norm=None))
+    if (shaped := SHAPED.fullmatch(size)) is not None:
+        work = NAMED[shaped[1]]
+        model: Any = work.model
+        return replace(work, rows=int(shaped[2]), model=replace(model, context=int(shaped[3])))
     return NAMED[size]
 
 
