@@ -19,6 +19,7 @@ def results(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_lives_and_a_benchmark_fills_a_table(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["out", "--device", "cpu", "--tiny", "--parts", "nano,bench_nano"]) == 0
     found = results(inside / "out")

@@ -107,7 +107,7 @@ def _fused(*groups: Any, lr: Any, **settings: Any) -> None:
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
     """Open the device in a mode of fake tensors."""
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
-        patch.setattr(module, "require_gpu", lambda index: None)
+        patch.setattr(module, "require_gpu", lambda *given: None)
         patch.setattr(module, "lacking_triton", lambda capability: None if has_triton() else "Triton is not installed")
         for name in ("set_device", "synchronize", "empty_cache"):
             patch.setattr(torch.cuda, name, lambda *given: None)

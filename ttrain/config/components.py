@@ -62,7 +62,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("model", LlamaConfig, "ttrain.models.llama:Llama", ("llama",)),
     ("model", AGILLMConfig, "ttrain.models.agillm:AGILLM", ("agillm",)),
     ("engine", EngineConfig, "ttrain.config.build:our_engine", ("auto", "dynamic", "static", "traced")),
-    ("device", TorchConfig, "ttrain.device.torch.device:open_device", ("auto", "cpu", "cuda")),
+    ("device", TorchConfig, "ttrain.device.torch.device:open_device", ("auto", "cpu", "cuda", "mps", "xpu")),
     ("device", DeviceConfig, "ttrain.config.build:null_device", ("null",)),
     *(("device", config, target, (name,)) for key in FAMILIES for name, (config, target) in resolve_name(key).items()),
     ("optimizer", optim.SGDConfig, "ttrain.optim.sgd:SGD", ("sgd",)),

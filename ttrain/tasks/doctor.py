@@ -16,7 +16,7 @@ from ttrain.core.processor import ARM, X86, processor_name, vector_extensions
 from ttrain.core.units import counted, format_bytes
 from ttrain.device.info import Finding
 from ttrain.device.settings import TorchConfig
-from ttrain.device.torch.info import Torch
+from ttrain.device.torch.info import GPUS, Torch, why_no_gpu
 from ttrain.device.torch.native.toolchain import Toolchain, find_compiler
 from ttrain.device.torch.triton.installed import lacking_triton
 from ttrain.train.forecast.limits import device_memory
@@ -70,15 +70,17 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "broken", f"torch can not be imported: {error}", "pip install torch")
         return
     yield Finding("torch", "ok", torch.__version__)
+    for name, title in GPUS.items():
+        backend = getattr(torch, name)
+        if backend.is_available():
+            named = getattr(backend, "get_device_name", lambda number: "of Apple")
+            yield Finding(title, "ok", ", ".join(map(named, range(backend.device_count()))))
+        elif name == "cuda":
+            yield Finding(title, "missing", why_no_gpu(name), "only device=cuda needs one")
     if torch.cuda.is_available():
-        names = (torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-        yield Finding("CUDA", "ok", ", ".join(names))
         lacking = lacking_triton(torch.cuda.get_device_capability())
         fix = "norms and elementwise chains run without it, in more launches: pip install triton"
         yield Finding("Triton", "missing" if lacking else "ok", lacking or "kernels of a GPU are made by it", fix)
-        return
-    reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-    yield Finding("CUDA", "missing", reason, "only device=cuda needs one")
 
 
 def _cpp_compiler() -> Finding:

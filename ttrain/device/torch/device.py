@@ -1,4 +1,4 @@
-"""The CPU and CUDA devices: torch's memory, copies and kernels behind the contract of `device/base.py`."""
+"""The CPU and GPUs: torch's memory, copies and kernels behind the contract of `device/base.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from ttrain.device.base import (
 )
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
-from ttrain.device.torch.info import is_gpu, require_gpu
+from ttrain.device.torch.info import GPUS, is_gpu, require_gpu
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 from ttrain.device.torch.transfers import Inputs, Outputs
@@ -41,8 +41,8 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 
 
 def open_device(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
-    """Open device=cpu|cuda, or auto: a GPU where torch can use one. Raises DeviceUnavailable for a GPU that is not."""
-    kind: Literal["cpu", "cuda"] = "cuda" if is_gpu(config) else "cpu"
+    """Open device=cpu|cuda|mps|xpu, or auto: cuda where torch has it. Raises DeviceUnavailable for a missing GPU."""
+    kind = config.name if config.name in GPUS else "cuda" if is_gpu(config) else "cpu"
     return TorchDevice(kind, config.threads, config.index, group, config.matmul, config.yield_cores)
 
 
@@ -56,7 +56,7 @@ class TorchDevice(Device):
 
     def __init__(
         self,
-        kind: Literal["cpu", "cuda"] = "cpu",
+        kind: str = "cpu",
         threads: int | None = None,
         index: int = 0,
         group: Group | None = None,
@@ -65,17 +65,19 @@ class TorchDevice(Device):
     ) -> None:
         super().__init__()
         self.group = group
-        self.kind, self.name = kind, kind
+        self.kind, self.name, self._backend = kind, kind, getattr(torch, kind)
         self.supports_capture, self.compiles = kind == "cuda", kind == "cpu"
         self.overlaps = kind == "cuda"
         self.threads = threads or default_threads()
         torch.set_num_threads(self.threads)
+        if kind != "cpu":
+            require_gpu(index, kind)
+        if kind in ("cuda", "xpu"):
+            self._backend.set_device(index)
         if kind == "cuda":
-            require_gpu(index)
-            torch.cuda.set_device(index)
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        self.device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
+        self.device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
         self._lacking: str | None = None  # why kernels of Triton can't run
         if kind == "cuda":
@@ -162,8 +164,10 @@ class TorchDevice(Device):
         self._contention.forget()
 
     def synchronize(self) -> None:
-        if self.kind == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.kind == "mps":
+            torch.mps.synchronize()
+        elif self.kind != "cpu":
+            self._backend.synchronize(self.device)
 
     def stamp(self) -> Callable[[], float]:
         if self.kind != "cuda":
@@ -175,11 +179,14 @@ class TorchDevice(Device):
 
     def memory(self) -> dict[str, int]:
         """Bytes. On the CPU of the whole process (resident set), on a GPU of torch's allocator."""
-        if self.kind == "cuda":
+        if self.kind == "mps":
+            held = {"in_use": torch.mps.current_allocated_memory(), "peak": torch.mps.driver_allocated_memory()}
+            return {**held, "total": torch.mps.recommended_max_memory()}
+        if self.kind != "cpu":
             return {
-                "in_use": torch.cuda.memory_allocated(self.device),
-                "peak": torch.cuda.max_memory_allocated(self.device),
-                "total": torch.cuda.mem_get_info(self.device)[1],
+                "in_use": self._backend.memory_allocated(self.device),
+                "peak": self._backend.max_memory_allocated(self.device),
+                "total": self._backend.mem_get_info(self.device)[1],
             }
         import psutil
 
@@ -196,13 +203,14 @@ class TorchDevice(Device):
             "threads": self.threads,
             "torch": torch.__version__,
         }
-        if self.kind == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
+        if self.kind in ("cuda", "xpu"):
+            properties = self._backend.get_device_properties(self.device)
             facts["hardware"] = properties.name
             facts["index"] = self.device.index
             facts["memory_bytes"] = properties.total_memory
+        if self.kind == "cuda":
             facts["compute_capability"] = f"{properties.major}.{properties.minor}"
-            facts["cuda"] = torch.version.cuda
+            facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
             facts["kernels"] = "triton" if self._lacking is None else f"aten, as {self._lacking}"
         return facts
 
@@ -249,12 +257,12 @@ class TorchDevice(Device):
             return
         self._closed = True
         self.release_threads()
-        if self.kind == "cuda":
+        if self.kind != "cpu":
             self.synchronize()
             for graph in self._graphs:
                 graph.reset()
             self._graphs.clear()
-            torch.cuda.empty_cache()
+            self._backend.empty_cache()
 
 
 def _host_view(buffer: torch.Tensor) -> np.ndarray | None:

@@ -11,18 +11,22 @@ from ttrain.device.settings import DeviceConfig
 
 # Extensions with instructions that multiply in bf16. Without them bf16 is converted to fp32 and takes longer than fp32.
 BF16_EXTENSIONS = ("amx_bf16", "avx512_bf16", "bf16")
+# Torch's modules of GPUs, and the titles that they have; ROCm is `cuda` to torch. Steps are captured on cuda alone.
+GPUS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 
 class Torch(DeviceInfo):
     """The CPU, or a GPU that torch can use."""
 
     def require(self, config: DeviceConfig) -> None:
-        if config.name == "cuda":
-            require_gpu(config.index)
+        if config.name in GPUS:
+            require_gpu(config.index, config.name)
 
     def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
         from ttrain.device.torch.native.toolchain import find_compiler
 
+        if config.name in ("mps", "xpu"):
+            return super().best_engine(config)
         try:
             compiler = find_compiler()[0][0]
         except UserError:
@@ -36,6 +40,8 @@ class Torch(DeviceInfo):
         return "traced", f"{compiler} compiles the step"
 
     def best_precision(self, config: DeviceConfig) -> tuple[str, str]:
+        if config.name in ("mps", "xpu"):
+            return super().best_precision(config)
         if is_gpu(config):
             import torch
 
@@ -49,7 +55,7 @@ class Torch(DeviceInfo):
 
 
 def is_gpu(config: DeviceConfig) -> bool:
-    """Return True if the device is a GPU."""
+    """Return True if the device is a GPU of torch's `cuda`."""
     if config.name != "auto":
         return config.name == "cuda"
     import torch
@@ -57,17 +63,25 @@ def is_gpu(config: DeviceConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def require_gpu(index: int) -> None:
+def why_no_gpu(name: str) -> str:
+    """Return why torch can't use a GPU of this name, which it can't."""
+    import torch
+
+    built = torch.backends.mps.is_built() if name == "mps" else getattr(torch.version, name, None)
+    if built or (name == "cuda" and torch.version.hip):
+        return "torch finds no usable GPU"
+    return f"this torch is built without {GPUS[name]}"
+
+
+def require_gpu(index: int, name: str = "cuda") -> None:
     """Raise DeviceUnavailable where torch can't use the GPU of this number."""
     import torch
 
-    if not torch.cuda.is_available():
-        reason = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
-        raise DeviceUnavailable(
-            f"device=cuda: {reason} (torch {torch.__version__}). Use device=cpu, or device=auto to take a GPU only "
-            "where there is one."
-        )
-    count = torch.cuda.device_count()
+    backend = getattr(torch, name)
+    if not backend.is_available():
+        auto = ", or device=auto to take a GPU only where there is one" if name == "cuda" else ""
+        raise DeviceUnavailable(f"device={name}: {why_no_gpu(name)} (torch {torch.__version__}). Use device=cpu{auto}.")
+    count = backend.device_count()
     if index >= count:
         raise DeviceUnavailable(
             f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "

@@ -1,4 +1,4 @@
-"""The CPU and CUDA devices as a plan sees them: their kernel tables, without their memory."""
+"""The devices of torch as a plan sees them: their kernel tables, without their memory."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from ttrain.core.units import format_duration
 from ttrain.data.batches import Dataset
 from ttrain.device.info import SILICON, info_of
 from ttrain.device.timing import Estimate, StepTime, Work
+from ttrain.device.torch.info import GPUS
 from ttrain.engine.base import Step
 from ttrain.models.settings import TransformerConfig
 from ttrain.optim.groups import check_groups, flat_parameters
@@ -105,9 +106,9 @@ def expected_time(
     found = info_of(config.device).estimate(config.device, work, config.engine.name)
     if found is not None:
         return found
-    if device.name not in ("cpu", "cuda"):
+    if device.name not in ("cpu", *GPUS):
         return f"device={device.name} computes nothing."
-    if device.name == "cuda" and not torch.cuda.is_available():
+    if device.name in GPUS and not getattr(torch, device.name).is_available():
         return "There is no GPU here whose kernels could be timed."
     rates = step_time.measured_rates(device.name, str(config.precision.compute), config.device.index)
     assert rates is not None  # it is a CPU or a GPU

@@ -57,13 +57,14 @@ def _multiple(value: int, step: int) -> int:
 
 def device_memory(name: str, index: int = 0) -> tuple[int, str] | None:
     """(bytes, where the number is from) of this machine's own GPU number `index`, or CPU; None if it can't be told."""
-    if name == "cuda":
+    if name in ("cuda", "xpu"):
         import torch
 
-        if index >= torch.cuda.device_count():
+        backend = getattr(torch, name)
+        if index >= backend.device_count():
             return None
-        return torch.cuda.get_device_properties(index).total_memory, "the driver"
-    if name != "cpu":
+        return backend.get_device_properties(index).total_memory, "the driver"
+    if name not in ("cpu", "mps"):  # a GPU of Apple's shares the memory of the machine
         return None
     limit, total = _control_group_limit(), int(psutil.virtual_memory().total)
     return (limit, "the limit of this container") if limit is not None and limit < total else (total, "this machine")

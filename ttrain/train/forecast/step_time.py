@@ -38,7 +38,7 @@ from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
 from ttrain.graph import Kind, Node
 
 _FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
-_SIZES = {"cpu": 1024, "cuda": 8192}
+_SIZES = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 8192}
 _TIMES = 5  # as many processes measure; those after them take the best number of these
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
 LEAST = 2e-6  # s that a launch takes however small its kernel is
@@ -66,7 +66,7 @@ _rates: dict[str, Rates] = {}  # as this process measured them
 
 
 def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
-    """Return the best rates ever timed on `cpu` or `cuda`, with the current number of threads.
+    """Return the best rates ever timed on the CPU or a GPU of torch, with the current number of threads.
 
     `dtype` is fp32 or bf16. The first processes time some products and copies, and the very first one for longer; the
     best numbers are kept in the user's cache folder. None for devices that torch does not drive.
@@ -94,7 +94,8 @@ def _key(device: str, dtype: str, index: int) -> str:
 
     from ttrain.device.torch.kernels.costs import machine
 
-    model = torch.cuda.get_device_name(index) if device == "cuda" else platform.machine()
+    named = getattr(getattr(torch, device), "get_device_name", None)  # of cuda and xpu
+    model = platform.machine() if named is None else named(index)
     parts = [device, model, platform.node(), dtype, torch.get_float32_matmul_precision(), torch.get_num_threads()]
     return " ".join(map(str, [*parts, machine()]))
 
@@ -144,7 +145,7 @@ def _fastest(product: Callable[[], Any], place: Any, seconds: float) -> float:
     """Seconds of the fastest of the products on a device of torch that fit into the time."""
     import torch
 
-    synchronize: Callable[[], Any] = partial(torch.cuda.synchronize, place) if place.type == "cuda" else lambda: None
+    synchronize: Callable[..., Any] = partial(torch.accelerator.synchronize, place) if place.type != "cpu" else tuple
     fastest, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop or fastest == float("inf"):
         synchronize()

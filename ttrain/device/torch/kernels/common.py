@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -48,11 +49,12 @@ class Context:
     group: the ranks that this device belongs to; None where it is alone.
     capability: compute capability of a GPU; a plan that is made without one takes that of an A100.
     triton: True where kernels of Triton run, see triton/rows.py.
+    fp64: whether the device computes in fp64. Apple's GPUs do not, nor do all of Intel's.
     """
 
     device: torch.device
     block: int
-    kind: str = "cpu"  # cpu or cuda: which kernels; tests run those of cuda on a CPU
+    kind: str = "cpu"  # cpu, cuda, mps or xpu: which kernels; tests run those of cuda on a CPU
     norm_row: int = 2**14
     explicit_up_to: int | None = None
     query_rows: int = 0
@@ -61,6 +63,7 @@ class Context:
     group: Group | None = None
     capability: tuple[int, int] = (8, 0)
     triton: bool = False
+    fp64: bool = True
 
     @staticmethod
     def of(device: torch.device, threads: int = 1, group: Group | None = None) -> Context:
@@ -68,8 +71,9 @@ class Context:
         if device.type == "cpu":
             return Context(device, block=2**18 * threads, group=group)
         # Not measured: a chunk of 2^23 logits is short work for a GPU beside what it costs to add chunks up.
-        triton = device.type == "cuda" and has_triton()
-        return Context(device, block=2**25, kind="cuda", explicit_up_to=0, logits=2**27, group=group, triton=triton)
+        cuda = device.type == "cuda"  # alone has attention that never forms the probabilities
+        made = Context(device, 2**25, device.type, logits=2**27, group=group, triton=cuda and has_triton(), fp64=cuda)
+        return replace(made, explicit_up_to=0 if cuda else sys.maxsize)
 
     @property
     def on_cpu(self) -> bool:

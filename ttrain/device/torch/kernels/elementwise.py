@@ -139,6 +139,11 @@ def _rotary(call: Call) -> None:
         call.emit(left.copy_, rest)
 
 
+def _move(source: Tensor, target: Tensor) -> None:
+    """target <- source; only in fp32 from one device to another, which may have no fp64."""
+    target.copy_(source if source.device == target.device else source.float().to(target.device))
+
+
 class Program:
     """The program of an optimizer's rule, on vectors, and on lr and step as scalars.
 
@@ -169,15 +174,18 @@ class Program:
     def work_out_scalars(
         self, call: Call, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
     ) -> dict[int, Tensor]:
-        """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32."""
+        """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32.
+
+        Where a device has no fp64, `exact` lies on the host.
+        """
         items = [item for item, scalar in enumerate(self.is_scalar) if scalar]
         places, first = {item: exact[at] for at, item in enumerate(items)}, self.inputs - len(given)
         for at, tensor in enumerate(given):
-            call.emit(places[first + at].copy_, tensor)
+            call.emit(_move, tensor, places[first + at])
         for number, step in enumerate(self.steps, start=self.inputs):
             if number in places:
                 self._emit(call, step, places, places[number])
-        call.emit(rounded.copy_, exact)
+        call.emit(_move, exact, rounded)
         return {item: rounded[at] for at, item in enumerate(items)}
 
     def work_out(

@@ -136,7 +136,9 @@ class _Blocks:
         most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
         block = (max(1, min(total, call.context.block, most)),)
         kept = (sum(self.program.is_scalar),)  # every scalar input, and every step on scalars
-        exact, rounded = (call.scratch(kept, each) for each in (torch.float64, torch.float32))
+        host = None if call.context.fp64 else torch.zeros(kept, dtype=torch.float64)
+        exact = call.scratch(kept, torch.float64) if host is None else host
+        rounded = call.scratch(kept, torch.float32)
         self.keys = call.scratch((_KEYS * (len(update.lists) - 1),), torch.int32)
         self.g, self.t, *rest = (
             call.scratch(block, torch.float32) for _ in range(2 + sum(update.narrow) + self.program.registers)
