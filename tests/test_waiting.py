@@ -152,3 +152,12 @@ def test_a_run_and_what_is_made_of_it_tell_what_they_do(
         "Loading the model", "Reading the parameters", f"Writing {tmp_path}/a.safetensors and {tmp_path}/b",
         "Reading runs", "Reading runs",
     ]  # fmt: skip
+
+
+def test_the_first_word_of_a_process_does_not_wait_anew_for_what_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    now = clock(monkeypatch)
+    monkeypatch.setattr(waiting, "AFTER", 600.0)
+    monkeypatch.setattr(waiting, "_due", now[0] + 0.01)
+    with Waiting("Baking", said.append):
+        until(lambda: said == ["Baking: 0 ms so far."])

@@ -16,6 +16,7 @@ EVERY = 30.0  # and between two words about one thing, later a tenth of the time
 
 Item = TypeVar("Item")
 _own = threading.local()  # to each thread
+_due = monotonic() + AFTER  # the first word of a process, which has been silent since it began
 
 
 class Waiting:
@@ -73,8 +74,10 @@ class Waiting:
         return f"{self._what} ({more})" if more else self._what
 
     def _run(self) -> None:
-        told, last = list[Waiting](), 0.0
-        while not self._ended.wait(AFTER):
+        told, last, left = list[Waiting](), 0.0, _due - self._started
+        pause = left if 0 < left < AFTER else AFTER
+        while not self._ended.wait(pause):
+            pause = AFTER
             now, parts = monotonic(), list(self._open)
             if parts[:1] == [self] and (parts != told or now - last >= max(EVERY, (now - self._started) / 10)):
                 told, last = parts, now
