@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -128,16 +128,19 @@ RATES = Rates(1e6, 1e6)
 class Machine:
     """Takes twice as long for a kernel as RATES say, by a clock of its own."""
 
-    now, slower = 0.0, 1.0
+    now, slower, compiling = 0.0, 1.0, 0.0
 
     def __init__(self) -> None:
+        self.compiled: set[tuple[Node, ...]] = set()
         self.families: set[str] = set()  # that were measured
 
     def times(self, path: Path, seconds: float = 1e9) -> KernelTimes:
         return KernelTimes(self.timer, "m", RATES, seconds, path=path, clock=lambda: self.now)
 
     @contextmanager
-    def timer(self, _nodes: Any) -> Iterator[Callable[[Node], float]]:
+    def timer(self, nodes: Sequence[Node]) -> Iterator[Callable[[Node], float]]:
+        self.compiled.add(tuple(nodes))
+        self.now += self.compiling
         yield self.measure
 
     def measure(self, node: Node) -> float:
@@ -167,6 +170,10 @@ def test_timing_ends_when_its_seconds_are_over_and_the_rest_is_estimated(work: W
     assert sum(seconds.values()) == pytest.approx(true, rel=0.2)  # the longest were measured first
     again = machine.times(path, 0)
     assert again.of(work) == pytest.approx(seconds) and again.measured == 0
+    machine = Machine()
+    machine.compiling = 2 * long
+    slow = machine.times(tmp_path / "slow.json", long / 2)
+    assert slow.of(work) == pytest.approx(seconds) and slow.measured == part.measured  # compiling does not count
 
 
 def test_what_a_busy_machine_took_is_forgotten_and_it_spoils_nothing(work: Work, tmp_path: Path) -> None:
@@ -181,6 +188,7 @@ def test_what_a_busy_machine_took_is_forgotten_and_it_spoils_nothing(work: Work,
         assert times.measured <= (step_time.AGAIN if number else work.launches)
     assert totals[0] == pytest.approx(100 * true) and sorted(totals, reverse=True) == totals
     assert totals[-1] == pytest.approx(true, rel=0.02)
+    assert len(machine.compiled) == 1  # later plans find the library of the first
 
 
 def test_memory_over_time_peaks_where_the_plan_says(steps: Any) -> None:

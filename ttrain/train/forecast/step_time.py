@@ -232,10 +232,12 @@ class KernelTimes:
         old = [key for key in kernels if key in known]
         chosen = sorted(kernels.keys() - known.keys(), key=lambda key: -weight[key])
         chosen += dict.fromkeys(random.choices(old, [weight[key] for key in old], k=AGAIN)) if old else ()
-        end = self.clock() + self.seconds
         limit = f" for at most {format_duration(self.seconds)}" if math.isfinite(self.seconds) else ""
+        end = self.clock() + self.seconds
         try:
-            with self.timer([kernels[key] for key in chosen]) as seconds, Waiting(f"Timing kernels{limit}"):
+            # All kernels, in the order of the graph: their library is then the one that an earlier plan compiled.
+            with self.timer([*kernels.values()]) as seconds, Waiting(f"Timing kernels{limit}"):
+                end = self.clock() + self.seconds
                 for key in chosen:
                     if self.clock() + 2 * self.rates.seconds(kernels[key]) < end:
                         known[key] = min(seconds(kernels[key]), known.get(key, math.inf))
