@@ -306,7 +306,7 @@ PRUNED = ("optimizer.lr=interval(0.1,1)", "train.steps=100", "train.eval_every=1
 
 
 def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, capfd: Any) -> None:
-    """The same draws with and without: the best is the best of all, and what is pruned is worse than it."""
+    """Draws are equal with and without pruning. The best job is the best of all, and pruned jobs are worse."""
     overrides = (*PRUNED, "run.seed=110", "sweep.trials=6")
     Path("fast").touch()
     assert sweep(*overrides, "sweep.dir=whole") == 0
@@ -333,7 +333,7 @@ def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, c
 
 
 def test_a_killed_search_goes_on_where_it_was(sweep: Sweep) -> None:
-    """What finished or was pruned is not repeated; the job that ran goes on."""
+    """Jobs that finished or were pruned are not repeated; the job that ran goes on."""
     overrides = [*PRUNED, "run.seed=111", "sweep.trials=5", "sweep.prune=median", "sweep.dir=mine"]
     program = f"""
 from ttrain.config.compose import Composer
@@ -466,9 +466,9 @@ LONG = ("model=mlp", "device=cpu", "device.threads=1", "train.steps=1000000", "t
 def test_forks_are_as_good_as_processes_of_their_own(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their output, exit codes, signals, session and environment; and their end where the server is killed."""
+    """Output, exit codes, signals, session and environment of jobs are right; they end if the server is killed."""
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
-    server = forks.Forks({"OF_JOBS": "7"})
+    server = forks.ForkServer({"OF_JOBS": "7"})
 
     def started(name: str, *arguments: str) -> forks.Fork:
         job = server.start(arguments, Path(name))

@@ -1,7 +1,8 @@
-"""A process that has imported what jobs on the CPU need: each job is a fork of it, which does without these seconds.
+"""A fork server: it has imported the modules that jobs on the CPU need, and each job is a fork of it.
 
-It has the environment of the jobs from its own start on, computes nothing, and no thread of it runs at a fork: OpenMP
-starts its own later, and OpenBLAS ends its own before. So a job is what another process would be after its imports.
+So a job does not spend seconds on imports. Otherwise it equals a new process: the server starts with the environment of
+the jobs and computes nothing. At a fork it runs no other thread, because OpenMP starts its threads later, and OpenBLAS
+ends its own before.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ IMPORTED = ("cli", "tasks.train", "tasks.training.supervised", "engine.traced", 
 LIBRARIES = ("torch", "rich.console", "matplotlib.figure", "matplotlib.backends.backend_agg")
 
 
-class Forks:
-    """The server, as a sweep talks to it: a line of JSON there, and one back. It starts with the first job."""
+class ForkServer:
+    """The sweep's end of the server: it sends a line of JSON and reads one back. The server starts at the first job."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` is added to ours, for the server and its jobs."""
@@ -47,23 +48,23 @@ class Forks:
             return Fork(self._ask([str(log.absolute()), *arguments]), self)
         except (OSError, ValueError):
             how = describe_exit(self._server.wait() or 0)
-            say(f"the process of which jobs are forks ended ({how}); the next job imports by itself what it needs")
+            say(f"the fork server of the jobs ended ({how}); the next job starts without it, some seconds later")
             return None
 
     def poll(self, pid: int) -> int | None:
-        """Return the exit code of a job, None where it still runs. Jobs end with the server."""
+        """Return the exit code of a job, None if it still runs. Jobs end with the server."""
         try:
             return self._ask(pid)
         except (OSError, ValueError):
             return None if self._server is None else self._server.wait()
 
     def _ask(self, request: int | list[str]) -> Any:
-        """Return the answer. Raises OSError or ValueError where the server has ended."""
+        """Return the answer. Raises OSError or ValueError if the server has ended."""
         print(json.dumps(request), file=self._stream, flush=True)
         return json.loads(self._stream.readline())
 
     def close(self) -> None:
-        """End the server, and with it what still runs."""
+        """End the server, and with it the jobs that still run."""
         if self._server is not None:
             self._server.kill()
             self._server.wait()
@@ -72,20 +73,24 @@ class Forks:
 class Fork(Child):
     """A running job, which is a child of the server."""
 
-    def __init__(self, pid: int, forks: Forks) -> None:
-        self.pid, self._forks = pid, forks
+    def __init__(self, pid: int, server: ForkServer) -> None:
+        self.pid, self._server = pid, server
 
     def poll(self) -> int | None:
-        return self._forks.poll(self.pid)
+        return self._server.poll(self.pid)
 
     def send(self, number: int) -> None:
-        """Send a signal; the server is not asked anything, for this may come amid a question."""
+        """Send a signal, without the server: this may interrupt a question to it."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
 
 def main() -> None:
-    """Import, and fork for every request until the sweep hangs up. A request is a job, or one to tell the end of."""
+    """Import, then answer requests until the sweep closes the connection.
+
+    A list is the log and the arguments of a job, which is started; the answer is its process id. A process id asks for
+    the exit code of that job; the answer is null if it still runs.
+    """
     for module in (*LIBRARIES, *(f"ttrain.{name}" for name in IMPORTED)):
         import_module(module)
     gc.collect()
@@ -98,12 +103,12 @@ def main() -> None:
             answer = os.waitstatus_to_exitcode(status) if pid else None
         elif not (answer := os.fork()):
             lines.close()
-            return become(*request)
+            return run_job(*request)
         print(json.dumps(answer), file=lines, flush=True)
 
 
-def become(log: str, *arguments: str) -> None:
-    """Be `python -m ttrain`, in a session of its own, and with its output at the end of a file."""
+def run_job(log: str, *arguments: str) -> None:
+    """Run `python -m ttrain` in this process, with its own session, and append its output to the file `log`."""
     os.setsid()
     end_with_parent(signal.SIGTERM)
     with open(log, "ab") as file:

@@ -23,7 +23,7 @@ from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED,
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.sweep import outcome
-from ttrain.sweep.forks import Forks
+from ttrain.sweep.forks import ForkServer
 from ttrain.sweep.jobs import (
     DONE,
     FINISHED,
@@ -109,12 +109,12 @@ class Runner:
         self.failed: list[int] = []  # exit codes
         self.interrupted = False
         self._unknown_objective = False
-        self._forks = Forks(self._environment())
+        self._fork_server = ForkServer(self._environment())
         self._signals = PassOn(lambda: [running.child for running in self._running])
 
     def run(self) -> None:
         """Runs until the queue has no more, a job fails under fail_fast or lacks the objective, or a signal comes."""
-        with closing(self._forks), self._signals as signals, Waiting("Running jobs", say):
+        with closing(self._fork_server), self._signals as signals, Waiting("Running jobs", say):
             while True:
                 stopping = signals.received > 0 or self._gives_up
                 if not stopping:
@@ -164,7 +164,7 @@ class Runner:
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
         before, arguments = self._signals.received, [*self.flags, *overrides, *job.numbered]
-        fork = None if srun or not forkable(job) else self._forks.start(arguments, log)
+        fork = None if srun or not forkable(job) else self._fork_server.start(arguments, log)
         child = fork or Child([*srun, *PROGRAM, *arguments], self._environment(), log)
         if self._signals.received > before:  # while it started
             child.send(self._signals.number or signal.SIGTERM)
@@ -308,7 +308,7 @@ class Runner:
 
 
 def forkable(job: Job) -> bool:
-    """True where a process that has imported torch can be forked for the job: on Linux, and on the CPU."""
+    """Return True if the job can be a fork of a process that has imported torch: on Linux, and on the CPU."""
     return sys.platform == "linux" and not _on_card(job)
 
 
