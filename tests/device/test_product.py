@@ -135,7 +135,7 @@ MULTIPLY = ("matmul", "linear", "head_cross_entropy", "attention", "attention_gr
 
 @every_op(all_cases(DType.BF16, where=lambda op: op.name in MULTIPLY))
 def test_bf16_by_way_of_fp32_copies(monkeypatch: pytest.MonkeyPatch, op: Op, case: Case, dtype: DType) -> None:
-    """As on a processor without instructions for bf16. A launch takes the scratch memory that was planned."""
+    """A processor without instructions for bf16 computes so. A launch takes the scratch memory that was planned."""
     monkeypatch.setattr(common, "multiplies_faster_in_fp32", lambda: True)
     assert_equals_reference(TorchDevice("cpu", threads=1), op, case, dtype)
 

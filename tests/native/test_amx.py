@@ -156,7 +156,7 @@ class Problem:
         return y + self.c.double() if form.adding else y
 
     def limit(self, form: Form) -> torch.Tensor:
-        """Of the error: sums in fp32 of products in any order, and one rounding to what is stored."""
+        """Return the limit of the error: fp32 sums of products in any order, and one rounding to the stored dtype."""
         terms = self.a.double().abs() @ self.b.double().abs() + 1
         return 2e-6 * terms + self.expected(form).abs() * (2**-8 if form.kind == "bf16" else 2**-23)
 

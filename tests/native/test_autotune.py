@@ -1,4 +1,4 @@
-"""Who multiplies, by given measurements: own code unless libraries win on whole steps as well."""
+"""The backend of products by given measurements: own code, unless libraries win on whole steps too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DECISIONS: list[tuple[Seconds, Seconds, Seconds, str]] = [
 
 
 def decided(a: Seconds, b: Seconds, step: Seconds, unit: float, anyway: bool = False) -> tuple[str, int]:
-    """Who makes A and B, and how many times whole steps were asked for; measurements in so many seconds."""
+    """Return the backends of A and B, and how often whole steps were timed, for measurements in these seconds."""
     asked = []
 
     def together(candidates: Mapping[str, dict[Request, str]]) -> Seconds:

@@ -42,7 +42,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> NativeDevice:
 
 
 def node(wanted: Request) -> Any:
-    """What the table sees of a node with this request."""
+    """Return a stand-in for a node with this request, for the device's table."""
     name, specs = SimpleNamespace(name=wanted.op), (wanted.inputs, wanted.outputs)
     return SimpleNamespace(op=name, specs=specs, attributes=wanted.settings)
 

@@ -181,7 +181,7 @@ def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways
 def row(op: str, delivery: Delivery = Delivery.OUT, widens: bool = False, **facts: Any) -> Callable[[Bind], Bind]:
     """Decorator: a function of a call becomes the row of an op. Output 0 may take the buffer of one in `overwrites`.
 
-    A row that `widens` computes on fp32 copies of bf16 tensors where this CPU multiplies these faster.
+    A row that `widens` computes on fp32 copies of its bf16 tensors if this CPU multiplies fp32 faster.
     """
 
     def declare(bind: Bind) -> Bind:
@@ -192,11 +192,12 @@ def row(op: str, delivery: Delivery = Delivery.OUT, widens: bool = False, **fact
 
 
 def _widened(bind: Bind, call: Call) -> None:
-    """Bind a row, to fp32 copies of its bf16 tensors where that is faster. The copies are scratch memory.
+    """Bind a row to fp32 copies of its bf16 tensors if that is faster. The copies are scratch memory.
 
-    A product of one row is bound by reading its matrix, so that stays as it is.
+    A product of one row is never copied: reading its matrix takes all of its time.
     """
-    given, split, one_row = (*call.ins, *call.outs), len(call.ins), call.ins[0].numel() == call.ins[0].shape[-1]
+    given, split = (*call.ins, *call.outs), len(call.ins)
+    one_row = call.ins[0].numel() == call.ins[0].shape[-1]
     narrow = [x is not None and x.dtype is torch.bfloat16 for x in given]
     if not (any(narrow) and call.context.on_cpu) or one_row or not multiplies_faster_in_fp32():
         return bind(call)

@@ -33,7 +33,8 @@ KEPT = Section("costs", _entry, _first)
 TIE = 1.03  # how many times faster than the first way another has to be
 _HOLDING = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _LEAST_TURNS, _MOST_TURNS, _TURNS_SECONDS = 5, 25, 0.05  # of every way in a series while it is timed
-_SIDE = 256  # of the matrices that tell whether the processor multiplies bf16
+_GRACE = 1.0  # seconds more for the least turns
+_SIDE = 256  # of the matrices in which bf16 and fp32 are compared
 _MOST_SERIES, _SETTLED = 20, 1.1  # and how much a series may be better than those before if it is the last
 
 
@@ -50,7 +51,7 @@ def fastest(key: str, names: Sequence[str], ways: Callable[[], Mapping[str, Laun
 
 @lru_cache(maxsize=1)
 def multiplies_faster_in_fp32() -> bool:
-    """Return whether bf16 matrices are multiplied faster by way of fp32 copies, as without instructions for bf16."""
+    """Return True if bf16 matrices are multiplied faster as fp32 copies: a CPU may have no instructions for bf16."""
 
     def ways() -> dict[str, Launch]:
         a, out = (torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16) for _ in range(2))
@@ -111,13 +112,13 @@ def seconds(
     """Seconds of the fastest run of each: what the machine can do when nothing disturbs it.
 
     Ways take turns, so that a machine that is busy for a moment disturbs all of them; short ones get more turns, until
-    `limit` seconds are over. Others get the `least` turns, unless these take a second more. What is to run `before` a
-    launch is not timed.
+    `limit` seconds are over. Others get the `least` turns, but none begins _GRACE seconds after that. The launches of
+    `before` run before each of the same name, and are not timed.
     """
     costs = {name: float("inf") for name in launches}
     end = time.perf_counter() + limit
     for turn in range(most):
-        if turn and time.perf_counter() > end + (turn < least):
+        if turn and time.perf_counter() > end + (_GRACE if turn < least else 0.0):
             break
         for name, launch in launches.items():
             if before is not None:

@@ -20,7 +20,7 @@ from ttrain.device.torch.kernels.costs import fastest
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
 OWN = "own"
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
-_READ = 2**16  # elements of a matrix that a product of one row reads, at least, to be more than a call
+_READ = 2**16  # elements of the matrix of a product of one row; below, a call takes longer than reading them
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
 _FORMS = {"gelu": "none", "gelu_tanh": "tanh"}  # of GELU as the activation of a product
@@ -36,7 +36,7 @@ def product(call: Call, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None =
     if way == OWN:
         from ttrain.device.torch.native import own
 
-        scratch = call.scratch(own.room(rows, columns, inner, torch.get_num_threads()), torch.float32)
+        scratch = call.scratch(own.scratch_shape(rows, columns, inner, torch.get_num_threads()), torch.float32)
         call.begin()
         call.emit(own.product(out, a, b, bias, scratch))
     elif way == "onednn":
@@ -58,7 +58,7 @@ def _height(columns: int) -> int:
 
 
 def way_of(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> str:
-    """Return who forms a fp32 product on the CPU: `aten`, `onednn` directly, or compiled code of our OWN.
+    """Return the way of a fp32 product on the CPU: `aten`, `onednn` without aten, or our OWN compiled code.
 
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say. `pinned` is
     device.matmul.
@@ -87,17 +87,20 @@ def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, 
     from ttrain.device.torch.native import own
 
     version = own.version() if plain_a or plain_b else None
+    there = {"aten": True, "onednn": _onednn_available(), OWN: version is not None}
+    names = [name for name in there if there[name]]
 
     def ways() -> dict[str, Launch]:
         a = torch.ones(rows, inner) if plain_a else torch.ones(inner, rows).t()
         b = torch.ones(inner, columns) if plain_b else torch.ones(columns, inner).t()
-        out, scratch = torch.ones(rows, columns), torch.ones(own.room(rows, columns, inner, threads))
-        found: dict[str, Launch] = {"aten": partial(torch.mm, a, b, out=out)}
-        found |= {"onednn": partial(_onednn_into, out, a, b.t(), None)} if _onednn_available() else {}
-        return found if version is None else {**found, OWN: own.product(out, a, b, None, scratch)}
+        out, scratch = torch.ones(rows, columns), torch.ones(own.scratch_shape(rows, columns, inner, threads))
+        onednn = partial(_onednn_into, out, a, b.t(), None)
+        found: dict[str, Launch] = {"aten": partial(torch.mm, a, b, out=out), "onednn": onednn}
+        if version is not None:
+            found[OWN] = own.product(out, a, b, None, scratch)
+        return {name: found[name] for name in names}
 
     layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
-    names = ["aten"] + ["onednn"] * _onednn_available() + [OWN] * (version is not None)
     code = "" if version is None else f" code={version}"
     return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}{code}", names, ways)
 

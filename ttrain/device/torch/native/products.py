@@ -20,7 +20,7 @@ def scratch_size(inner: int) -> int:
 
 
 def threads_of(m: int, n: int, k: int, dtype: DType, sizing: Sizing) -> int:
-    """Return how many threads a product of [m, k] and [k, n] is worth."""
+    """Return the number of threads for a product of [m, k] and [k, n]."""
     return sizing.threads_for(m * n * k / (16 if dtype is DType.BF16 else 8), -(-max(m, n) // 16))
 
 
@@ -41,8 +41,7 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     kinds = (m, turn_b, request.has(2), after) if few else (turn_a, turn_b, request.has(2), False, after)
     sizes = f"Sizes{{{m}, {n}, {k}, {m if turn_a else k}, {k if turn_b else n}, {n}}}"
     steps = [f" + i * {size}" * (not linear) for size in (m * k, k * n, m * n)]
-    work = [] if few else [fp32(threads, scratch_size(k))]
-    scratch = [text for spec in work for text in (f"out<float>(a, {place + 1})", str(spec.shape[1]))]
+    scratch = [] if few else [f"out<float>(a, {place + 1})", str(scratch_size(k))]
     body = call(
         template("few_rows" if few else "product", *kinds), sizes,
         f"in<{kind}>(a, 0){steps[0]}", f"in<{kind}>(a, 1){steps[1]}",
@@ -50,7 +49,7 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
         *scratch, str(threads),
     )  # fmt: skip
     turns = "" if linear else f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) "
-    return Native(turns + body, work)
+    return Native(turns + body, [] if few else [fp32(threads, scratch_size(k))])
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
