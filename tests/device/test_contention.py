@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def places(threads: int) -> dict[int, set[int]]:
-    """Where each thread of the team may run."""
+    """Return the cores on which each thread of the team may run."""
     found: dict[int, set[int]] = {}
     contention._on_threads(threads, lambda number: found.update({number: os.sched_getaffinity(0)}))
     return found

@@ -1,4 +1,4 @@
-"""How many cores a container leaves: fake control groups of both versions."""
+"""The number of cores that a container leaves, from fake control groups of both versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families of devices answer by their config, and that nothing outside a family's folder knows it by name."""
+"""Answers of device families by their config. Nothing outside a family's folder knows it by name."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_number(monkeypatch: pytest.Monkey
 
 
 def test_a_cpu_run_never_touches_cuda() -> None:
-    """In a process of its own, in which asking torch about CUDA is an error."""
+    """A process is started in which asking torch about CUDA is an error."""
     program = """
 import numpy as np, torch
 def touched(*a, **k): raise SystemExit("CUDA was touched")

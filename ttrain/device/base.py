@@ -182,9 +182,9 @@ class Group(Protocol):
 
 
 class Buffers(dict[str, Buffer]):
-    """The buffers of a step's inputs or outputs by name, the same at every run.
+    """The buffers of a step's inputs or outputs by name, equal in all runs.
 
-    `transfer` is what a device keeps to move them together.
+    A device keeps in `transfer` its own means to move all of them together.
     """
 
     transfer: Any = None
@@ -249,9 +249,9 @@ class Device(ABC):
         return {name: self.download(buffer) for name, buffer in buffers.items()}
 
     def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
-        """Take in the inputs of the next run beside those that the current run reads.
+        """Upload the inputs of the next run while the current run reads its own.
 
-        The returned call brings them into the buffers, before the next run is launched. None where the device can't.
+        The returned call, before the next launch, copies them into the buffers. Returns None if the device can't.
         """
         return None
 

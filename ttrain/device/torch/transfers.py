@@ -1,7 +1,7 @@
 """Transfers between the host and a GPU: the inputs of a step go there in one copy, its outputs come back in one.
 
-Both pass through pinned host memory and a tensor of bytes on the GPU. In between, one launch for each dtype moves what
-belongs to a buffer. Nothing here waits for the GPU but the read of outputs.
+Both pass through pinned host memory and a tensor of bytes on the GPU. One launch for each dtype copies between that
+tensor and the buffers of the step. Only the read of outputs waits for the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 def pinned(nbytes: int) -> Tensor:
-    """Return bytes of host memory that a GPU copies from and to by itself."""
+    """Return bytes of host memory that a GPU can copy from and to on its own."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
@@ -28,10 +28,9 @@ def as_arrays(views: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 class _Staging:
-    """Bytes on one side, with a typed view for each of some buffers."""
+    """A tensor of bytes with a typed view for each buffer, on a GPU, or without a `device` in pinned host memory."""
 
     def __init__(self, buffers: Sequence[Tensor], device: torch.device | None) -> None:
-        """Without a `device` they lie in pinned host memory."""
         ends = [0]
         for buffer in buffers:
             ends.append(ends[-1] + -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -51,48 +50,48 @@ def _copy_all(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 
 class Inputs:
-    """The way of a step's inputs to the GPU, on a stream beside the one that computes."""
+    """Copies the inputs of a step to the GPU, on another stream than the one that computes."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self._buffers, self._names = list(buffers.values()), list(buffers)
         self._device = self._buffers[0].device
         self._on_host = [_Staging(self._buffers, None) for _ in range(2)]
-        self._there = _Staging(self._buffers, self._device)
+        self._on_gpu = _Staging(self._buffers, self._device)
         self._stream = torch.cuda.Stream(self._device)
         self._copied = [torch.cuda.Event() for _ in self._on_host]
         self._taken, self._turn = torch.cuda.Event(), 0
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Launch:
-        """Start the copy of some inputs. The returned launch brings them into the step's buffers."""
+        """Start the copy of some inputs. The returned launch writes them into the step's buffers."""
         self._turn = 1 - self._turn
         host, copied = self._on_host[self._turn], self._copied[self._turn]
         places = [self._names.index(name) for name in arrays]
-        copied.synchronize()  # what was written two turns ago has left the host's memory
+        copied.synchronize()  # the copy of two turns ago has read this host memory
         for place, array in zip(places, arrays.values(), strict=True):
             host.views[place].copy_(torch.from_numpy(np.array(array)))
         with torch.cuda.stream(self._stream):
-            self._taken.wait(self._stream)  # the run before has taken its inputs out
-            self._there.whole.copy_(host.whole, non_blocking=True)
+            self._taken.wait(self._stream)  # the run before has its inputs in its buffers
+            self._on_gpu.whole.copy_(host.whole, non_blocking=True)
             copied.record(self._stream)
         return partial(self._take, places, copied)
 
     def _take(self, places: Sequence[int], copied: torch.cuda.Event) -> None:
         stream = torch.cuda.current_stream(self._device)
         copied.wait(stream)
-        _copy_all([self._there.views[place] for place in places], [self._buffers[place] for place in places])
+        _copy_all([self._on_gpu.views[place] for place in places], [self._buffers[place] for place in places])
         self._taken.record(stream)
 
 
 class Outputs:
-    """The way of a step's outputs back."""
+    """Copies the outputs of a step to the host."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self._buffers = buffers
-        self._there, self._on_host = _Staging(buffers, buffers[0].device), _Staging(buffers, None)
+        self._on_gpu, self._on_host = _Staging(buffers, buffers[0].device), _Staging(buffers, None)
 
     def read(self) -> list[np.ndarray]:
         """Wait for the step, and return copies of all outputs; bf16 as fp32."""
-        _copy_all(self._buffers, self._there.views)
-        self._on_host.whole.copy_(self._there.whole, non_blocking=True)
-        torch.cuda.current_stream(self._there.whole.device).synchronize()
+        _copy_all(self._buffers, self._on_gpu.views)
+        self._on_host.whole.copy_(self._on_gpu.whole, non_blocking=True)
+        torch.cuda.current_stream(self._on_gpu.whole.device).synchronize()
         return as_arrays(self._on_host.views)
