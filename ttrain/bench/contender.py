@@ -105,9 +105,10 @@ class Contender(ABC):
     def start(self, steps: int = STEPS, seconds: float = math.inf) -> dict[str, Any]:
         """Build, do the first steps, and return their losses and times.
 
-        Of several steps it does two, and a further one only as long as those after the first took less than `seconds`.
+        It does `steps` steps, but at most two if those after the first take longer than `seconds` together.
         """
-        began, timed = time.perf_counter(), list[tuple[float, float]]()
+        began = time.perf_counter()
+        timed: list[tuple[float, float]] = []  # loss of each step, and when it was known
         self.build()
         while len(timed) < min(steps, 2) or (len(timed) < steps and timed[-1][1] - timed[0][1] < seconds):
             timed.append((self.loss(self._next()), time.perf_counter()))
@@ -252,7 +253,7 @@ class EngineContender(Contender):
         self.device.release_threads()
 
     def facts(self, planned: bool) -> dict[str, Any]:
-        """Note first the rate of the largest product, where it is compiled: no other may be as fast."""
+        """Time the largest compiled product first, because it may be the fastest product of this machine."""
         compiler, plan = getattr(self.engine, "compiler", None), self.built.plan
         if compiler is not None and plan is not None:
             products = "linear", "matmul"

@@ -83,6 +83,6 @@ def _flags() -> set[str]:
 
 @lru_cache(maxsize=1)
 def _fields(path: Path) -> dict[str, str]:
-    """Return the first value of every field of such a file. Linux takes 20 ms to make it."""
+    """Return the first value of every field of /proc/cpuinfo. It is kept, because Linux takes 20 ms to write it."""
     lines = reversed(text_of(path).splitlines())
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

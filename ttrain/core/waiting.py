@@ -11,21 +11,21 @@ from typing import TypeVar
 
 from ttrain.core.units import format_duration
 
-AFTER = 3.0  # seconds of silence before the first word, and at least between any two;
-EVERY = 30.0  # and between two words about one thing, later a tenth of the time that it took
+AFTER = 3.0  # seconds until the first line, and at least between two lines
+EVERY = 30.0  # seconds between two lines about the same part; later a tenth of the time since the start
 
 Item = TypeVar("Item")
-_own = threading.local()  # to each thread
-_due = monotonic() + AFTER  # the first word of a process, which has been silent since it began
+_thread = threading.local()  # holds what each thread has open
+_due = monotonic() + AFTER  # the first line of a process, which has been silent since it began
 
 
 class Waiting:
-    """Says what is under way as long as it is open: after AFTER seconds, with each new part, and at least every EVERY.
+    """Says what is under way while it is open: after AFTER seconds, at each new part, and about every EVERY seconds.
 
-    Its parts are those that the same thread opens meanwhile: the outermost tells of all, so that lower layers need not
-    know who waits for them. Lines go to the standard error stream unless `say` takes them, from a thread of their own.
-    So they show in a log too, and above a bar that is under way. Nobody waits for a thread beside the main one, so what
-    such a thread opens is silent without a `say`.
+    Its parts are those that the same thread opens meanwhile. The outermost tells of all, so lower layers need not know
+    who waits for them. A thread of its own writes the lines to the standard error stream, or gives them to `say`, so
+    they show in a log and above a progress bar. Without `say`, only the main thread's are written, because nobody waits
+    for another thread.
     """
 
     def __init__(self, what: str, say: Callable[[str], None] | None = None) -> None:
@@ -36,7 +36,7 @@ class Waiting:
         self._open: list[Waiting] = []
 
     def __enter__(self) -> Waiting:
-        self._open = _own.__dict__.setdefault("open", [])
+        self._open = _thread.__dict__.setdefault("open", [])
         self._open.append(self)
         if self._say is not None or threading.current_thread() is threading.main_thread():
             threading.Thread(target=self._run, daemon=True, name=f"waiting: {self._what}").start()
@@ -52,7 +52,7 @@ class Waiting:
             self._open.remove(self)
 
     def at(self, done: int, total: int, detail: str = "") -> None:
-        """Take in how much of it is done, and the name of what follows."""
+        """Note how much is done, and the name of the next part."""
         self._parts, self._detail = (done, total), detail
 
     def text(self) -> str:
@@ -85,7 +85,7 @@ class Waiting:
 
 
 def waited_for(items: Iterable[Item], what: str, named: Callable[[Item], str] = lambda item: "") -> Iterator[Item]:
-    """Yield the items, with a word about how far it is where they take long, and which one is under way."""
+    """Yield the items. If that takes long, say how many are done, and which one is under way."""
     with Waiting(what) as waiting:
         for number, item in enumerate(known := list(items)):
             waiting.at(number, len(known), named(item))

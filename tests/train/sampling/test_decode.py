@@ -71,7 +71,7 @@ class Reading:
         self.reader = Reader(steps, model.context)
 
     def error(self, text: list[int], wanted: int = 1) -> float:
-        """Of the scores behind the last `wanted` tokens, relative to the largest of them."""
+        """Return the error of the scores after the last `wanted` tokens, relative to the largest of them."""
         found = scores_of(self.reader.read(text, wanted))[:wanted]
         expected = np.concatenate([self.whole(text[: len(text) - wanted + 1 + row])[0] for row in range(wanted)])
         return float(np.abs(found - expected).max() / np.abs(expected).max())
@@ -83,7 +83,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_token_scores_as_in_the_whole_text(engine: str) -> None:
-    """From a prompt on past the context, where the window moves with every token."""
+    """Scores go from a prompt on past the context, where the window moves with every token."""
     reading, text = Reading(small_gpt(), engine), tokens(CONTEXT + 4)
     for prompt in (1, 3, 64, 66):
         lengths = (prompt, prompt + 1, prompt + 2, CONTEXT, CONTEXT + 3)
@@ -198,7 +198,7 @@ class Opened:
         }
 
     def error(self, text: list[int]) -> float:
-        """Of every score behind a text, relative to the largest."""
+        """Return the error of every score after a text, relative to the largest."""
         readers = self.source._readers
         outputs = readers[PAIRS].read(text, 2)
         pairs, gate = pair_scores(self.content, text)
@@ -214,7 +214,7 @@ class Opened:
 
 @pytest.mark.parametrize(("fold", "engine"), [*((fold, "static") for fold in FOLDS), *(("wide", e) for e in ENGINES)])
 def test_every_text_scores_as_in_the_original(fold: str, engine: str) -> None:
-    """Of odd and even length, one token or several longer than before, and past the context."""
+    """Texts have odd and even lengths, grow by one token or several, and pass the context."""
     opened, text = Opened(engine, **FOLDS[fold]), tokens(73)
     lengths = (1, 2, 3, 5, 6, 9, 12, 13, 66, 67, 70, 71, 73)
     assert max(opened.error(text[:length][-70:]) for length in lengths) < 1e-5
@@ -254,7 +254,7 @@ def test_a_text_that_changes_is_read_again_from_there_in_pairs_too() -> None:
 
 
 def greedy(content: dict[str, Any], prompt: list[int], count: int, mode: str) -> list[int]:
-    """What the likeliest tokens are, by the original's loops without caches."""
+    """Return the likeliest tokens by the original's loops without caches."""
     text = list(prompt)
     while len(text) < len(prompt) + count:
         if mode in ("ar", "speculative"):
@@ -502,7 +502,7 @@ def table_rows(text: list[int], drafted: list[int]) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
-    """In standard deviations from its mean."""
+    """Return chi-square in standard deviations from its mean."""
     degrees = len(counts) - 1
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return (statistic - degrees) / np.sqrt(2 * degrees)
@@ -612,4 +612,4 @@ def test_the_speed_is_told_beside_that_of_reading_the_weights(capsys: pytest.Cap
     print_source(source, tokenizer, [1], Stop(), lambda: 2.0 * source.weight_bytes())
     looked_up, unused = "embedding.weight", "sat_head"
     assert source.weight_bytes() == sum(n for path, n in sizes.items() if path != looked_up and unused not in path)
-    assert "Memory can give the weights 2.0 times a second: " in capsys.readouterr().err
+    assert "Reading the weights allows 2.0 tokens/s; this is " in capsys.readouterr().err

@@ -39,7 +39,7 @@ from ttrain.graph import Kind, Node
 
 _FIRST, _AGAIN = 0.1, 0.02  # seconds for each of what is measured before a step: two products and a copy
 _SIZES = {"cpu": 1024, "cuda": 8192, "mps": 4096, "xpu": 8192}
-_TIMES = 5  # as many processes measure; those after them take the best number of these
+_TIMES = 5  # processes that measure a rate; later ones take the best of these
 _MOVED = 64 * 2**20  # bytes that are copied: more than caches hold
 LEAST = 2e-6  # s that a launch takes however small its kernel is
 REACHED = 0.6  # share of peak and bandwidth that kernels are taken to reach where none was timed
@@ -61,7 +61,8 @@ class Rates:
         return max(flops / self.flops, nbytes / self.nbytes)
 
 
-_KEPT = Section("rates", lambda entry: (positive(entry[0]), int(entry[1])), max)  # the best, and of how many
+# The best rate, and the number of measurements that it is from.
+_KEPT = Section("rates", lambda entry: (positive(entry[0]), int(entry[1])), max)
 _rates: dict[str, Rates] = {}  # as this process measured them
 
 
@@ -82,7 +83,7 @@ def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
 
 
 def keep_rate(flops: float, device: str, dtype: str, index: int = 0) -> None:
-    """Note the FLOP/s of a product, which count from now on where no other was as fast."""
+    """Keep the FLOP/s of a product as the best rate, if no product was faster before."""
     key = _key(device, dtype, index)
     _KEPT.keep({key: (flops, _KEPT.known().get(key, (0.0, 0))[1])})
     _rates.clear()
@@ -110,7 +111,7 @@ def _measure_bandwidth(device: str, index: int, seconds: float) -> float:
 
 
 def reading_rate(device: str, index: int = 0) -> float | None:
-    """Return the byte/s at which memory was read best, kept as `measured_rates` keeps its numbers; None likewise."""
+    """Return the best measured byte/s of reading memory. It is kept; None for devices that torch does not drive."""
     if device not in _SIZES:
         return None
     return _cached(f"reading {_key(device, 'bytes', index)}", partial(_measure_reading, device, index))

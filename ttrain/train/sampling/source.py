@@ -189,7 +189,7 @@ def print_source(
     source: TokenSource, tokenizer: Tokenizer, prompt: list[int], stop: Stop,
     reading_rate: Callable[[], float | None] = lambda: None,
 ) -> list[str]:  # fmt: skip
-    """Writes `sample.count` samples to stdout and how fast they came to stderr, and returns the texts.
+    """Write `sample.count` samples to stdout and their speed to stderr, and return the texts.
 
     `reading_rate` gives the byte/s at which weights can be read, which bounds the speed.
     """
@@ -205,7 +205,7 @@ def print_source(
     told = f"After the first: {len(seconds)} tokens in {taken:.2f} s, {speed}."
     if taken and (rate := reading_rate()) and (weights := source.weight_bytes()):
         most = rate / weights
-        told += f" Memory can give the weights {most:.1f} times a second: {len(seconds) / taken / most:.0%} of that."
+        told += f" Reading the weights allows {most:.1f} tokens/s; this is {len(seconds) / taken / most:.0%} of it."
     if drafted:
         told += f" {accepted} of {drafted} drafted tokens were accepted ({100 * accepted / drafted:.0f} %)."
     print(told, file=sys.stderr, flush=True)
