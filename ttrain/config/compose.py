@@ -155,8 +155,8 @@ class Composer:
         loader = SimpleNamespace(get_group_options=lambda group, results_filter=None: self.files.options(group))
         override.config_loader = cast(Any, loader)
         if override.is_sweep_override() and not _has_values(override):
-            wanted = "Ranges and intervals go up, with the tag log from above 0; a glob names options of a group"
-            return f"{line}: has no values. {wanted}."
+            how = "Give an interval from low to high (above 0 with the tag log), a range with a step from its start"
+            return f"{line}: has no values. {how} towards its end, a glob that matches options of the group."
         group, _, name = key.rpartition(".")
         if name == "name" and group in registry.groups() and not override.is_sweep_override():
             return f"{line}: a component is chosen by its group; give {group}={override.value()}."
@@ -275,7 +275,7 @@ def load(overrides: Sequence[str] = (), config_name: str | None = None, config_d
 
 
 def _has_values(override: Override) -> bool:
-    """Return whether a swept override has at least one value to try."""
+    """Return True if a swept override has at least one value to try."""
     sweep = override.value()
     if isinstance(sweep, IntervalSweep):
         start, end = cast("tuple[float, float]", (sweep.start, sweep.end))
