@@ -1,7 +1,8 @@
-"""Times a GPT's training step of ttrain beside other systems, in turns: `python -m benchmarks.peers --size=char`.
+"""Time a GPT's training step of ttrain and of other systems, in turns: `python -m benchmarks.peers --size=char`.
 
 Each peer is a short program in this folder, in a process of its own. `--python jax=<venv>/bin/python` names the Python
-that has it, `--option llmc=--source=<folder>` gives its program an option. Who can't start is told with its reason.
+that has it, `--option llmc=--source=<folder>` gives its program an option. A peer that can't start is listed with the
+reason.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Peer:
             self.steps = max(1, int(TURN / found))
 
     def _answer(self) -> dict[str, Any] | None:
-        """Read its next message. None where it ended or takes longer than LIMIT; then it is left out."""
+        """Return its next message, or None if it ended or takes longer than LIMIT; then it is left out."""
         late = threading.Timer(LIMIT, self.process.kill)
         late.start()
         began = time.monotonic()

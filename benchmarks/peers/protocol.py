@@ -1,4 +1,4 @@
-"""What every peer shares: the sizes, and the turns that it takes. It imports nothing but the standard library.
+"""Sizes and turns that all peers share. This module imports nothing but the standard library.
 
 A peer's program runs in its own environment, which need not have ttrain. It builds a step, says `ready`, then reads
 the number of steps of each turn from standard input and answers with their times.
@@ -63,5 +63,5 @@ def serve(step: Callable[[], float], version: str) -> None:
 
 
 def tell(message: dict[str, object]) -> None:
-    """Write one line of JSON to whoever started this program."""
+    """Write one line of JSON to the program that started this one."""
     print(json.dumps(message), flush=True)

@@ -1,4 +1,4 @@
-"""The same step by ttrain's engines, or by PyTorch as `task=bench` runs it: `pip install -e .` in a clone of ttrain."""
+"""A GPT's training step by ttrain, or by PyTorch as `task=bench` runs it: `pip install -e .` in a clone of ttrain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cost model says of the published measurements: each number, and each finding of who wins."""
+"""Compare the cost model with the published measurements: each number, and each winner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stream(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Stream:
 
 
 def scatter(*shapes: Sequence[int], bytes_per_element: float = 2.0) -> Scatter:
-    """The same, out of order."""
+    """Return the traffic of such tensors that are read out of order."""
     ordered = stream(*shapes, bytes_per_element=bytes_per_element)
     return Scatter(ordered.nbytes, ordered.tiles)
 

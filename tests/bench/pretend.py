@@ -57,7 +57,7 @@ class Processes:
         return Process(self)
 
     def names(self, command: str) -> list[str]:
-        """Who was given a command, in order."""
+        """Return the contenders that were given a command, in order."""
         return [name for name, given, *_ in self.asked if given == command]
 
 

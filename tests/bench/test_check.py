@@ -60,7 +60,7 @@ def test_our_llama_does_what_that_of_transformers_does(size: str, tmp_path: Path
 
 
 def test_weights_kept_in_bf16_have_no_other_copy() -> None:
-    """As precision=bf16_true trains; what was held in fp32 would take twice the bytes."""
+    """So precision=bf16_true trains; weights in fp32 would take twice the bytes."""
     ours: Any
     theirs: Any
     ours, theirs = (make_contender(name, case("4x8", "bf16_true"), ONE_THREAD, EngineConfig()) for name in

@@ -1,4 +1,4 @@
-"""Other systems beside ours: a peer's process takes turns, and one that can't start is told with the reason."""
+"""Peers (other systems beside ours) take turns in processes. One that can't start is listed with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.peers import __main__ as peers
 
 
-def test_peers_take_turns_and_who_can_not_start_is_told(
+def test_peers_take_turns_and_those_that_can_not_start_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "peers.json"

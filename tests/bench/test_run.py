@@ -1,4 +1,4 @@
-"""Who takes part, the order of turns, what a row says; and a real measuring process, and how it may end."""
+"""Contenders, the order of turns and the texts of rows; and a real measuring process with its ways to end."""
 
 from __future__ import annotations
 
