@@ -56,7 +56,7 @@ FAST = ("engine", "graph", "ops", "plan", "test_architecture.py", "test_budget.p
 
 @cache
 def is_fast(path: Path) -> bool:
-    """Whether a file lies in the fast tier."""
+    """True if a file lies in the fast tier."""
     return path.relative_to(TESTS).parts[0] in FAST
 
 
@@ -85,7 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @cache
 def rank(path: Path, tests: int) -> tuple[int, int, str]:
-    """Where a file comes: the longest, then those with the most tests, as --dist loadfile deals files out in turn."""
+    """Return the place of a file in the order of --dist loadfile: the longest, then those with the most tests."""
     name = path.relative_to(TESTS).as_posix()
     return LONGEST.index(name) if name in LONGEST else len(LONGEST), -tests, name
 
@@ -130,7 +130,7 @@ def in_a_hurry() -> Iterator[None]:
 
 
 def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which gives a copy of what it has found for the same key before; None is no key."""
+    """Return the function with a memory: it copies its earlier result for an equal key. A key None is not kept."""
     kept: dict[Any, bytes] = {}
 
     def found(*given: Any, **named: Any) -> Any:
@@ -220,7 +220,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def plugins_taken_back(tmp_path: Path) -> Iterator[None]:
-    """What plugins register during the test is gone after it: options, ops, and the modules that lie under tmp_path."""
+    """Undo after a test what its plugins registered: options, ops, and the modules below tmp_path."""
     from hydra.core.config_store import ConfigStore
 
     from ttrain.config import registry

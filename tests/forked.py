@@ -26,7 +26,7 @@ SECONDS = 170.0
 
 
 def forks() -> Any:
-    """Where processes of tests come from; there is one such server for a process that runs tests."""
+    """Return the fork server of the processes of tests; each process that runs tests has one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
@@ -35,7 +35,7 @@ def forks() -> Any:
 def run(
     module: str, *words: str, cwd: Path = ROOT, seconds: float = SECONDS, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What `python -m module words` does in a folder, with more variables in its environment; or `python -c words`."""
+    """Run `python -m module words` or `python -c words` in a folder, with more variables in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("stdout", "stderr")]
         process = forks().Process(target=run_as_main, args=(module, words, cwd, {**os.environ, **environment}, said))
@@ -51,7 +51,7 @@ def run(
 def run_as_main(
     module: str, words: Sequence[str], cwd: Path, environment: Mapping[str, str], said: Sequence[Path]
 ) -> None:
-    """What such a process does; `said` are files for its two streams, to which it appends."""
+    """Run a module in such a process, which appends its two streams to the files `said`."""
     for number, file in enumerate(said, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""What runs of tests leave out, as it took most of their time."""
+"""Shortcuts of runs in tests, which would take most of their time otherwise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUICKLY = ("-O1", "-fexpensive-optimizations", "-fno-schedule-insns")
 
 
 def hurry() -> None:
-    """From now on runs in this process draw no loss curve, time only small products and copies, and compile in a hurry.
+    """Let runs in this process draw no loss curve, time only small products and copies, and compile quickly.
     YAML is read by C, and the plugins that are installed are looked for once.
 
     What was imported by now is never garbage: runs that look for the memory of old steps need not search it.

@@ -162,7 +162,7 @@ def composed(overrides: list[str]) -> list[Config]:
 
 
 def smaller(config: Config, steps: int) -> Config:
-    """The same command with a run that is cheap, as if these keys were on the command line too."""
+    """Return the command with keys added that make its run cheap."""
     small: dict[str, Any] = {"train.steps": steps, "train.batch_size": 2 * config.train.gradient_accumulation}
     several = 4 if config.parallel.name != "none" else 1  # as the page's runs have, which keep their slices
     small["train.batch_size"] *= max(planned_ranks(config.parallel).slices, several)
@@ -330,7 +330,7 @@ def test_no_command_hides_outside_a_shell_block() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name after `#`."""
+    """Return the names that a link may have after `#`."""
     titles = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in titles}
 

@@ -28,7 +28,7 @@ SMALL_MLP = (
 
 
 def started(name: str, folder: Path, overrides: Sequence[str] = ()) -> str:
-    """What an example prints when it is started in an empty folder."""
+    """Return the output of an example that is started in an empty folder."""
     variables = {"PYTHONPATH": str(EXAMPLES), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache_home(folder)}
     done = forked.run(name, *overrides, cwd=folder, **variables)
     assert done.returncode == 0, done.stderr

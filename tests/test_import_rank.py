@@ -95,7 +95,7 @@ def test_train_is_built_in_the_order_of_its_rooms() -> None:
 
 @cache
 def import_graph() -> dict[str, set[str]]:
-    """Which modules of ours each module imports, in whichever form. `ttrain` itself loads the others when asked."""
+    """Return the modules of ours that each module imports, in any form. `ttrain` itself loads the others when asked."""
     sources = {name_of(path): path.read_text("utf-8") for path in modules()}
     names = {name.removesuffix(".__init__"): name for name in sources}
     found = {

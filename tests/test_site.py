@@ -45,7 +45,7 @@ def test_what_pages_take_from_docstrings_is_there_and_documented() -> None:
 
 
 def documented(path: str) -> bool:
-    """Whether a module, or what a module holds, has a docstring."""
+    """True if a module, or a member of it, has a docstring."""
     module, _, attribute = path.rpartition(".")
     try:
         return bool(import_module(path).__doc__)

@@ -1,4 +1,4 @@
-"""What takes long says what it is and how far it is, and what is quick says nothing."""
+"""Long work says what it does and how much is done; quick work says nothing."""
 
 from __future__ import annotations
 

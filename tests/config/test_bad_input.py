@@ -123,7 +123,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_sets_is_its_own(tmp_path: Path) -> None:
-    """What the command line gives is not."""
+    """Keys of the command line belong to the run."""
     write(tmp_path, "recipe/mine.yaml", "# @package _global_\ntrain: {steps: -3, batch_size: 0}\n")
     assert problems("recipe=mine", "train.batch_size=-1", config_dir=tmp_path) == [
         "train.steps=-3 (set in recipe/mine.yaml): must be at least 1.",

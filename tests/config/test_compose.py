@@ -1,4 +1,4 @@
-"""What composes, and what it composes to."""
+"""Commands that compose, and the configs that they give."""
 
 from __future__ import annotations
 

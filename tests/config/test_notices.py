@@ -1,4 +1,4 @@
-"""What is told when a run starts."""
+"""Notices at the start of a run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_resume_tells_a_rate_that_jumps(before: str, now: str, step: int, told
     ],
 )
 def test_the_command_that_trains_on(given: str, step: int, overrides: str, rate: str | None) -> None:
-    """Where a rate is left, the command leads to no jump; what the other choice would do is told."""
+    """If a rate is left out, the command leads to no jump, and tells the effect of the other choice."""
     base = f"train.steps=100 optimizer.lr=1e-3 {given}"
     found, told = train_on(rate_of(base), Progress(step))
     assert found == overrides

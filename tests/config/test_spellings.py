@@ -1,4 +1,4 @@
-"""The same key and value as people, shells, word processors and W&B's agents write them."""
+"""Spellings of a key and value by people, shells, word processors and W&B's agents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttrain.core.errors import ConfigError
 
 
 def value(*arguments: str) -> Any:
-    """What the key of the first override has in the end."""
+    """Return the composed value of the first override's key."""
     overrides = parse_arguments(arguments)[1]
     part: Any = load(overrides)
     for name in overrides[0].partition("=")[0].strip(" +~").split("."):

@@ -1,4 +1,4 @@
-"""How long a run takes, said before its first step and corrected after some: the numbers, and when they are said."""
+"""Forecasts of a run's time, before its first step and corrected later: the numbers, and when they are told."""
 
 from __future__ import annotations
 

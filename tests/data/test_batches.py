@@ -466,7 +466,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
 
 
 def joined(batches: list[dict[str, np.ndarray]]) -> np.ndarray:
-    """What the steps read, sample after sample."""
+    """Return the samples that the steps read, in order."""
     name = "tokens" if "tokens" in batches[0] else "inputs"
     return np.concatenate([batch[name] for batch in batches])
 

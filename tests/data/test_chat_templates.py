@@ -212,7 +212,7 @@ LARGE = ("{{ 'a' * 10 ** 11 }}", "{{ ('a\n' * 99999) | indent(9999) }}", DOUBLED
 
 @pytest.mark.parametrize("template", [*ENDLESS, *LARGE])
 def test_a_template_that_takes_too_much_is_told(folder: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line that names its file, whatever is done with bad rows."""
+    """One line names its file, for every way to treat bad rows."""
     monkeypatch.setattr(sandbox, "SECONDS", 0.01)
     monkeypatch.setattr(sandbox, "MEMORY", 256 << 20)
     monkeypatch.setattr(jinja, "SANDBOX", sandbox.Sandbox())

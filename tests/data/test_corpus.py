@@ -367,7 +367,7 @@ def test_a_raw_file_may_name_its_tokenizer(prepared: Path) -> None:
 def test_an_id_outside_the_vocabulary_is_named_with_its_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a file that is too long to be read at the start, batch by batch."""
+    """The file is too long to be read at the start, so it is read batch by batch."""
     ids = np.arange(200) % 50
     ids[60:] = 60
     config = config_of(raw_file(tmp_path / "all.bin", ids), dtype="uint16", vocabulary=50)
@@ -456,7 +456,7 @@ def test_text_that_does_not_fit_in_memory_is_sent_to_prepare(text: Path, monkeyp
 
 
 def test_the_command_that_trains_on_prepared_files_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a text whose held-out part is shorter than a default context."""
+    """The held-out part of the text is shorter than a default context."""
     (tmp_path / "book.txt").write_text("some words " * 100)
     folder = tmp_path / "tokens"
     text = [f"data.path={tmp_path}/book.txt", "data.tokenizer=byte", "data.held_out=0.02"]

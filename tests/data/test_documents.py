@@ -314,7 +314,7 @@ def test_documents_apart_have_their_own_positions_and_targets(order: str, split:
 
 
 def documents_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
-    """What sequences hold of each document, by the positions; tokens without a target in a row fill the rest."""
+    """Return the tokens of each document in the sequences, by position; other tokens are fill."""
     starts = np.flatnonzero(batch["positions"].ravel() == 0)[1:]
     return [ids.tolist() for ids in np.split(batch["tokens"].ravel(), starts) if ids.any()]
 

@@ -132,7 +132,7 @@ def test_which_files_of_a_folder_are_read() -> None:
 
 
 def saved_dataset(folder: str, *shards: list[str]) -> str:
-    """As Dataset.save_to_disk of the library datasets writes it."""
+    """Write a folder like Dataset.save_to_disk of the library datasets."""
     Path(folder).mkdir(parents=True)
     names = [f"data-{number:05}-of-{len(shards):05}.arrow" for number in range(len(shards))]
     for name, words in zip(names, shards, strict=True):

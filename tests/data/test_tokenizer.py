@@ -164,7 +164,7 @@ def byte_level(alphabet: bool = True, text: str = LINES, **options: Any) -> Any:
 
 
 def sentence_piece(fallback: bool = True) -> Any:
-    """As Llama's: a blank in front of a text, blanks as U+2581, bytes where a character is unknown."""
+    """Return a tokenizer like Llama's: a blank before a text, blanks as U+2581, bytes for an unknown character."""
     library: Any = Library(models.BPE(byte_fallback=fallback))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []

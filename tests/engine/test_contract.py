@@ -1,4 +1,4 @@
-"""What every engine promises, on the device without arithmetic."""
+"""Promises of every engine, on the device without arithmetic."""
 
 from __future__ import annotations
 

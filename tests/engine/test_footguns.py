@@ -53,7 +53,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
 
 
 def session(device: Device, engine: str = "traced", optimizer: Any = None, **how: Any) -> Session:
-    """Of a small GPT, or with `optimizer` of an MLP that it trains."""
+    """Return a session of a small GPT, or with `optimizer` of an MLP that it trains."""
     if optimizer is None:
         model: Any = gpt(**GPT_SIZE, dropout=how.pop("dropout", 0.0))
     else:

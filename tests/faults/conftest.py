@@ -30,7 +30,7 @@ class Train:
         return main([*TINY, *overrides])
 
     def told(self, *overrides: str, code: int = 0) -> str:
-        """What it writes to stderr where it exits so; never a traceback."""
+        """Return its stderr if it exits with this code; never a traceback."""
         return self.command(*TINY, *overrides, code=code)
 
 

@@ -27,7 +27,7 @@ NOTED = Path("faults.txt")
 
 @dataclass
 class FaultyConfig(EngineConfig):
-    """Which faults happen."""
+    """Faults that happen."""
 
     name: str = option("faulty", "registered name of the engine")
     faults: list[str] = option([], "kind@step, in the order in which they happen")

@@ -161,7 +161,7 @@ def test_a_branch_goes_on_from_where_it_branched_off(train: Train, monkeypatch: 
 
 
 def test_a_kill_before_a_folder_is_a_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command begins again; a resume, which may leave out what the run is, does not."""
+    """The command begins again; a resume, which may leave out the settings of the run, does not."""
     assert train("run.dir=first", *OWN, "train.steps=4") == 0
     original = resume.note_progress
 

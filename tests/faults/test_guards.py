@@ -225,7 +225,7 @@ def test_learning_check() -> None:
 
 
 def test_the_check_reads_a_bounded_part_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 Mi elements those of every 50th row move."""
+    """Every 50th row of 4 Mi elements moves."""
     spec = TensorSpec((2**12, 2**10), DType.BF16)
     state = State(
         TorchDevice("cpu"),

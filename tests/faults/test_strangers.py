@@ -132,7 +132,7 @@ NAMED = [("train", "_target_", "os.system"), ("model", "name", "os:system"), ("d
 
 @pytest.mark.parametrize(("section", "key", "value"), NAMED)
 def test_a_config_that_names_code(stranger: Path, train: Train, section: str, key: str, value: str) -> None:
-    """In the config of the run, and in that of the checkpoint where the run has none."""
+    """The config is that of the run, or that of the checkpoint if the run has none."""
     own = Path("run/config.yaml")
     for file in (own, stranger / "config.json"):
         config = yaml.safe_load(file.read_text())

@@ -1,4 +1,4 @@
-"""What a terminal, a disk and a careless command line do to a run: one sentence, the right exit code, nothing lost."""
+"""Faults of a terminal, a disk and a command line: one sentence, the right exit code, nothing lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes join, remove and move, what they leave alone, and that the numbers stay."""
+"""Passes join, remove and move nodes, leave others alone, and keep the numbers."""
 
 from __future__ import annotations
 

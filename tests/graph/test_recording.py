@@ -1,4 +1,4 @@
-"""What a graph records: named values, nodes with their place in the model; and each rule of the verifier, broken."""
+"""A graph records named values, and nodes with their place in the model; each rule of the verifier is broken once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of graphs share."""
+"""Helpers of the tests of graphs."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def scores(session: Session, tokens: np.ndarray) -> np.ndarray:
-    """Of the last position of every text."""
+    """Return the scores of the last position of every text."""
     made = [
         session.run(session.graph.trace_logits, {"tokens": text[None], "position": len(text) - 1})["logits"][0]
         for text in tokens
@@ -299,7 +299,7 @@ def losses_of(session: Session) -> list[float]:
 
 
 def peft_losses(model: Any) -> list[float]:
-    """Of the same steps."""
+    """Return the losses of the same steps by PEFT."""
     model = copy.deepcopy(model).train()
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(adapters, OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, OPTIMIZER.weight_decay)

@@ -87,7 +87,7 @@ def test_first_values_are_those_of_torch() -> None:
 
 
 def plain_of(ours: Session) -> PlainAGILLM:
-    """The same parameters as leaves."""
+    """Return a plain model with equal parameters as leaves."""
     built: Any = ours.graph.model
     values = {path: torch.from_numpy(ours.state.read(path)).requires_grad_() for path in built.parameters()}
     return PlainAGILLM(values, built.layers, built.heads, standard=built.config.alibi == "standard")

@@ -112,7 +112,7 @@ def every_op(cases: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[.
 
 
 def outcome(check: Callable[..., None], given: Mapping[str, Any]) -> BaseException | None:
-    """What a check raises where it fails or skips itself."""
+    """Return the exception of a check that fails or is skipped, else None."""
     try:
         check(**given)
     except (Exception, pytest.skip.Exception, pytest.fail.Exception) as error:

@@ -29,7 +29,7 @@ def cpu() -> Device:
 
 
 def allocates(launch: Callable[[], Any]) -> bool:
-    """Whether a warm launch takes memory from torch's allocator."""
+    """True if a warm launch takes memory from torch's allocator."""
     launch()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         launch()

@@ -74,7 +74,7 @@ def test_forward_and_every_gradient_equal_torchs(how: dict[str, Any]) -> None:
 
 
 def test_grouped_heads_copy_no_keys_and_rows_without_conditions_stay() -> None:
-    """What a device runs whose row has no bias: products over the heads that keys have."""
+    """A device whose row has no bias runs products over the heads of the keys."""
     from ttrain.graph.passes import decompose
 
     graph = Graph()

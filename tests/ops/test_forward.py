@@ -32,7 +32,7 @@ def test_every_op_has_cases() -> None:
 
 
 def test_every_op_has_a_kernel(device: TorchDevice) -> None:
-    """Of its own, or that its body is made of."""
+    """The kernel is the op's own, or its body consists of ops with kernels."""
     tried = [op for op in REGISTRY.values() if recorded_by_models(op) and not isinstance(op, Composite)]
     assert [op.name for op in tried if op.name not in device.kernels] == []
     assert sorted(set(device.kernels) - set(REGISTRY)) == []
@@ -60,7 +60,7 @@ MIXED = {"layer_norm": ("weight", "bias"), "add_layer_norm": ("weight", "bias"),
 
 @every_op(all_cases(DType.BF16, where=lambda op: op.name in MIXED))
 def test_norms_take_fp32_parameters_in_bf16(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
-    """As a bf16 step feeds them: norms read the fp32 parameters themselves, not copies."""
+    """A bf16 step feeds norms the fp32 parameters themselves, not copies."""
     assert_equals_reference(device, op, case, dtype, wide=MIXED[op.name])
 
 
@@ -72,7 +72,7 @@ def writes_over() -> list[Any]:
 
 @every_op(writes_over())
 def test_kernel_may_write_over_the_inputs_it_names(device: TorchDevice, op: Op, case: Case, dtype: DType) -> None:
-    """As a plan does where nothing reads the input afterwards: elementwise ops over any, others over `overwrites`."""
+    """A plan lets elementwise ops write over any input that nothing reads later, others over `overwrites`."""
     over = shared_with(device, op, case, dtype)
     assert over
     assert_same_over(device, op, case, dtype, over)

@@ -201,7 +201,7 @@ def test_the_rounding_of_a_step_hangs_on_seed_and_step_alone() -> None:
 
 @pytest.mark.parametrize("compute", [FP32, BF16])
 def test_by_default_nothing_changes(compute: DType) -> None:
-    """The same ops and inputs as ever where no option asks for rounding."""
+    """Ops and inputs stay if no option asks for rounding."""
     session = Session(nano(compute, FP32), adamw(), 2)
     updates = [node for node in session.steps["train"].plan.launched if node.op.name == "update"]
     assert updates and not any("stochastic" in node.attributes for node in updates)
@@ -236,7 +236,7 @@ EDGES = (0x3F800000, 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0xBF808000,
 
 
 def numbers(count: int) -> np.ndarray:
-    """Of random bits, and with those at which rounding turns."""
+    """Draw numbers of random bits, with those at which rounding turns."""
     drawn = np.random.default_rng(3).integers(0, 2**32, count, dtype=np.uint32)
     drawn[: len(EDGES)] = EDGES
     return drawn.view(np.float32)

@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 
 
 class Layers(Module):
-    """What a model is made of: a table, a wide and a tall matrix with biases, a norm, a head."""
+    """A model with a table, a wide and a tall matrix with biases, a norm, a head."""
 
     def __init__(self) -> None:
         self.config, self.compute = None, DType.FP32
@@ -226,7 +226,7 @@ def read_weights(run: Any, slot: str = "") -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("place", "compute"), [*((place, DType.FP32) for place in PLACES), (PLACES[1], DType.BF16)])
 def test_an_average_is_the_mean_until_it_is_exponential(place: str, compute: DType) -> None:
-    """Of the master weights, whatever layers read."""
+    """The average is of the master weights, in every dtype that layers read."""
     model = Layers()
     model.compute = compute
     run = updates(place, made("optimizer", MuonConfig()), model, ema=EMA)

@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """As torchrun sets them, where rank 0 is the one that the others meet at."""
+    """Return the variables that torchrun sets. The others meet at rank 0."""
     if count == 1:
         return [{}]
     every = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -190,7 +190,7 @@ class Forks:
 
 
 def outcomes(names: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """What becomes of two ranks, one of which has a fault, by fault; all at once."""
+    """Run pairs of ranks at once, one of which has a fault; return the outcomes by fault."""
     begun = {}
     for name in names:
         mode, timeout = "zero1" if name in SHARDED else "ddp", 3 if name in WAITING else 60

@@ -32,7 +32,7 @@ MODES = (("none", 1), ("ddp", 2), ("zero1", 4), ("ddp", 1), ("zero1", 2), ("ddp"
 
 
 def unfinished(checkpoints: Path) -> bool:
-    """Whether a save is being written right now."""
+    """True if a save is being written right now."""
     try:
         with os.scandir(checkpoints) as entries:
             return any(entry.name.startswith(".unfinished_step") for entry in entries)
@@ -41,7 +41,7 @@ def unfinished(checkpoints: Path) -> bool:
 
 
 def first_steps(run: Path) -> int:
-    """How many attempts of the run have done a step."""
+    """Return the number of attempts that have done a step."""
     try:
         return (run / "events.jsonl").read_text().count('"first_step"')
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What one rank of the tests does: small models, trained for some steps in every way, with all that came of it."""
+"""One rank of the tests: it trains small models for some steps in every way, and saves the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config may ask of several processes: one sentence for each mistake, before any of them starts."""
+"""Configs of several processes: one sentence for each mistake, before any process starts."""
 
 from __future__ import annotations
 

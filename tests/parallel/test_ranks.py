@@ -1,4 +1,4 @@
-"""How a batch and runs of state are divided among ranks, and the order of their sums."""
+"""The division of batches and state among ranks, and the order of their sums."""
 
 from __future__ import annotations
 

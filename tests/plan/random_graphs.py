@@ -140,5 +140,5 @@ def _no_launch(*_: Any) -> Any:
 
 
 def workspace(inputs: Any, outputs: Any, attributes: Any) -> list[TensorSpec]:
-    """As much as the first output, and a few bytes, for ops with more than one row."""
+    """Return as much as the first output and a few bytes, for ops with more than one row."""
     return [outputs[0], TensorSpec((5,))] if outputs[0].rank == 2 else []

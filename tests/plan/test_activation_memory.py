@@ -1,4 +1,4 @@
-"""What backward reads of forward: planned bytes against what PyTorch's autograd holds for the same model."""
+"""Activations that backward reads: planned bytes against those of PyTorch's autograd for an equal model."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ STEPS = [
 
 @pytest.mark.parametrize(("compute", "recompute", "gradient_accumulation"), STEPS)
 def test_the_planned_training_step_of_a_transformer(compute: DType, recompute: str, gradient_accumulation: int) -> None:
-    """From the recorded step through every pass and the plan, against the recorded step value by value."""
+    """The planned step, after every pass, equals the recorded step value by value."""
     sizes = {"layers": 2, "heads": 2, "width": 8, "context": 4, "vocabulary": 2}
     model = gpt(compute, dropout=0.2, recompute=recompute, **sizes)
     device, steps = NullDevice(), StepGraph(model, adamw(), 2, gradient_accumulation)

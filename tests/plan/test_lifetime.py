@@ -1,4 +1,4 @@
-"""Which values share a buffer: each case in which they may, and each in which they must not."""
+"""Values that share a buffer: each case in which they may, and each in which they must not."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def verified(capsys: pytest.CaptureFixture[str], *overrides: str, code: int = 0)
 def test_every_op_and_the_model_pass_on_the_cpu(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, precision: str
 ) -> None:
-    """In bf16 those that must be there: tests/ops holds all of them to the same bounds."""
+    """In bf16 only the required ops are compared: tests/ops holds all of them to the same bounds."""
     chosen = f"verify.ops=[{','.join(MUST_COVER) if precision == 'bf16' else ''}]"
     text = verified(capsys, f"precision={precision}", chosen, f"verify.json={tmp_path}/found.json")
     assert "comparisons passed" in text and "FAIL" not in text

@@ -81,7 +81,7 @@ def batch(model: Any, rows: int, index: int) -> dict[str, np.ndarray]:
 
 @dataclass
 class Outcome:
-    """What a run of a few steps leaves."""
+    """Results of a run of a few steps."""
 
     losses: list[float]
     norms: list[float]
@@ -155,7 +155,7 @@ def same(one: Outcome, two: Outcome) -> bool:
 
 
 def cosine(left: np.ndarray, right: np.ndarray) -> float:
-    """Of the angle between two tensors; 1 where both are zero."""
+    """Return the cosine of the angle between two tensors; 1 if both are zero."""
     one, two = left.astype(np.float64).ravel(), right.astype(np.float64).ravel()
     norms = np.linalg.norm(one) * np.linalg.norm(two)
     return 1.0 if not norms and np.array_equal(one, two) else float(one @ two / max(norms, 1e-300))

@@ -1,4 +1,4 @@
-"""What does not fit is named with the config keys that mend it: by what ttnn says, and by runs on mocked boards."""
+"""Scarce resources are named with the keys that help, from ttnn's messages and from runs on mocked boards."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_step_writes_nothing_but_the_next_inputs() -> None:
 
 
 def test_inputs_that_turn_out_otherwise_are_written_again() -> None:
-    """As after a rollback, which lowers the learning rate of a step whose inputs were prefetched."""
+    """For example a rollback lowers the learning rate of a step whose inputs were prefetched."""
     results = []
     for guess in (1, 3):
         built, model = built_step(opened())

@@ -82,7 +82,7 @@ def test_pieces_of_stacks_are_rounded_like_whole_ones(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("shape", [(12 * 4 * 32, 32), (25, 7), (3, 33, 5)])
 def test_rounding_is_unbiased(shape: tuple[int, ...]) -> None:
-    """Of many elements with the same value, the right share goes up."""
+    """The right share of many equal elements is rounded up."""
     c = golden().context
     seed = golden().place(golden().allocate_arena(8, "x"), 0, TensorSpec((), DType.INT64))
     ups, count = 0, 0

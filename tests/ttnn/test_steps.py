@@ -112,7 +112,7 @@ def test_steps_equal_the_cpu(name: str) -> None:
     "name", ["mlp", "odd everything", "agillm, folded", "adapters", "hosted, odd", "hosted heads of agillm"]
 )
 def test_engines_are_bit_equal(name: str) -> None:
-    """What the host runs between card and card is not captured: three captures."""
+    """The host's part between two parts of the card is not captured, so there are three captures."""
     case = CASES[name]
     static, dynamic, traced = (case.golden(engine=each, steps=2) for each in ("static", "dynamic", "traced"))
     assert same(static, dynamic) and same(static, traced)

@@ -413,7 +413,7 @@ def test_every_damage_to_a_file_is_detected(two: Path) -> None:
 
 @pytest.mark.parametrize(("left", "step"), [("replaced_step_00000002", 2), ("step_00000002", None)])
 def test_a_kill_while_a_checkpoint_takes_its_place(two: Path, left: str, step: int | None) -> None:
-    """Between two renames neither has the name, and the old one gets it back; a first save lets the run begin again."""
+    """Between two renames neither has the name. The old one gets it back; after a first save the run begins again."""
     run = two / "run"
     shutil.copytree(two / "step_00000002", run / "checkpoints" / f".unfinished_{left}")
     (run / "run.json").write_text('{"attempts": []}')
@@ -423,7 +423,7 @@ def test_a_kill_while_a_checkpoint_takes_its_place(two: Path, left: str, step: i
 
 
 def test_a_checkpoint_that_is_read_is_not_removed(two: Path) -> None:
-    """As by task=sample of a run that goes on: it goes after a later save."""
+    """For example task=sample reads it while the run goes on; it is removed after a later save."""
     read, also = (find_checkpoint(two.parent, "1") for _ in range(2))
     assert prune_checkpoints(two, 1, False) == []
     loaded = constant()

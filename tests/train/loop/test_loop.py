@@ -207,7 +207,7 @@ def test_a_second_signal_ends_the_process_at_once(capfd: pytest.CaptureFixture[s
 
 
 def test_nan_in_the_state_is_not_saved(make_training: MakeTraining) -> None:
-    """Where the loss is still finite but the update made an infinity."""
+    """The loss is still finite, but the update made an infinity."""
     training = make_training(keep_best=False, eval_every=None, async_save=False)
     original = training.model._update
 
@@ -360,7 +360,7 @@ def test_tensors_are_written_once_and_the_loss_is_added(
 
 
 def test_a_step_that_is_trained_again_is_saved_again(make_training: Any) -> None:
-    """As after a rollback: what is on the disk under the step's name is of another history."""
+    """After a rollback the checkpoint of that step on the disk belongs to another history."""
     training = make_training(steps=4, save_every=2, eval_every=None, async_save=False, keep_last=9)
     loop, table, folder = training.loop, training.model.state.arrays, training.run_directory.checkpoints
     loop.run()
@@ -375,7 +375,7 @@ def test_a_step_that_is_trained_again_is_saved_again(make_training: Any) -> None
 def test_adding_to_a_checkpoint_fails_or_succeeds_as_a_whole(
     make_training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who reads it meanwhile goes on; a failure leaves what was there."""
+    """A reader is not disturbed; a failure leaves the old files."""
     training = make_training(steps=4)
     saved = save_checkpoint(
         training.run_directory.checkpoints, training.model.state, CheckpointContent(4, {}, {"step": 4})

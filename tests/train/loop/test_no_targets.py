@@ -52,7 +52,7 @@ def write_chats(stones: int) -> None:
 
 
 def targets_of(rows: int, split: str = "train") -> np.ndarray:
-    """How many targets each of the first rows has."""
+    """Return the number of targets of each of the first rows."""
     config = load_config(*DATA)
     dataset: Any = build.build_dataset(config)
     return (dataset.batch(split, config.run.seed, 0, rows)["targets"] >= 0).sum(1)

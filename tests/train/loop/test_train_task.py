@@ -167,7 +167,7 @@ def test_a_device_that_computes_nothing_is_not_mistaken_for_training(
 
 
 def test_wandb_continues_its_run(train: Any, fake: Any) -> None:
-    """In the same directory; a copy is a run of its own. Each job ends its run, also where it fails."""
+    """The directory stays; a copy is a run of its own. Each job ends its run, even if it fails."""
     assert train("train.steps=2", "logger=wandb", "logger.mode=offline", "run.dir=run") == 0
     assert main(["train.steps=3", "resume=auto", "run.dir=run"]) == 0
     assert main(["train.steps=4", "resume=run", "run.dir=copy"]) == 0

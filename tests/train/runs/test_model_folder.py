@@ -103,7 +103,7 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In several shards, with an index."""
+    """Return a folder with several shards and an index."""
     place = tmp_path_factory.mktemp("family") / request.param
     return save(FAMILIES[request.param](), place, max_shard_size="30KB")
 
@@ -130,7 +130,7 @@ def their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def our_logits(run: str, tokens: np.ndarray) -> np.ndarray:
-    """Of a run's parameters, in fp32 [1, context, vocabulary]."""
+    """Return the logits of a run's parameters, fp32 [1, context, vocabulary]."""
     checkpoint = find_checkpoint(Path(run), "last")
     config = typed_config({**checkpoint.config, "precision": {"name": "fp32"}})
     model = build_model(config)
@@ -175,7 +175,7 @@ def test_in_and_out_again(folder: Path, told: Told) -> None:
 
 
 def test_a_file_of_gguf_is_the_same_model(folder: Path, refused: Told) -> None:
-    """As Transformers reads such files; it takes one size from its defaults each of GPT-2 and Qwen3."""
+    """Transformers reads such files; it takes one size from its defaults each of GPT-2 and Qwen3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name = folder.name
@@ -538,7 +538,7 @@ def test_a_context_of_rotary_positions_may_be_shorter() -> None:
 
 
 def test_weights_come_one_tensor_at_a_time(tmp_path: Path) -> None:
-    """What Python holds at most while a model of 9 tensors of a MB each is read and placed."""
+    """Python's peak memory is bounded while a model of 9 tensors of a MB each is read and placed."""
     config = LlamaConfig(layers=1, heads=4, width=256, hidden=1024, context=8, vocabulary=1024, tied=False)
     model = Llama(config)
     save_file(model.to_original(initial_values(model, 1)), tmp_path / "model.safetensors")

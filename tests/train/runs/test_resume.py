@@ -1,4 +1,4 @@
-"""Where a run continues from, what is refused; and run directories: one process for each, and all survives a move."""
+"""The place from which a run continues, refusals, and run directories: one process each, and all survives a move."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_and_a_checkpoint_by_path(run: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_ones_are_skipped_and_named(run: Path) -> None:
-    """Where all are damaged there is no fresh start."""
+    """If all are damaged, there is no fresh start."""
     first, second, third = sorted((run / "checkpoints").iterdir())
     (third / "manifest.json").unlink()
     (second / "config.json").write_text("{}")
@@ -156,7 +156,7 @@ SMALL = [
 
 @pytest.fixture
 def texts(inside: Path) -> None:
-    """Of the same characters: one that is easy to predict, and one that is not at all."""
+    """Return two texts of the same characters: one easy to predict, one random."""
     Path("easy.txt").write_text("ab" * 2000)
     Path("hard.txt").write_text("".join(np.random.default_rng(0).choice(["a", "b"], 4000)))
 
@@ -353,7 +353,7 @@ def test_a_run_with_something_to_lose_is_not_written_over(tmp_path: Path, left: 
 
 
 def test_a_run_that_ended_before_it_did_anything_gives_its_place(tmp_path: Path) -> None:
-    """As after a NaN in the first steps, or a save that was cut off: only what is worth nothing is there."""
+    """After a NaN in the first steps, or a save that was cut off, nothing of worth is there."""
     run = RunDirectory.claim(str(tmp_path / "a"), "x")
     run.metrics.write_text('{"step": 2, "train/loss": null}\n{"step": 3, "tra')
     (run.checkpoints / ".unfinished_step_00000002").mkdir()

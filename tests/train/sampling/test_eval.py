@@ -172,7 +172,7 @@ def test_characters_that_the_tokenizer_never_saw_are_named_with_their_place(refu
     ],
 )
 def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list[str]) -> None:
-    """What a batch of windows loses is what its tokens lose one continuation at a time."""
+    """The loss of a batch of windows is that of its tokens, one continuation at a time."""
     run = trained(kind, *DOCUMENTS, *SIZES, *overrides)
     words = ["task=eval", f"run.dir={run}", "eval.text=[texts.jsonl]", "device=cpu", "engine=dynamic"]
     with opened(load_config(*words)) as scorer:
@@ -291,7 +291,7 @@ def test_what_can_not_be_measured(overrides: list[str], message: str, refused: T
 
 
 class _LM(abc.ABC):
-    """What lm_eval.api.model.LM asks of a model, for machines without the harness."""
+    """The interface lm_eval.api.model.LM, for machines without the harness."""
 
     def __init__(self) -> None:
         self.cache_hook: Any = SimpleNamespace(add_partial=lambda kind, arguments, found: None)
@@ -426,7 +426,7 @@ def test_chats_are_rendered_as_the_run_did(chats: None, template: str, message: 
 
 
 def test_chats_are_rendered_by_the_template_of_a_folder(chats: None) -> None:
-    """As Transformers does; a BOS that the template writes is not put there twice."""
+    """The result is that of Transformers; a BOS that the template writes is not doubled."""
     transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
     made: Any = train_bpe([json.dumps(CHATS)], 300)
     Path("tokenizer.json").write_text(made.with_token("<s>").with_token("</s>").to_json())

@@ -1,4 +1,4 @@
-"""How many programs a node becomes on a card, against the calls that the card's rows make."""
+"""The number of programs of a node on a card, against the calls that the card's rows make."""
 
 from __future__ import annotations
 

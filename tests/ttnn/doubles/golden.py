@@ -151,7 +151,7 @@ class GoldenRuntime:
         return GoldenTensor(rows.to(gradient.data.dtype), gradient.dtype, gradient.layout)
 
     def bitcast(self, tensor: GoldenTensor, dtype: Any) -> GoldenTensor:
-        """The same bits as numbers of another kind."""
+        """Return the bits as numbers of another kind."""
         self._count("bitcast")
         return GoldenTensor(tensor.data.clone().view(self._dtypes[dtype]), dtype, tensor.layout)
 
