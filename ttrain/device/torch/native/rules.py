@@ -214,7 +214,7 @@ def _cached_attention(request: Request, sizing: Sizing) -> Native | None:
     table, near = _slopes(heads if rules.biased else 0)
     threads = sizing.threads_for(q.size * places // 8, batch * heads * rows)
     shape = (batch * heads, heads, heads // groups, rows, places, width, values.shape[3], threads)
-    name = template(request.op, c_type(q), f"Near::{rules.position_bias}", rules.window or 0, *shape)
+    name = template(request.op, c_type(q), f"PositionBias::{rules.position_bias}", rules.window or 0, *shape)
     given = addresses([*request.inputs, *request.outputs], len(request.inputs))
     return Native(table + call(name, *given, c_float(request.settings["scale"]), near))
 

@@ -1,4 +1,4 @@
-// Reading a text that grows: its keys and values go into caches, and queries attend to those that they see.
+// Attention over caches: the keys and values of new tokens are written into caches, and queries attend to those they see.
 #pragma once
 #include "gemv.h"
 
@@ -10,12 +10,12 @@ INLINE void cache_write(const T* rows, const i64* positions, T* cache) {
             __builtin_memcpy(cache + (i / N * C + positions[i % N]) * D, rows + i * D, D * sizeof(T));
 }
 
-// What is taken off a score: nothing, or a head's slope for each place between key and query, on both sides or ahead only.
-enum class Near { none, distance, future };
+// The bias that is subtracted from a score: none, or a head's slope times the distance of a key, or of a future key.
+enum class PositionBias { none, distance, future };
 
 // y [Lead, N, D] for q [Lead, N, K], keys [Lead / Shared, C, K] and values [Lead / Shared, C, D]: query n stands at
 // positions[n] and sees the keys below visible[n], with a Window only the nearest. Slopes [H].
-template <class T, Near Bias, i64 Window, i64 Lead, i64 H, i64 Shared, i64 N, i64 C, i64 K, i64 D, int Threads>
+template <class T, PositionBias Bias, i64 Window, i64 Lead, i64 H, i64 Shared, i64 N, i64 C, i64 K, i64 D, int Threads>
 INLINE void cached_attention(
     const T* q, const T* keys, const T* values, const i64* positions, const i64* visible, T* y, float scale,
     const float* slopes) {
@@ -34,12 +34,12 @@ INLINE void cached_attention(
             add_turned<1, T>(steps, query, 0, from, from[0] + NEAR * steps, found);
             for (int g = 0; g < GROUPS; ++g) {
                 vf score = found[g][0] * scale;
-                if constexpr (Bias != Near::none) {
+                if constexpr (Bias != PositionBias::none) {
                     const vf far = __builtin_convertvector(bits_as<vi>(lane_indices()), vf) + float(j + g * W - at);
-                    score -= slopes[lead % H] * greater(far, Bias == Near::future ? vf{} : -far);
+                    score -= slopes[lead % H] * greater(far, Bias == PositionBias::future ? vf{} : -far);
                 }
                 store(scores + j + g * W, score);
-                highest = greater(highest, score);  // the last key stands for those beyond it, or as if further away
+                highest = greater(highest, score);  // lanes beyond the last key hold its score, or less
             }
         }
         const float most = max_lanes(highest);

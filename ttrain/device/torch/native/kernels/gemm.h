@@ -11,7 +11,7 @@ constexpr int TILE_ROWS = 6, HEAD_ROWS = 4;  // 16 vector registers
 #else
 constexpr int TILE_ROWS = 8, HEAD_ROWS = 8;  // 32
 #endif
-// HEAD_ROWS are those of a tile of attention, whose blocks are powers of two.
+// HEAD_ROWS is for tiles of attention, whose blocks are powers of two.
 constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
@@ -60,7 +60,7 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
-// What elements are multiplied as: bf16 in pairs where hardware does so, else widened when they are packed.
+// The type in which elements are multiplied: bf16 in pairs if the hardware does so, else widened as they are packed.
 #if defined(__AVX512BF16__)
 template <class E>
 using Operand = E;
@@ -104,7 +104,7 @@ __attribute__((noinline)) void tile_product(
             const auto left = Inner<E>::repeat(a + i * a_row);
 #pragma GCC unroll 8
             for (int v = 0; v < TILE_VECTORS; ++v) Inner<E>::add_product(tile[i][v], left, row[v]);
-            // Or gcc loads all rows first, for which there are no registers.
+            // Without this gcc loads all rows first, and runs out of registers.
             if constexpr (Rows == 6) asm volatile("" : "+x"(tile[i][0]), "+x"(tile[i][1])::"memory");
         }
         a += a_step;
@@ -152,7 +152,7 @@ INLINE float unit_at(const bf16* p, i64, bool) { return widen(*p); }
 INLINE vf units_at(const bf16* p, i64) { return load(p); }
 #endif
 
-// A matrix whose rows run along the inner axis, as it is read; and a vector of it as it is packed.
+// A matrix whose rows run along the inner axis, in the units that are read; and a vector or unit of it as it is packed.
 template <class E>
 INLINE auto in_order(const E* matrix) {
     if constexpr (WIDENS<E>) return matrix;
@@ -252,8 +252,8 @@ INLINE void pack_left(Sizes s, const E* a, i64 k0, i64 k1, i64 i0, i64 i1, i64 d
     i64 i = i0;
     if constexpr (Turned)
         if (k1 * elements <= s.K) {
-            // Columns of a cache line of bf16, which may not be there any more a column later, and whole panels. Parts
-            // of a vector lie side by side in a panel.
+            // Columns at a time: whole panels, and a whole cache line of bf16, which may have left the cache a step later.
+            // A part of a vector lies side by side in one panel.
             constexpr i64 line = TILE_ROWS == 6 ? 3 * W : 2 * W;
             constexpr int part = TILE_ROWS == 6 ? 2 : W < TILE_ROWS ? W : TILE_ROWS;
             const i64 whole = (i1 - i0) / line * line;
@@ -358,7 +358,7 @@ INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, 
 }
 
 // Steps of the inner axis that are summed at a time: blocks of equal size, always in the same order. A turned A is packed
-// anew for all columns of B that are packed at a time, so shorter blocks make room for all of them.
+// anew for each group of columns of B that is packed at a time. Shorter blocks can make all columns one group.
 template <class E, bool TurnA>
 INLINE i64 inner_block(Sizes s) {
     const i64 all = s.steps<E>(), fits = RIGHT / round_up(s.N, 32) / 16 * 16;

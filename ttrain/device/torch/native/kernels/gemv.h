@@ -3,11 +3,11 @@
 #pragma once
 #include "gemm.h"
 
-// So many columns at a time make chains of sums enough that they need not wait for themselves.
+// Columns at a time: enough independent sums that no addition waits for the one before it.
 constexpr int NEAR = 16, GROUPS = NEAR / W;
 
 // sums[g][r] += row r of A times group g of NEAR rows of B, which is stored [N, K]: squares of it are transposed in
-// registers. `b` tells where these rows begin, `next` what is read after them: it is asked for meanwhile, in order.
+// registers. `b` has the addresses of these rows. The memory at `next`, which is read after them, is prefetched.
 template <int Rows, class E>
 INLINE void add_turned(
     i64 steps, const Unit<E>* a, i64 a_row, const Unit<E>* const (&b)[NEAR], const void* next, vf (&sums)[GROUPS][Rows]) {
@@ -39,7 +39,7 @@ INLINE void add_turned(
         }
 }
 
-// NEAR rows of a matrix from `first` on, of which the last one stands for those beyond it.
+// Addresses of NEAR rows of a matrix from `first` on; for rows beyond the end that of the last row.
 template <class U>
 INLINE void rows_from(const U* matrix, i64 row, i64 first, i64 rows, const U* (&from)[NEAR]) {
     for (int i = 0; i < NEAR; ++i) from[i] = matrix + (first + i < rows ? first + i : rows - 1) * row;
@@ -80,7 +80,7 @@ __attribute__((noinline)) void few_rows(Sizes s, const E* a, const E* b, const B
         for (i64 j = begin; j < end; j += wide) {
             const i64 columns = j + wide < end ? wide : end - j;
             alignas(64) float sums[Rows * wide] = {};
-            if constexpr (TurnB) {  // pairs of bf16 everywhere: to widen them would take longer than to read them
+            if constexpr (TurnB) {  // bf16 stays in pairs: widening takes longer than reading
                 constexpr i64 pair = Inner<E>::elements;
                 const Unit<E>* from[NEAR];
                 rows_from(reinterpret_cast<const Unit<E>*>(b), s.b_row / pair, j, s.N, from);
