@@ -44,7 +44,7 @@ def write_weights(file: Path, size: Size) -> None:
 
 given = arguments("--source")
 if given.precision != "fp32":
-    sys.exit("llm.c computes in fp32 on a CPU.")
+    sys.exit("llm.c computes in fp32 on a CPU. Give --precision=fp32.")
 if given.source is None:
     sys.exit("Give --source=<folder of llm.c>.")
 size, folder = SIZES[given.size], Path(tempfile.mkdtemp())

@@ -270,7 +270,7 @@ class Bench:
             if rounds and min(rounds) < self.config.rounds:
                 of = f"{found.size} in {found.precision}: {min(rounds)} of {self.config.rounds} rounds"
                 self.result.notes.append(f"{of} fitted into bench.seconds={self.config.seconds:g}.")
-            # Who compiles comes first: the others are held to its products too.
+            # The first times a compiled product, whose rate counts for all.
             for entry in sorted(built, key=lambda each: each.own != "traced"):
                 if entry.worker is not None and entry.row.status == "ok":
                     with failing(entry.row):
@@ -279,7 +279,7 @@ class Bench:
     def _build(self, found: CaseResult, entries: Sequence[Entry], opened: ExitStack) -> dict[Entry, float]:
         """Start and check contenders one after the other, and return the seconds of a step of each."""
         largest, built, info = 0, dict[Entry, float](), info_of(self.device)
-        steps, slow = STEPS, ""  # that are compared; why no other rival takes part
+        steps, slow = STEPS, ""  # to compare; the reason to leave out other forms of PyTorch
         seconds = self.config.seconds if self.config.ranks == 1 else math.inf  # ranks would end at different steps
         for entry in sorted(entries, key=lambda each: _ORDER.index(each.own)):
             row, free = entry.row, psutil.virtual_memory().available

@@ -56,6 +56,6 @@ def choose_backends(
     if winner(sums, OWN) == OWN:
         return candidates[OWN]
     candidates = {name: each for name, each in candidates.items() if name == OWN or sums[OWN] > TIE * sums[name]}
-    with Waiting("Timing steps by their products"):
+    with Waiting("Timing steps with other products"):
         measured = together(candidates) if sums[OWN] + sums[FASTEST] <= LONGEST else sums
     return {} if measured is None else candidates[winner(measured, OWN)]
