@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,12 @@ class Peer:
         self.log = open(f"{given.out}.{name}.log", "w+b")  # noqa: SIM115 - as long as the process
         self.process = subprocess.Popen(
             [python, str(program), *settings, *more, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, env=environment, text=True,
+            stderr=self.log, env=environment, text=True, errors="replace",
         )  # fmt: skip
 
     def start(self) -> None:
         """Wait for its first steps."""
-        told = self._answer()
+        told = self._answer("ready")
         if told is not None:
             self.version, self.losses = told["ready"], told["losses"]
             self.steps = 1
@@ -61,24 +62,24 @@ class Peer:
     def turn(self) -> None:
         """Take a turn, and note its median step time."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{self.steps}\n")
-        self.process.stdin.flush()
-        told = self._answer()
+        with suppress(BrokenPipeError):  # it has ended, which the answer tells
+            self.process.stdin.write(f"{self.steps}\n")
+            self.process.stdin.flush()
+        told = self._answer("times")
         if told is not None:
             found = statistics.median(told["times"])
             self.times.append(found)
             self.steps = max(1, int(TURN / found))
 
-    def _answer(self) -> dict[str, Any] | None:
-        """Return its next message, or None if it ended or takes longer than LIMIT; then it is left out."""
+    def _answer(self, key: str) -> dict[str, Any] | None:
+        """Return its next message with this key, or None if it ended or takes longer than LIMIT."""
         late = threading.Timer(LIMIT, self.process.kill)
         late.start()
         began = time.monotonic()
         assert self.process.stdout is not None
-        line = next(filter(_is_message, self.process.stdout), "")
+        found = next(filter(None, (_message(line, key) for line in self.process.stdout)), None)
         late.cancel()
-        if line:
-            found: dict[str, Any] = json.loads(line)
+        if found is not None:
             return found
         self.process.wait()
         self.log.seek(0)
@@ -88,8 +89,13 @@ class Peer:
         return None
 
 
-def _is_message(line: str) -> bool:
-    return line.startswith("{")
+def _message(line: str, key: str) -> dict[str, Any] | None:
+    """Return what the line says; None where it is no message, such as what a library prints."""
+    with suppress(ValueError):
+        found = json.loads(line)
+        if isinstance(found, dict) and key in found:
+            return found
+    return None
 
 
 def lines_of(peers: list[Peer], size: str, precision: str) -> list[list[str]]:
@@ -122,23 +128,41 @@ def main() -> None:
     parser.add_argument("--option", action="append", default=[], metavar="PEER=OPTION")
     parser.add_argument("--out", default="peers.json", help="results are added to this file")
     given = parser.parse_args()
-    pythons = dict(each.split("=", 1) for each in given.python)
-    peers = []
-    for name in given.peers.split(","):  # one after another: a start beside another would be slow for both
-        options = [each.split("=", 1)[1] for each in given.option if each.startswith(f"{name}=")]
-        peers.append(Peer(name, pythons.get(name, sys.executable), options, given))
-        peers[-1].start()
-    running, order = [peer for peer in peers if not peer.reason], random.Random(0)
-    for _ in range(given.rounds):
-        order.shuffle(running)
-        for peer in running:
+    for each in (*given.python, *given.option):
+        if each.partition("=")[0] not in PEERS or "=" not in each:
+            parser.error(f"{each}: expected PEER=..., with one of {', '.join(PEERS)}")
+    pythons, names = dict(each.split("=", 1) for each in given.python), given.peers.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        parser.error(f"--peers={given.peers}: there is no {', '.join(unknown)}, only {', '.join(PEERS)}")
+    if min(given.rounds, given.threads) < 1:
+        parser.error("--rounds and --threads are 1 or more")
+    peers = list[Peer]()
+    try:
+        for name in names:  # one after another: a start beside another would be slow for both
+            options = [each.split("=", 1)[1] for each in given.option if each.startswith(f"{name}=")]
+            peers.append(Peer(name, pythons.get(name, sys.executable), options, given))
+            peers[-1].start()
+        take_turns([peer for peer in peers if not peer.reason], given.rounds)
+        rows = lines_of(peers, given.size, given.precision)
+        print(plain_table(Table("Milliseconds per step", tuple(TITLES), rows)))
+        write(Path(given.out), rows, given)
+    except OSError as error:  # a Python that is not there, or a file that can't be written
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted: nothing is written\n")
+    finally:
+        for peer in peers:
+            peer.process.kill()
+
+
+def take_turns(peers: list[Peer], rounds: int) -> None:
+    """Let each take a turn in every round, in random order."""
+    order = random.Random(0)
+    for _ in range(rounds):
+        order.shuffle(peers)
+        for peer in peers:
             if not peer.reason:
                 peer.turn()
-    rows = lines_of(peers, given.size, given.precision)
-    print(plain_table(Table("Milliseconds per step", tuple(TITLES), rows)))
-    write(Path(given.out), rows, given)
-    for peer in peers:
-        peer.process.kill()
 
 
 def write(file: Path, rows: list[list[str]], given: argparse.Namespace) -> None:

@@ -502,3 +502,19 @@ def test_forks_are_as_good_as_processes_of_their_own(
     while "the state is saved" not in Path("server").read_text():
         time.sleep(0.01)
     server.close()
+
+
+def test_a_fork_is_killed_without_a_word_to_the_server_before_it_leads_a_session() -> None:
+    """A signal may come amid a question, and the answer to that is not to be read by the handler."""
+    process = subprocess.Popen(["sleep", "60"])
+    forks.Fork(process.pid, forks.ForkServer({})).kill()
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_a_job_is_not_started_where_a_signal_came_while_the_server_imported(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "forkable", lambda job: True)
+    monkeypatch.setattr(forks.ForkServer, "open", lambda self: os.kill(os.getpid(), signal.SIGINT))
+    assert sweep("run.seed=1,2") == 130
+    assert not started() and statuses(only_sweep()) == {}

@@ -34,20 +34,25 @@ class ForkServer:
         self._environment = environment
         self._server: Child | None = None
 
-    def _open(self) -> Child:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self._stream = ours.makefile("rw", encoding="utf-8")
-            command, inherited = [sys.executable, "-m", __name__, str(theirs.fileno())], [theirs.fileno()]
-            return Child(command, self._environment, Path(os.devnull), inherited=inherited)
+    def open(self) -> Child:
+        """Return the server. The first call starts it, and ends once it has imported all."""
+        if self._server is None:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                self._stream = ours.makefile("rw", encoding="utf-8")
+                command, inherited = [sys.executable, "-m", __name__, str(theirs.fileno())], [theirs.fileno()]
+                self._server = Child(command, self._environment, Path(os.devnull), inherited=inherited)
+            with suppress(OSError):
+                self._stream.readline()
+        return self._server
 
     def start(self, arguments: Sequence[str], log: Path) -> Fork | None:
         """Start `python -m ttrain` with these arguments, its output at the end of a file; None without a server."""
-        self._server = self._server or self._open()
+        server = self.open()
         try:
             return Fork(self._ask([str(log.absolute()), *arguments]), self)
         except (OSError, ValueError):
-            how = describe_exit(self._server.wait() or 0)
+            how = describe_exit(server.wait() or 0)
             say(f"the fork server of the jobs ended ({how}); the next job starts without it, some seconds later")
             return None
 
@@ -86,7 +91,7 @@ class Fork(Child):
 
 
 def main() -> None:
-    """Import, then answer requests until the sweep closes the connection.
+    """Import, print an empty line, then answer requests until the sweep closes the connection.
 
     A list is the log and the arguments of a job, which is started; the answer is its process id. A process id asks for
     the exit code of that job; the answer is null if it still runs.
@@ -96,6 +101,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # so that forks leave the memory of modules shared
     lines = socket.socket(fileno=int(sys.argv[1])).makefile("rw", encoding="utf-8")
+    print(file=lines, flush=True)
     for line in lines:
         request = json.loads(line)
         if isinstance(request, int):

@@ -136,7 +136,7 @@ class Runner:
         return self._unknown_objective or (self.settings.fail_fast and bool(self.failed))
 
     def _start_jobs(self) -> None:
-        while len(self._running) < self.settings.parallel:
+        while len(self._running) < self.settings.parallel and not self._signals.received:
             job = self._waiting or self.queue.next()
             self._waiting = None
             if job is None:
@@ -152,6 +152,10 @@ class Runner:
             here = self.settings.srun is None
             if here and _on_card(job) and any(_on_card(running.job) for running in self._running):
                 self._waiting = job
+                return
+            if here and forkable(job):
+                self._fork_server.open()
+            if self._signals.received:  # while the server of the forks imported: the job would get it too early
                 return
             self._start(job)
 

@@ -70,7 +70,7 @@ class Child(subprocess.Popen[bytes]):
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            super().kill()
+            self.send(signal.SIGKILL)
 
 
 def end_with_parent(orphaned: signal.Signals) -> None:
