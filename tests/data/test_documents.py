@@ -177,7 +177,6 @@ def test_bytes_that_are_no_text_name_the_line() -> None:
         (["table.csv"], "table.csv is a table; convert it to .jsonl"),
         (["a.jsonl", "a.jsonl"], "given twice"),
         ([".", "a.jsonl"], "given twice, by . and a.jsonl"),
-        ([], "needs data.sources"),
         (["alone.jsonl"], "one document and needs at least two"),
         (["same.jsonl"], "3 documents, all equal, and needs"),
         (["short.jsonl"], "but model.context=8 needs at least 8. "),
@@ -251,7 +250,7 @@ def test_which_token_ends_a_document() -> None:
         (both, "<eot>", None, "data.end_token=<eot>"),
         (both, None, {"eos_token": {"content": "<eos>"}}, ("<eos>", 261, False)),
         (both, None, {"eos_token": "<gone>"}, "tokenizer_config.json: eos_token=<gone>"),
-        (both, None, "{", "tokenizer_config.json can't be read"),
+        (both, None, "{", "tokenizer_config.json is not JSON that can be read"),
         (None, "<|stop|>", None, ("<|stop|>", 256, True)),
     ):
         if config is not None:

@@ -327,7 +327,7 @@ def test_learning_rates_of_all_groups_are_seen_and_one_can_change_on_resume(trai
         rates = {key: line[key] for key in line if key.startswith("lr")}
         assert rates == pytest.approx({"lr": 5e-5, "lr/layers.2": 2e-4, "lr/layers.1.bias": 1e-4})
     printed = capsys.readouterr()
-    assert "learning rates" in printed.out and "lr 5.00e-05, layers.2 2.00e-04" in printed.out
+    assert "learning rates" in printed.out and "lr 5.00e-05, layers.1.bias 1.00e-04, layers.2 2.00e-04" in printed.out
     assert json.loads(Path("a/summary.json").read_text())["learning_rates"]["lr/layers.2"] == pytest.approx(2e-4)
     assert train("run.dir=same", "resume=a", "train.steps=5") == 0
     code = train(
