@@ -18,10 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.ops.harness import Interpreter
+from ttrain.core.spec import DType
 from ttrain.device.torch import device as module
 from ttrain.device.torch import transfers
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.triton.installed import has_triton
+from ttrain.engine.base import examples
+from ttrain.graph import Case, Op
+from ttrain.testing.cases import record
 
 INDEX = 7  # a GPU that no machine of ours has, so that nothing that is cached by device is taken for real
 FUSED = ("_fused_adamw_", "_fused_sgd_")
@@ -59,6 +64,15 @@ class FakeCuda(TorchDevice):
         with OnDevice() as watched:
             yield
         self.watched.append(watched)
+
+    def takes(self, op: Op, case: Case, dtype: DType) -> None:
+        """Run a case of an op, and check where its outputs lie and their shapes."""
+        graph, _, outputs = record(op, case, dtype)
+        interpreter = Interpreter(self)
+        interpreter.run(graph, examples(graph))
+        for output in outputs:
+            found = interpreter.buffers[output]
+            assert found.device == self.device and tuple(found.shape) == output.spec.shape
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.device.fake_cuda import FakeCuda, attention_on_cpu, fake_cuda
-from tests.ops.harness import Interpreter, all_cases, assert_equals_reference, every_op
+from tests.ops.harness import all_cases, assert_equals_reference, every_op
 from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.spec import DType
@@ -19,7 +19,7 @@ from ttrain.device.torch.kernels import attention
 from ttrain.device.torch.triton.rows import RULES
 from ttrain.engine.base import Step, examples
 from ttrain.graph import Case, Op, op
-from ttrain.testing.cases import cases_of, record
+from ttrain.testing.cases import cases_of
 from ttrain.train.sampling.source import StepsByLength, sampling_traces
 from ttrain.train.steps.session import Session
 from ttrain.train.task_settings import SampleConfig
@@ -40,21 +40,12 @@ def plain(device: FakeCuda) -> FakeCuda:
 
 @every_op(all_cases(DType.FP32, DType.BF16))
 def test_every_row_takes_its_cases(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
-    takes(device, op, case, dtype)
+    device.takes(op, case, dtype)
 
 
 @every_op(all_cases(DType.FP32, DType.BF16, where=lambda op: op.name in RULES and op.name != "fused"))
 def test_rows_of_aten_take_what_triton_does(plain: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
-    takes(plain, op, case, dtype)
-
-
-def takes(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
-    graph, _, outputs = record(op, case, dtype)
-    interpreter = Interpreter(device)
-    interpreter.run(graph, examples(graph))
-    for output in outputs:
-        found = interpreter.buffers[output]
-        assert found.device == device.device and tuple(found.shape) == output.spec.shape
+    plain.takes(op, case, dtype)
 
 
 SMALL = "model.layers=1 model.context=64"

@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from ttrain.device.base import ALIGNMENT, Launch
+from ttrain.core.spec import flat_offsets
+from ttrain.device.base import Launch
 
 Tensor = torch.Tensor
 
@@ -31,14 +32,11 @@ class _Staging:
     """A tensor of bytes with a typed view for each buffer, on a GPU, or without a `device` in pinned host memory."""
 
     def __init__(self, buffers: Sequence[Tensor], device: torch.device | None) -> None:
-        ends = [0]
-        for buffer in buffers:
-            ends.append(ends[-1] + -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT)
-        nbytes = max(ends[-1], 1)
+        starts, nbytes = flat_offsets([buffer.nbytes for buffer in buffers])  # elements here are bytes
         self.whole = pinned(nbytes) if device is None else torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.views = [
             self.whole[start : start + buffer.nbytes].view(buffer.dtype).view(buffer.shape)
-            for start, buffer in zip(ends, buffers, strict=False)
+            for start, buffer in zip(starts, buffers, strict=True)
         ]
 
 
