@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -67,6 +68,16 @@ def test_whole_steps_stay_on_the_gpu(device: FakeCuda, run: str) -> None:
     """A step runs once as `static` launches it, and is captured at its second call."""
     session = opened(device, RUNS[run])
     each_is_captured(session.build_training(), device)
+
+
+def test_tf32_is_torchs_switch_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(name="a card", total_memory=2**34, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    for precision, switch in (("tf32", "high"), ("fp32", "highest")):
+        config = load(["device=cuda", f"precision={precision}"])
+        with fake_cuda(), closing(build.build_device(config.device, config.precision)) as device:
+            assert torch.get_float32_matmul_precision() == switch
+            assert device.describe()["tf32"] is (precision == "tf32")
 
 
 def test_a_step_without_triton_stays_on_the_gpu(plain: FakeCuda) -> None:

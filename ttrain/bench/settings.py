@@ -33,7 +33,7 @@ class BenchConfig:
         one=True,
     )
     precision: list[str] = option(
-        ["fp32", "bf16"], "precisions, each measured separately", choices=PRECISIONS, one=True
+        ["fp32", "bf16"], "precisions, each measured separately", choices=PRECISIONS[:4], one=True
     )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(

@@ -201,7 +201,7 @@ class Config:
     def lacks_precision(self, key: str, name: str, instead: str) -> Iterator[str]:
         """Yield the problem of a precision that the device has not, with the devices that have it."""
         having = registry.info_that(lambda each: name in each.precisions)
-        if name in having.precisions and name not in info_of(self.device).precisions:
+        if name in having.precisions and not info_of(self.device).computes_in(self.device, name):
             yield f"{key}={name}: only on {having.title} devices. Give {instead}, or device={having.example}."
 
     def chosen(self, section: str) -> str:

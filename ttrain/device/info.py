@@ -69,7 +69,7 @@ class DeviceInfo:
     title = ""  # what people call them
     example = ""  # the device that a message offers
     package = ""  # whose version `Device.describe` tells under its name
-    precisions: frozenset[str] = frozenset()  # that other devices do not have
+    precisions: frozenset[str] = frozenset()  # that other families do not have
     row_multiple = 1  # rows that a vocabulary is padded to
     profiles = False  # whether there is a profiler of the device, and reports of it to read
     divides = False  # whether independent runs may share a device
@@ -104,6 +104,10 @@ class DeviceInfo:
     def best_precision(self, config: DeviceConfig) -> tuple[str, str]:
         """Return (name, reason) of the precision that precision=auto stands for; no reason where nothing is known."""
         return "fp32", ""
+
+    def computes_in(self, config: DeviceConfig, precision: str) -> bool:
+        """Return whether the device has a precision of `precisions`."""
+        return precision in self.precisions
 
     def parameter_problems(self, config: DeviceConfig, paths: Sequence[str], tied: bool) -> list[str]:
         """Return the config's problems with a model of these parameters, whose head may be its embedding."""

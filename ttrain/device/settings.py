@@ -15,6 +15,7 @@ class DeviceConfig:
     """
 
     info = "ttrain.device.info:DeviceInfo"
+    tf32 = False  # whether a GPU rounds the inputs of fp32 products to TF32
 
     name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
     threads: int | None = option(
@@ -38,3 +39,9 @@ class TorchConfig(DeviceConfig):
     """The CPU, or a GPU through torch."""
 
     info = "ttrain.device.torch.info:Torch"
+
+
+class Tf32Config(TorchConfig):
+    """A GPU as precision=tf32 opens it."""
+
+    tf32 = True

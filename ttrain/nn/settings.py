@@ -12,7 +12,7 @@ from ttrain.core.spec import DType
 if TYPE_CHECKING:
     from ttrain.nn.module import Parameter
 
-_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_true": DType.BF16, "bf8": DType.BF16}
+_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_true": DType.BF16, "bf8": DType.BF16, "tf32": DType.FP32}
 PRECISIONS = tuple(_COMPUTE)
 
 
@@ -24,6 +24,7 @@ class PrecisionConfig:
         "fp32",
         "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
         "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them; "
+        "tf32 is fp32 with products of inputs rounded to TF32, on CUDA; "
         "auto is bf16 if the device has instructions for it, else fp32",
         choices=(*PRECISIONS, "auto"),
     )
@@ -46,7 +47,7 @@ class PrecisionConfig:
 
     @rule
     def _device_has_it(self, others: Any) -> Iterator[str]:
-        yield from others.lacks_precision("precision", self.name, "precision=bf16")
+        yield from others.lacks_precision("precision", self.name, "precision=bf16 or precision=fp32")
 
 
 @dataclass

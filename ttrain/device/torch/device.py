@@ -43,7 +43,7 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 def open_device(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """Open device=cpu|cuda|mps|xpu, or auto: cuda where torch has it. Raises DeviceUnavailable for a missing GPU."""
     kind = config.name if config.name in GPUS else "cuda" if is_gpu(config) else "cpu"
-    return TorchDevice(kind, config.threads, config.index, group, config.matmul, config.yield_cores)
+    return TorchDevice(kind, config.threads, config.index, group, config.matmul, config.yield_cores, config.tf32)
 
 
 class TorchDevice(Device):
@@ -62,6 +62,7 @@ class TorchDevice(Device):
         group: Group | None = None,
         matmul: str = "auto",
         yield_cores: bool = True,
+        tf32: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
@@ -77,6 +78,7 @@ class TorchDevice(Device):
         if kind == "cuda":
             # Sums of bf16 products stay in fp32 until the end, as on the CPU.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
         self.device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
         self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
         self._lacking: str | None = None  # why kernels of Triton can't run
@@ -211,6 +213,7 @@ class TorchDevice(Device):
         if self.kind == "cuda":
             facts["compute_capability"] = f"{properties.major}.{properties.minor}"
             facts["cuda"] = torch.version.cuda or f"ROCm {torch.version.hip}"
+            facts["tf32"] = torch.get_float32_matmul_precision() == "high"
             facts["kernels"] = "triton" if self._lacking is None else f"aten, as {self._lacking}"
         return facts
 

@@ -7,7 +7,7 @@ import sys
 from ttrain.core.errors import DeviceUnavailable, UserError
 from ttrain.core.processor import vector_extensions
 from ttrain.device.info import DeviceInfo
-from ttrain.device.settings import DeviceConfig
+from ttrain.device.settings import DeviceConfig, Tf32Config
 
 # Extensions with instructions that multiply in bf16. Without them bf16 is converted to fp32 and takes longer than fp32.
 BF16_EXTENSIONS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -17,6 +17,10 @@ GPUS = {"cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 
 class Torch(DeviceInfo):
     """The CPU, or a GPU that torch can use."""
+
+    title = "CUDA"
+    example = "cuda"
+    precisions = frozenset({"tf32"})
 
     def require(self, config: DeviceConfig) -> None:
         if config.name in GPUS:
@@ -52,6 +56,13 @@ class Torch(DeviceInfo):
         if found:
             return "bf16", f"the processor has {found[0]}"
         return "fp32", "the processor has no bf16 instructions, so bf16 takes longer"
+
+    def computes_in(self, config: DeviceConfig, precision: str) -> bool:
+        return precision in self.precisions and is_gpu(config)
+
+    def held(self, config: DeviceConfig, precision: str) -> DeviceConfig:
+        """tf32 is how the GPU multiplies."""
+        return Tf32Config(**vars(config)) if precision == "tf32" else config
 
 
 def is_gpu(config: DeviceConfig) -> bool:
