@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +39,7 @@ from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
 from ttrain.device.torch.transfers import Inputs, Outputs
 from ttrain.device.torch.triton.installed import lacking_triton
 
+_HUGE_PAGE = 2 << 20  # bytes
 _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy itself
 
 
@@ -105,6 +108,7 @@ class TorchDevice(Device):
         if self.kind == "cpu":  # numpy's zeros take memory when they are first written, torch's at once
             raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
             first = -raw.ctypes.data % ALIGNMENT
+            _ask_for_huge_pages(raw)
             return torch.from_numpy(raw[first : first + nbytes])
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
@@ -266,6 +270,17 @@ class TorchDevice(Device):
                 graph.reset()
             self._graphs.clear()
             self._backend.empty_cache()
+
+
+def _ask_for_huge_pages(raw: np.ndarray) -> None:
+    """Let the system back an array by pages of 2 MiB: weights are read up to a tenth faster from them.
+
+    Only for pages that nothing was written to yet. The system may have none, which changes nothing else.
+    """
+    first = -(-raw.ctypes.data // _HUGE_PAGE) * _HUGE_PAGE
+    size = (raw.ctypes.data + raw.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def _host_view(buffer: torch.Tensor) -> np.ndarray | None:
