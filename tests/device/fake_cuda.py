@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.ops.harness import Interpreter
-from ttrain.core.spec import DType
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch import device as module
 from ttrain.device.torch import transfers
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels.common import TORCH_DTYPES
 from ttrain.device.torch.triton.installed import has_triton
 from ttrain.engine.base import examples
 from ttrain.graph import Case, Op
@@ -48,6 +49,15 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+class Unfilled(Interpreter):
+    """Nothing is read, so memory is neither poisoned nor filled: those calls would be most of all."""
+
+    def allocate(self, spec: TensorSpec) -> torch.Tensor:
+        return torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=self.device.device)
+
+    def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None: ...
+
+
 class FakeCuda(TorchDevice):
     """Memory of fake tensors. `watched` has what each capture saw, in which the launches of a step run once more.
 
@@ -68,7 +78,7 @@ class FakeCuda(TorchDevice):
     def takes(self, op: Op, case: Case, dtype: DType) -> None:
         """Run a case of an op, and check where its outputs lie and their shapes."""
         graph, _, outputs = record(op, case, dtype)
-        interpreter = Interpreter(self)
+        interpreter = Unfilled(self)
         interpreter.run(graph, examples(graph))
         for output in outputs:
             found = interpreter.buffers[output]
