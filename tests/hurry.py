@@ -34,3 +34,4 @@ def hurry() -> None:
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
     registry.entry_points = cache(registry.entry_points)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)

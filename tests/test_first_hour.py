@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks import page
+from tests.forked import ForkedChild
 from tools import first_hour
 from tools.first_hour import Failed, Hour, Part, main
+from ttrain.bench import run
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (first_hour, run):
+        monkeypatch.setattr(module, "Child", ForkedChild)
 
 
 def results(out: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.bench.pretend import ONE_THREAD, QUICK, Processes, case, failing
+from tests.forked import ForkedChild
 from ttrain.bench import child, contender, run
 from ttrain.bench.contender import STEPS
 from ttrain.bench.report import notes, table
@@ -204,7 +205,12 @@ def order(name: str, size: str = "4x8", mode: str = "none") -> tuple[Any, ...]:
     return "make", [], name, case(size), ONE_THREAD, EngineConfig(), mode
 
 
-def test_a_process_builds_compares_and_times(tmp_path: Path) -> None:
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "Child", ForkedChild)
+
+
+def test_a_process_builds_compares_and_times(tmp_path: Path, forked: None) -> None:
     """Two ranks of PyTorch are the reference; memory is that of what the plan can speak of."""
     weights = str(tmp_path / "weights")
     workers = Worker(tmp_path / "eager", 2), Worker(tmp_path / "zero1", 2), Worker(tmp_path / "static")
@@ -232,7 +238,7 @@ def test_a_process_builds_compares_and_times(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(process.pid) for worker in workers for process in worker.children)
 
 
-def test_what_goes_wrong_in_a_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_in_a_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
     monkeypatch.setattr(run, "_CLOSING_SECONDS", 0.1)
     (tmp_path / "dies.py").write_text("import os, sys\nprint('the end', file=sys.stderr, flush=True)\nos._exit(75)\n")
     worker = Worker(tmp_path, environment={"PYTHONPATH": str(tmp_path)})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.conftest import losses
+from tests.forked import ForkedChild
 from tests.train.conftest import ArrayState
 from tests.train.reading import tensors
 from ttrain.config.compose import load
@@ -185,12 +186,13 @@ def test_a_real_run_comes_through_every_fault(
 ) -> None:
     """Kill, out of memory and a hang in one run: it ends as an undisturbed one does, bit for bit."""
     faults = ["kill@3", "memory@5", "hang@8"]
+    monkeypatch.setattr(module, "Child", ForkedChild)
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{REPO}{os.pathsep}{REPO / 'tests' / 'faults'}")
     monkeypatch.syspath_prepend(REPO / "tests" / "faults")
     assert train("run.dir=whole", "train.steps=10") == 0
     overrides = ["plugins=[faulty]", "engine=faulty", f"engine.faults=[{','.join(faults)}]", "train.steps=10"]
-    overrides += ["supervise.backoff=0.01", "supervise.hang_timeout=8", "supervise.max_restarts=9"]
+    overrides += ["supervise.backoff=0.01", "supervise.hang_timeout=5", "supervise.max_restarts=9"]
     assert train("run.dir=run", *overrides) == 0
     assert Path("faults.txt").read_text().split() == [fault.partition("@")[0] for fault in faults]
     kinds = [event["kind"] for event in read_events(Path("run"))]

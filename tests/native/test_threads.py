@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.native.conftest import NativeDevice, require_compiler
 from tests.ops.harness import node_of
 from ttrain import ops
@@ -29,6 +28,7 @@ from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.toolchain import Toolchain
 from ttrain.device.torch.native.native import NativeLaunch, Sizing, launch
 from tests.native.test_numbers import run_all
+from tests import forked
 from tests.native.conftest import NativeDevice
 
 def threads():
@@ -60,10 +60,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_one_pool_serves_all_libraries_and_a_region_waits_for_no_idle_thread(tmp_path: Path) -> None:
     """A forked process has none of the pool's threads: as if the system never let them run."""
     require_compiler()
-    environment = {**os.environ, "TTRAIN_CACHE": str(tmp_path), "OMP_NUM_THREADS": "2"}
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True
-    )
+    result = forked.run("-c", SCRIPT, TTRAIN_CACHE=str(tmp_path), OMP_NUM_THREADS="2")
     assert result.returncode == 0, result.stderr
     before, after, code = map(int, result.stdout.split())
     assert after == before + 1, "two libraries share the threads of one pool"

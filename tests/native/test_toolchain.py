@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.forked import ForkedChild
 from tests.native.conftest import require_compiler
 from ttrain.core import processor
 from ttrain.core.errors import UserError
@@ -172,11 +172,9 @@ def test_ctrl_c_does_not_end_the_compiler(cache: Path) -> None:
         "from pathlib import Path; from tests.native.test_toolchain import SOURCES, Toolchain, answer\n"
         "print(answer(Toolchain(Path(sys.argv[1])).load(SOURCES)))"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(cache)], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    child = ForkedChild([sys.executable, "-c", script, str(cache)], log=cache.with_name("said"))
     while not list(cache.glob("build-*/*.cpp")):
         assert child.poll() is None
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGINT)
-    assert child.communicate(timeout=150)[0].split() == ["42.0"]
+    assert child.wait(150) == 0 and cache.with_name("said").read_text().split() == ["42.0"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from tests.forked import ROOT, forks, run_as_main
+from tests.forked import ForkedChild
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -155,18 +155,16 @@ class Forks:
 
     def __init__(self, overrides: Sequence[list[str]], log: Path, fault: str = "") -> None:
         self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(len(overrides))]
-        self.processes: list[Any] = []
+        self.processes: list[ForkedChild] = []
         for rank, own in enumerate(environments(len(overrides))):
             module, words = ("tests.parallel.forks", [fault, f"{rank}"]) if fault else ("ttrain", [])
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
-            given = module, [*words, *overrides[rank]], ROOT, environment, [self.logs[rank]] * 2
-            self.processes.append(forks().Process(target=run_as_main, args=given))
-            self.processes[-1].start()
+            command = ["python", "-m", module, *words, *overrides[rank]]
+            self.processes.append(ForkedChild(command, {"OMP_NUM_THREADS": "1", **own}, self.logs[rank]))
 
     @property
     def codes(self) -> list[int | None]:
         """Exit codes; None while a rank runs."""
-        return [process.exitcode for process in self.processes]
+        return [process.poll() for process in self.processes]
 
     def poll(self) -> bool:
         """True if all have ended."""
@@ -176,11 +174,11 @@ class Forks:
         """True if all end in time; the others are killed."""
         until = time.monotonic() + limit
         for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
+            process.wait(max(0.0, until - time.monotonic()))
         in_time = self.poll()
         for process in self.processes:
             process.kill()
-            process.join()
+            process.wait()
         return in_time
 
     def said(self, *starts: str) -> list[list[str]]:

@@ -44,7 +44,7 @@ def held_by_autograd() -> int:
 @pytest.mark.slow
 def test_gpt2_activations_take_at_most_half_of_what_autograd_holds_and_packing_wastes_little() -> None:
     steps = StepGraph(GPT(GPTConfig(preset="124M", vocabulary=VOCABULARY, context=CONTEXT)), adamw(), ROWS)
-    plan = plan_of(open_device(DeviceConfig(name="cpu")), steps.trace_train)
+    plan = plan_of(open_device(DeviceConfig(name="cpu", matmul="aten")), steps.trace_train)
     ours, theirs = activation_bytes(plan), held_by_autograd()
     print(f"gpt2-124M, {ROWS} x {CONTEXT} tokens, fp32: plan {ours / 2**20:.0f} MiB, autograd {theirs / 2**20:.0f} MiB")
     assert 0 < ours <= theirs / 2

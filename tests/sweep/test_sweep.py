@@ -23,9 +23,9 @@ from ttrain.cli import main
 from ttrain.config.compose import Composer
 from ttrain.core.errors import ConfigError, UserError
 from ttrain.core.files import read_json
-from ttrain.sweep import forks, run
+from ttrain.sweep import forks, outcome, run
 from ttrain.sweep.jobs import STATUS, SweepFolder, read_sweep
-from ttrain.train.logging.chart import COLORS
+from ttrain.train.logging.chart import COLORS, line_chart
 from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.runs.run_directory import read_run
 
@@ -95,6 +95,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sweep]:
     monkeypatch.setattr(run, "PROGRAM", (sys.executable, "-S", "-E", "-u", str(script)))
     monkeypatch.setattr(run, "_POLL_SECONDS", 0.005)
     monkeypatch.setattr(run, "forkable", lambda job: False)
+    monkeypatch.setattr(outcome, "line_chart", lambda *given, **named: "<svg")
 
     def start(*overrides: str, name: str | None = None) -> int:
         with Composer(name) as composer:
@@ -121,7 +122,13 @@ def table(sweep: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((sweep / "sweep.csv").open()))
 
 
-def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Sweep) -> None:
+@pytest.fixture
+def charts(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Charts are drawn, which takes longer than all else of a sweep."""
+    monkeypatch.setattr(outcome, "line_chart", line_chart)
+
+
+def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Sweep, charts: None) -> None:
     assert sweep("engine=dynamic,static", "optimizer.lr=0.1,0.2", "train.steps=5") == 0
     path = only_sweep()
     names = ["000_engine=dynamic,lr=0.1", "001_engine=dynamic,lr=0.2", "002_engine=static,lr=0.1"]
@@ -136,7 +143,7 @@ def test_every_combination_has_a_process_a_folder_a_log_and_a_status(sweep: Swee
     assert status["run"] == names[1]
     rows = table(path)
     assert [(row["engine"], row["optimizer.lr"], row["objective"]) for row in rows][-1] == ("static", "0.2", "0.2")
-    assert (path / "engine.svg").read_text().startswith("<svg") and (path / "optimizer.lr.svg").exists()
+    assert all("</svg>" in (path / f"{key}.svg").read_text() for key in ("engine", "optimizer.lr"))
     assert read_sweep(path)["done"]
 
 
@@ -305,7 +312,7 @@ def test_a_small_space_is_searched_once(sweep: Sweep) -> None:
 PRUNED = ("optimizer.lr=interval(0.1,1)", "train.steps=100", "train.eval_every=10", "sweep.search=random")
 
 
-def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, capfd: Any) -> None:
+def test_a_pruned_search_takes_half_the_steps_and_finds_the_same(sweep: Sweep, charts: None, capfd: Any) -> None:
     """Draws are equal with and without pruning. The best job is the best of all, and pruned jobs are worse."""
     overrides = (*PRUNED, "run.seed=110", "sweep.trials=6")
     Path("fast").touch()
@@ -437,13 +444,18 @@ def test_another_config_is_another_sweep_and_the_best_job_keeps_it(
     assert len(list(Path("outputs/sweeps").glob("*/*"))) == 2 and len(started()) == 4
 
 
+QUICK = (
+    "model=mlp", "data=regression", "data.examples=64", "device=cpu", "device.threads=1", "engine=static",
+    "train.peak_tflops=1",
+)  # fmt: skip
+
+
 def test_jobs_of_ttrain_itself(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two forks: one that trains as a process of its own does, to the bit, and one that ends in NaN."""
     monkeypatch.setenv("PYTHONPATH", str(Path(run.__file__).parents[2]))
     overrides = [
-        "model=mlp", "data=regression", "device=cpu", "device.threads=1", "train.steps=4", "train.peak_tflops=1",
-        "train.log_every=1", "optimizer.lr=0.01,1e38", "optimizer.clip_norm=null", "schedule=constant",
-        "sweep.parallel=2",
+        *QUICK, "train.steps=4", "train.log_every=1", "optimizer.lr=0.01,1e38", "optimizer.clip_norm=null",
+        "schedule=constant", "sweep.parallel=2",
     ]  # fmt: skip
     assert main(["-m", *overrides]) == 1
     path = only_sweep()
@@ -458,9 +470,6 @@ def test_jobs_of_ttrain_itself(inside: Path, monkeypatch: pytest.MonkeyPatch) ->
     folders = (Path("alone"), path / "000_lr=0.01")
     losses = [[line.get("train/loss") for line in read_metrics(each / "metrics.jsonl")] for each in folders]
     assert losses[0] == losses[1] and len(losses[0]) >= 4
-
-
-LONG = ("model=mlp", "device=cpu", "device.threads=1", "train.steps=1000000", "train.peak_tflops=1")
 
 
 def test_forks_are_as_good_as_processes_of_their_own(
@@ -487,7 +496,10 @@ def test_forks_are_as_good_as_processes_of_their_own(
     Path("version").write_text("before\n")
     assert code_of(started("version", "--version")) == 0 and Path("version").read_text().startswith("before\nttrain 0.")
     assert code_of(started("wrong", "train.stepss=1")) == 2 and "train.stepss" in Path("wrong").read_text()
-    jobs = {end: started(end, *LONG, f"run.dir=run_{end}") for end in ("interrupt", "kill", "server")}
+    jobs = {
+        end: started(end, *QUICK, "train.steps=1000000", f"run.dir=run_{end}")
+        for end in ("interrupt", "kill", "server")
+    }
     for end, job in jobs.items():
         first_step(end)
         assert os.getsid(job.pid) == job.pid and job.poll() is None
