@@ -41,9 +41,9 @@ INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu splat_u(u32 x) { return x - vu{}; }
 
 // bf16 is the upper half of a fp32; rounding is to nearest even, and a NaN stays one. One instruction each where the
-// compiler would not find it: gcc converts 512-bit vectors in halves. The hardware's rounding takes subnormals for zero.
+// compiler would not find it: gcc converts wide vectors in halves. The hardware's rounding takes subnormals for zero.
 INLINE vf widen(vh h) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     vu u;
     asm("vpmovzxwd %1, %0" : "=v"(u) : "vm"(h));
     return bits_as<vf>(u << 16);
@@ -51,16 +51,18 @@ INLINE vf widen(vh h) {
     return bits_as<vf>(__builtin_convertvector(h, vu) << 16);
 #endif
 }
+// A vector whose upper halves are the bf16 of x.
+INLINE vu narrowed_bits(vf x) {
+    vu u = bits_as<vu>(x);
+    return x == x ? u + 0x7FFF + ((u >> 16) & 1) : u | 0x400000;
+}
 INLINE vh narrow(vf x) {
 #if defined(__AVX512BF16__)
     vh h;
     asm("vcvtneps2bf16 %1, %0" : "=v"(h) : "v"(x));
     return h;
 #else
-    vu u = bits_as<vu>(x);
-    vu rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-    vu quiet = (u >> 16) | 0x40;
-    return __builtin_convertvector(x == x ? rounded : quiet, vh);
+    return __builtin_convertvector(narrowed_bits(x) >> 16, vh);
 #endif
 }
 INLINE float widen(bf16 h) { return bits_as<float>(u32(h.bits) << 16); }
@@ -130,7 +132,11 @@ INLINE void store(T* p, vf v) {
 // What a value becomes by being stored as T and loaded again.
 template <class T>
 INLINE vf rounded(vf v) {
+#if defined(__AVX512BF16__)
     if constexpr (sizeof(T) == 2) return widen(narrow(v));
+#else
+    if constexpr (sizeof(T) == 2) return bits_as<vf>(narrowed_bits(v) & 0xFFFF0000);
+#endif
     return v;
 }
 
