@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monke
     np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize(
     ("rows", "turn_a", "turn_b", "bias"),
     [
@@ -51,17 +53,24 @@ def test_a_tall_product_in_blocks(rows: int, transposed: bool, bias: bool, monke
     ],
 )
 def test_a_product_by_compiled_code(
-    rows: int, turn_a: bool, turn_b: bool, bias: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    turn_a: bool,
+    turn_b: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     require_compiler()
     monkeypatch.setattr(module, "way_of", lambda *_: module.OWN)
     generator = torch.Generator().manual_seed(7)
-    a, b = torch.randn(rows, 530, generator=generator), torch.randn(530, 77, generator=generator)
-    shift, out = torch.randn(77, generator=generator) if bias else None, torch.full((rows, 77), float("nan"))
+    drawn = partial(torch.randn, generator=generator)
+    a, b = drawn(rows, 530).to(dtype), drawn(530, 77).to(dtype)
+    shift, out = drawn(77).to(dtype) if bias else None, torch.full((rows, 77), float("nan"), dtype=dtype)
     stored_a, stored_b = (x.t().contiguous().t() if turn else x for x, turn in ((a, turn_a), (b, turn_b)))
     launch_row(lambda call: module.product(call, stored_a, stored_b, out, shift), CPU, [], {})
     expected = a.double().numpy() @ b.double().numpy() + (0 if shift is None else shift.double().numpy())
-    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out.float().numpy(), expected, rtol=tolerance, atol=10 * tolerance)
 
 
 def test_compiled_code_is_a_way_only_where_there_is_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

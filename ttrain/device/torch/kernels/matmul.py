@@ -1,10 +1,10 @@
 """Matrix products, each by the fastest of torch's libraries and of code that the machine's compiler makes.
 
-On the CPU bf16 goes to oneDNN, which uses AMX or AVX-512 BF16 where the machine has them. aten sends fp32 products to
-MKL, which on some processors (such as AMD with AVX-512) runs at half the speed of oneDNN. The fastest way is measured
-once per machine and shape, and kept in a table (costs.py). oneDNN's fp32 product can't write into a given buffer: it
-returns a fresh tensor that is copied. Tall products go row block by row block, so that this tensor stays small and is
-still in the cache when it is copied.
+On the CPU aten sends bf16 products to oneDNN, which uses AMX or AVX-512 BF16 where the machine has them, and those of
+fp32 to MKL, which on some processors (such as AMD with AVX-512) runs at half the speed of oneDNN. The fastest way is
+measured once per machine and shape, and kept in a table (costs.py). oneDNN's fp32 product can't write into a given
+buffer: it returns a fresh tensor that is copied. Tall products go row block by row block, so that this tensor stays
+small and is still in the cache when it is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 import torch
 
 from ttrain.device.base import Launch
-from ttrain.device.torch.kernels.common import ROWS, TORCH_DTYPES, Call, Tensor, row, rows_of, spec_of
+from ttrain.device.torch.kernels.common import DTYPES, ROWS, TORCH_DTYPES, Call, Tensor, row, rows_of, spec_of
 from ttrain.device.torch.kernels.costs import fastest
 
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
@@ -30,13 +30,14 @@ _LARGEST = 1024  # rows, columns and inner size of a measured product at most: l
 def product(call: Call, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """out [M, N] <- a [M, K] b [K, N] + bias [N]. a and b may be transposed views."""
     (rows, inner), columns, plain, way = a.shape, b.shape[1], a.is_contiguous(), "aten"
-    if call.context.on_cpu and a.dtype is torch.float32:
-        way = way_of(rows, inner, columns, plain, b.is_contiguous(), call.context.matmul)
+    if call.context.on_cpu and a.dtype in (torch.float32, torch.bfloat16):
+        way = way_of(rows, inner, columns, plain, b.is_contiguous(), call.context.matmul, a.dtype)
     call.way = way
     if way == OWN:
         from ttrain.device.torch.native import own
 
-        scratch = call.scratch(own.scratch_shape(rows, columns, inner, torch.get_num_threads()), torch.float32)
+        shape = own.scratch_shape(rows, columns, inner, torch.get_num_threads(), a.dtype)
+        scratch = call.scratch(shape, torch.float32)
         call.begin()
         call.emit(own.product(out, a, b, bias, scratch))
     elif way == "onednn":
@@ -57,8 +58,10 @@ def _height(columns: int) -> int:
     return max(_BLOCK_ROWS, _BLOCK_BYTES // (4 * columns) // _BLOCK_ROWS * _BLOCK_ROWS)
 
 
-def way_of(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str) -> str:
-    """Return the way of a fp32 product on the CPU: `aten`, `onednn` without aten, or our OWN compiled code.
+def way_of(
+    rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pinned: str, dtype: torch.dtype = torch.float32
+) -> str:
+    """Return the way of a product on the CPU: `aten`, `onednn` without aten (fp32), or our OWN compiled code.
 
     `plain_a` and `plain_b` say whether a [M, K] and b [K, N] lie in memory as their shapes say. `pinned` is
     device.matmul.
@@ -68,32 +71,37 @@ def way_of(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, pi
     if pinned == "aten" or (small and not one_row):
         return "aten"
     if pinned == "onednn":
-        return "onednn" if _onednn_available() else "aten"
+        return "onednn" if _onednn_serves(dtype) else "aten"
     timed = (min(size, _LARGEST) for size in (rows, inner, columns))
-    return _decided(*timed, plain_a, plain_b, torch.get_num_threads())
+    return _decided(*timed, plain_a, plain_b, torch.get_num_threads(), dtype)
 
 
 def _onednn_into(out: Tensor, a: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     out.copy_(torch.ops.mkldnn._linear_pointwise.default(a, weight, bias, "none", [], ""))
 
 
-def _onednn_available() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _onednn_serves(dtype: torch.dtype) -> bool:
+    """True for fp32; bf16 reaches oneDNN through aten."""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return dtype is torch.float32 and there
 
 
 @lru_cache(maxsize=512)
-def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int) -> str:
+def _decided(
+    rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, threads: int, dtype: torch.dtype
+) -> str:
     """Return the fastest way of this product here, once per process and number of threads."""
     from ttrain.device.torch.native import own
 
-    version = own.version() if plain_a or plain_b else None
-    there = {"aten": True, "onednn": _onednn_available(), OWN: version is not None}
+    version = own.version(dtype) if own.serves(inner, plain_a, plain_b, dtype) else None
+    there = {"aten": True, "onednn": _onednn_serves(dtype), OWN: version is not None}
     names = [name for name in there if there[name]]
 
     def ways() -> dict[str, Launch]:
-        a = torch.ones(rows, inner) if plain_a else torch.ones(inner, rows).t()
-        b = torch.ones(inner, columns) if plain_b else torch.ones(columns, inner).t()
-        out, scratch = torch.ones(rows, columns), torch.ones(own.scratch_shape(rows, columns, inner, threads))
+        ones = partial(torch.ones, dtype=dtype)
+        a = ones(rows, inner) if plain_a else ones(inner, rows).t()
+        b = ones(inner, columns) if plain_b else ones(columns, inner).t()
+        out, scratch = ones(rows, columns), torch.ones(own.scratch_shape(rows, columns, inner, threads, dtype))
         onednn = partial(_onednn_into, out, a, b.t(), None)
         found: dict[str, Launch] = {"aten": partial(torch.mm, a, b, out=out), "onednn": onednn}
         if version is not None:
@@ -102,7 +110,7 @@ def _decided(rows: int, inner: int, columns: int, plain_a: bool, plain_b: bool, 
 
     layout = f"{'N' if plain_a else 'T'}{'N' if plain_b else 'T'}"
     code = "" if version is None else f" code={version}"
-    return fastest(f"product fp32 {layout} {rows}x{columns}x{inner}{code}", names, ways)
+    return fastest(f"product {DTYPES[dtype]} {layout} {rows}x{columns}x{inner}{code}", names, ways)
 
 
 @row("matmul", widens=True, ways=True)

@@ -1,4 +1,4 @@
-"""Compiled fp32 products for engines that compile nothing else: one small library, whose functions take any sizes.
+"""Compiled products for engines that compile nothing else: a small library for each dtype, for any sizes.
 
 They run on OpenMP's threads, like the kernels of torch around them.
 """
@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
 from ttrain.core.errors import TtrainError
-from ttrain.core.spec import DType
 from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing, address, launch
 from ttrain.device.torch.native.products import scratch_size, threads_of
@@ -34,10 +36,10 @@ _FORMS = [_Form(), _Form(turn_a=True), _Form(turn_b=True), _Form(turn_b=True, bi
 _FORMS += [_Form(turn_b=True, bias=bias, one_row=True) for bias in (False, True)]
 
 
-def _body(form: _Form) -> str:
+def _body(form: _Form, kind: str) -> str:
     """Return the C++ of a form. Its arguments: five tensors, six sizes, floats of scratch per thread, and threads."""
     sizes = ", ".join(f"number(a, {5 + index})" for index in range(6))
-    tensors, after = ["in<float>(a, 0)", "in<float>(a, 1)", "in<float>(a, 2)", "out<float>(a, 3)"], "After::nothing"
+    tensors, after = [*(f"in<{kind}>(a, {index})" for index in range(3)), f"out<{kind}>(a, 3)"], "After::nothing"
     if form.one_row:
         name, scratch = template("few_rows", 1, form.turn_b, form.bias, after), []
     else:
@@ -46,29 +48,36 @@ def _body(form: _Form) -> str:
     return call(name, f"Sizes{{{sizes}}}", *tensors, *scratch, "int(number(a, 12))")
 
 
-@lru_cache(maxsize=1)
-def _functions() -> Mapping[_Form, int]:
+@lru_cache(maxsize=2)
+def _functions(dtype: torch.dtype) -> Mapping[_Form, int]:
     """Compile or load the library. Return addresses by form, or none if there is no compiler or it fails."""
+    bodies = {form: _body(form, "bf16" if dtype is torch.bfloat16 else "float") for form in _FORMS}
     try:
-        library = Toolchain().load(library_sources([_body(form) for form in _FORMS], 1))
+        library = Toolchain().load(library_sources([*bodies.values()], 1))
     except TtrainError as error:
         logging.getLogger(__name__).info("torch's libraries compute all matrix products: %s", error)
         return {}
     use_openmp(library, True)
-    found = {form: getattr(library, function_name(_body(form))) for form in _FORMS}
+    found = {form: getattr(library, function_name(body)) for form, body in bodies.items()}
     return {form: ctypes.cast(function, ctypes.c_void_p).value or 0 for form, function in found.items()}
 
 
-def version() -> str | None:
+def version(dtype: torch.dtype) -> str | None:
     """Return a text that changes with the code of the products; None if they can't be compiled."""
-    return code_version() if _functions() else None
+    return code_version() if _functions(dtype) else None
 
 
-def scratch_shape(m: int, n: int, k: int, threads: int) -> tuple[int, int]:
+def serves(k: int, plain_a: bool, plain_b: bool, dtype: torch.dtype) -> bool:
+    """Return whether there is code for [M, k] and [k, N]: not if both are turned; rows of bf16 are whole pairs."""
+    pairs = dtype is torch.float32 or k % 2 == 0 or (plain_b and not plain_a)
+    return pairs and (plain_a or plain_b)
+
+
+def scratch_shape(m: int, n: int, k: int, threads: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the scratch of a product of [m, k] and [k, n]: the threads that take part, and floats for each."""
     if m == 1:
         return Sizing(threads).threads_for(n * k), 1
-    return threads_of(m, n, k, DType.FP32, Sizing(threads)), scratch_size(k)
+    return threads_of(m, n, k, DTYPES[dtype], Sizing(threads)), scratch_size(k)
 
 
 def product(out: Any, a: Any, b: Any, bias: Any, scratch: Any) -> Launch:
@@ -79,5 +88,5 @@ def product(out: Any, a: Any, b: Any, bias: Any, scratch: Any) -> Launch:
     (m, k), n, (threads, each) = a.shape, b.shape[1], scratch.shape
     turn_a, turn_b = not a.is_contiguous(), not b.is_contiguous()
     tensors, sizes = (a, b, bias, out, scratch), (m, n, k, m if turn_a else k, k if turn_b else n, n)
-    function = _functions()[_Form(turn_a, turn_b, bias is not None, m == 1)]
+    function = _functions(a.dtype)[_Form(turn_a, turn_b, bias is not None, m == 1)]
     return launch(function, [*map(address, tensors), *sizes, each, threads], tensors)
