@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
+from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError, raised_as
 from ttrain.core.waiting import waited_for
 from ttrain.data.corpus import FileList
 from ttrain.data.settings import DocumentsConfig, TextConfig
@@ -219,12 +219,10 @@ class Question(NamedTuple):
 
 def read_questions(file: Path) -> Iterator[Question]:
     """The rows of a file. Raises DataError that names file and line for one that is no question."""
-    try:
+    with raised_as(DataError, f"eval.choices: cannot read {file}"):
         for number, line in read_lines(file, len, trains=False):
             if line.strip():
                 yield _question(line, f"{file}:{number}")
-    except OSError as error:
-        raise DataError(f"eval.choices: cannot read {file}: {error.strerror or error}.") from None
 
 
 def _question(line: str, place: str) -> Question:

@@ -23,7 +23,7 @@ from errno import EACCES
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, UserError, raised_as
 from ttrain.core.files import lock_file, read_json, read_object, replace_file, to_json
 from ttrain.core.folders import dated_folder
 from ttrain.parallel.world import World
@@ -168,10 +168,9 @@ class RunDirectory:
 
     def attempts(self) -> list[dict[str, Any]]:
         """The environment record of every attempt so far."""
-        try:
+        told, advice = f"{self.path / RECORD} is damaged", 'Put {"attempts": []} there.'
+        with raised_as(CheckpointError, told, advice, (CheckpointError, LookupError, TypeError)):
             return list(read_object(self.path / RECORD)["attempts"])
-        except (CheckpointError, LookupError, TypeError) as error:
-            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
     def write(self, file: Path, content: str | dict[str, Any]) -> None:
         """Replace one of the run's files with a text or a JSON object, where this process leads the run."""
