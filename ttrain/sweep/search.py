@@ -172,9 +172,7 @@ def _mend(journal: Path) -> None:
 
 
 def _import_optuna() -> Any:
-    try:
+    with raised_as(UserError, "sweep.search needs optuna", "Run: pip install 'ttrain[search]'", ImportError):
         import optuna
-    except ImportError:
-        raise UserError("sweep.search needs the package optuna: pip install 'ttrain[search]'.") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
