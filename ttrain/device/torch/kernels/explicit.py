@@ -170,7 +170,8 @@ class _Explicit:
         pairs = self.batch * keys.shape[1]  # sequences of keys: heads of queries may share them
         rows = _query_rows(call.context, self.batch * self.heads, self.time, bf16)
         self.blocks = Block.all(mask, self.time, rows, bf16 and call.context.on_cpu)
-        self.shape = self.batch * self.heads, rows, self.time  # of the scores of a block
+        # Of the scores of a block.
+        self.shape = self.batch * self.heads, rows, max(len(block.keys) for block in self.blocks)
         self.dropout: Dropout | None = None
         if seed is not None and call.attributes.get("p"):
             self.dropout = Dropout(call, seed, math.prod(self.shape), queries.dtype, (rows, self.time))
@@ -219,7 +220,7 @@ def _query_rows(context: Context, sequences: int, time: int, bf16: bool) -> int:
         rows = short if time < 512 else long
     else:
         least, most = _GPU_ROWS
-        rows = min(max(_GPU_SCORES // (sequences * time), least), most)
+        rows = min(max(_GPU_SCORES // (sequences * time), least), max(least, min(most, time // 2)))
     return min(time, rows + rows % 2)
 
 
