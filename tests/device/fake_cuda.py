@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -150,39 +150,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[FakeCuda]:
         for name in FUSED:
             patch.setattr(torch, name, _fused)
         device = FakeCuda("cuda", threads=torch.get_num_threads(), index=INDEX)
+        device.context = replace(device.context, attention="planned")  # nothing can be timed
         patch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
         patch.setattr(torch.cuda, "graph", lambda graph, pool, stream: device.captured(pool))
         yield device
         device.close()
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention in fp64, and the log-sum-exp of its scores; heads may share keys."""
-    wide = [x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (q, k, v)]
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    scores = (scale * wide[0] @ wide[1].mT).masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ wide[2], scores.logsumexp(-1)
-
-
-def attention_on_cpu(efficient: bool) -> dict[str, Any]:
-    """Stand-ins for an attention of a GPU, forward and backward, by their names in aten."""
-    multiple = 32 if efficient else 1  # of queries, to which the statistic is padded
-
-    def forward(q: Any, k: Any, v: Any, *rest: Any, scale: float) -> tuple[Any, ...]:
-        assert not efficient or q.shape[1] == k.shape[1], "it knows no heads that share keys"
-        y, statistic = _attend(q, k, v, scale)
-        padded = torch.nn.functional.pad(statistic, (0, -q.shape[2] % multiple), value=torch.inf)
-        return y.to(q.dtype), padded.float()
-
-    def backward(dy: Any, q: Any, k: Any, v: Any, *rest: Any, scale: float) -> tuple[Any, ...]:
-        y, statistic = rest[1:3] if efficient else rest[:2]
-        leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        expected, sums = _attend(*leaves, scale)
-        torch.testing.assert_close(y.double(), expected, rtol=0.02, atol=0.02)
-        torch.testing.assert_close(statistic[..., : q.shape[2]].double(), sums, rtol=1e-5, atol=1e-5)
-        assert statistic[..., q.shape[2] :].isinf().all() and statistic.shape[2] % multiple == 0
-        found = torch.autograd.grad(expected, leaves, dy.double())
-        return tuple(each.to(q.dtype) for each in found)
-
-    name = f"_scaled_dot_product_{'efficient' if efficient else 'flash'}_attention"
-    return {name: SimpleNamespace(default=forward), f"{name}_backward": SimpleNamespace(default=backward)}

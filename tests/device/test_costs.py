@@ -16,6 +16,7 @@ from ttrain.core.spec import DType
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels import costs
 from ttrain.device.torch.kernels.attention import chosen_way
+from ttrain.device.torch.kernels.blockwise import BLOCKS
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Call, Context
 
 
@@ -90,7 +91,7 @@ def test_attention_is_chosen_by_shape_and_dtype(dtype: DType, longest: int) -> N
     def explicit(time: int, **more: Any) -> bool:
         packed = torch.empty((1, time, 48), dtype=TORCH_DTYPES[dtype], device="meta"), None, None
         call = Call(context, [*packed, *packed[1:], None], [], {**attributes, **more})
-        return chosen_way(call, packed) == "explicit"
+        return chosen_way(call, packed) == BLOCKS
 
     assert explicit(longest) and not explicit(longest + 1)
     assert explicit(10**5, p=0.1) and explicit(10**5, mask=AttentionMask(window=8))

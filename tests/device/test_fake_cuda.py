@@ -10,17 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.device.fake_cuda import FakeCuda, attention_on_cpu, fake_cuda
-from tests.ops.harness import all_cases, assert_equals_reference, every_op
+from tests.device.fake_cuda import FakeCuda, fake_cuda
+from tests.ops.harness import all_cases, every_op
 from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.spec import DType
-from ttrain.device.torch.device import TorchDevice
-from ttrain.device.torch.kernels import attention
 from ttrain.device.torch.triton.rows import RULES
 from ttrain.engine.base import Step, examples
-from ttrain.graph import Case, Op, op
-from ttrain.testing.cases import cases_of
+from ttrain.graph import Case, Op
 from ttrain.train.sampling.source import StepsByLength, sampling_traces
 from ttrain.train.steps.session import Session
 from ttrain.train.task_settings import SampleConfig
@@ -108,39 +105,3 @@ def each_is_captured(steps: Mapping[str, Step], device: FakeCuda) -> None:
         for _ in range(2):
             step(examples(step.plan.graph))
     assert len(device.watched) == len(steps) and all(each.calls for each in device.watched)
-
-
-@pytest.mark.parametrize(
-    ("precision", "capability", "way"),
-    [("bf16", (9, 0), "flash"), ("bf16", (7, 5), "efficient"), ("fp32", (9, 0), "efficient")],
-)
-def test_shared_heads_take_kernels_that_never_form_the_probabilities(
-    precision: str, capability: tuple[int, int], way: str
-) -> None:
-    """A llama's heads share keys. What a step takes grows with the length of its rows, not with its square."""
-    taken = []
-    for context in (1024, 2048):
-        with fake_cuda(capability) as device:
-            step = opened(device, f"model=llama model.layers=1 model.context={context} precision={precision}")
-            steps = step.build_training(further=False)
-            each_is_captured(steps, device)
-            names = [name for name in device.watched[0].calls if "attention" in name]
-            assert names == [f"aten._scaled_dot_product_{way}_attention{part}" for part in ("", "_backward")]
-            taken.append(steps["train"].plan.arena_bytes + steps["train"].plan.outside_bytes)
-    assert taken[1] < 2.1 * taken[0]
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
-@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
-def test_rows_around_attention_of_a_gpu_are_held_to_the_reference(
-    capability: tuple[int, int], dtype: DType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Stand-ins compute in fp64 what the kernels of a GPU do."""
-    stand_ins = attention_on_cpu(efficient=True) | attention_on_cpu(efficient=False)
-    others = {"_softmax_backward_data": torch.ops.aten._softmax_backward_data}
-    monkeypatch.setattr(attention, "aten", SimpleNamespace(**stand_ins, **others))
-    device = TorchDevice("cpu", threads=1)
-    device.context = replace(device.context, kind="cuda", explicit_up_to=0, capability=capability)
-    for name in ("attention", "attention_grad"):
-        for case in cases_of(op(name)):
-            assert_equals_reference(device, op(name), case, dtype)

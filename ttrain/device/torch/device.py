@@ -88,7 +88,7 @@ class TorchDevice(Device):
         if kind == "cuda":
             capability = torch.cuda.get_device_capability(self.device)
             self._lacking = lacking_triton(capability)
-            self.context = replace(self.context, capability=capability, triton=self._lacking is None)
+            self.context = replace(self.context, capability=capability, triton=not self._lacking, attention="measured")
             self.groups = self.context.triton
         self._contention = Contention(self.threads if kind == "cpu" and yield_cores else 1)
         self._graphs: list[torch.cuda.CUDAGraph] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ttrain.core.errors import UserError, raised_as
+from ttrain.core.errors import UserError
 from ttrain.device.base import Kernel, of_side
 from ttrain.engine.base import Engine
 from ttrain.graph import Graph, Node, Stage, Value
@@ -71,7 +71,7 @@ def show_plan(plan: Plan, kernels: Mapping[str, Kernel] | None = None) -> str:
 
 
 def product_ways(engine: Engine) -> dict[str, str]:
-    """The way that each product of an engine's steps goes, where its device has several; see Kernel."""
+    """The way that each product and attention of an engine's steps goes, where its device has several; see Kernel."""
     found = {}
     for node in (node for plan in engine.plans for node in plan.launched):
         if (way := of_side(engine.kernels, node.on_host)[node.op.name].way) is not None:
@@ -82,10 +82,12 @@ def product_ways(engine: Engine) -> dict[str, str]:
 
 
 def show_ways(ways: Mapping[str, str]) -> str:
-    """Return a line that counts products by their way, as `product_ways` found it; equal ones count once."""
-    counts = sorted(Counter(ways.values()).items())
-    listed = ", ".join(f"{count} {way}" for way, count in counts)
-    return f"Matrix products by device.matmul, equal ones counted once: {listed}."
+    """Return lines on products and attention by their way, as `product_ways` found it; equal ones count once."""
+    attention = {way for name, way in ways.items() if name.startswith("attention")}
+    counts = sorted(Counter(way for name, way in ways.items() if not name.startswith("attention")).items())
+    products = ", ".join(f"{count} {way}" for way, count in counts)
+    told = [f"Matrix products by device.matmul, equal ones counted once: {products}."] if counts else []
+    return "\n".join(told + [f"Attention by {way}." for way in sorted(attention)])
 
 
 def _place(plan: Plan, value: Value) -> str:
@@ -124,6 +126,8 @@ def save_picture(plans: Mapping[str, Plan], placed: Mapping[str, int], path: Pat
         axes.legend(loc="upper right", fontsize="small", ncols=3)
     state = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in placed.items())
     figure.suptitle(f"Planned memory of the arena (beside it lie: {state})", fontsize="medium")
-    told = f"plan.picture={path}: can't be written"
-    with raised_as(UserError, told, "Give another file, such as plan.png.", (OSError, ValueError)):
+    try:
         figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"plan.picture={path}: can't be written: {why}. Give another file, such as plan.png.") from None

@@ -5,7 +5,7 @@ what is launched. A launch allocates nothing, except where aten has no kernel th
 
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
 - log_sum_exp, which no planned step launches: `logsumexp` keeps parts of its own;
-- attention and its gradient where flash attention is chosen: the same;
+- attention and its gradient where a kernel of aten is chosen (blockwise.py): the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
 - bf16 matrix products on a CPU for which oneDNN has them, as it has with AVX-512: scratch memory;
 - large fp32 products where oneDNN is the faster (matmul.py): the same;

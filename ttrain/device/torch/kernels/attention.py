@@ -1,29 +1,20 @@
-"""Softmax, and attention in three ways behind one row.
-
-explicit: batched products over probabilities [B*H, rows, keys] in workspace, a block of query rows at a time; bf16
-    products run on the matrix units.
-flash: aten's blockwise attention, which never forms the probabilities; causal and without position bias only. On a GPU
-    it takes bf16 and heads that share keys.
-efficient: aten's memory-efficient attention on a GPU, for what flash does not take there, such as fp32.
+"""Softmax, and attention in several ways behind one row: explicit.py, and those of blockwise.py.
 
 The last rows write caches and attend over them. On the CPU no key is read that no query sees.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from ttrain.core.attention_mask import EVERY_KEY, HIDDEN, AttentionMask, alibi_slopes
 from ttrain.device.base import Delivery
-from ttrain.device.torch.kernels import explicit
-from ttrain.device.torch.kernels.common import Bind, Call, Tensor, accumulation, row, scalar_like, shaped
+from ttrain.device.torch.kernels import blockwise
+from ttrain.device.torch.kernels.common import Call, Tensor, accumulation, row, scalar_like, shaped
 from ttrain.device.torch.kernels.explicit import Block, Documents, ScoreBias, by_heads, softmax_into
-from ttrain.device.torch.kernels.layout import heads_view
 
 aten = torch.ops.aten
 _ROWS = 64  # of scores that a mask is added to at a time
@@ -85,125 +76,38 @@ def _softmax_grad(call: Call) -> None:
 # beyond the probabilities take too much memory.
 EXPLICIT_UP_TO = {torch.bfloat16: 4096}
 OTHERS_UP_TO = 256
-FLASH_FROM = (8, 0)  # compute capability of a GPU
 
 
 def chosen_way(call: Call, given: Sequence[Tensor | None]) -> str:
-    """Return explicit, flash or efficient; forward and backward of one node agree.
+    """Return BLOCKS, or the name of a way of blockwise.py; forward and backward of one node agree.
 
-    The last two know no other mask than the causal one, no dropout, no documents, and no keys of another width than
-    values. On a CPU flash knows no heads that share keys.
+    Only blocks of rows know dropout, and keys of another width than values. On a CPU flash knows no other mask than
+    the causal one, no documents, and no heads that share keys.
     """
     q, k, v = by_heads(given, call.attributes)
-    plain = not call.attributes.get("p", 0.0) and call.attributes["mask"].is_causal and call.ins[-1] is None
-    if not plain or k.shape != v.shape or q.shape[3] != k.shape[3]:
-        return "explicit"
-    (_, _, time, width), limit, bf16 = q.shape, call.context.explicit_up_to, q.dtype is torch.bfloat16
-    if call.context.on_cpu:
-        most = EXPLICIT_UP_TO.get(q.dtype, OTHERS_UP_TO) if limit is None else limit
-        return "explicit" if time <= most or q.shape != k.shape else "flash"
-    if time <= (limit or 0) or q.dtype is torch.float64 or width % 8:
-        return "explicit"
-    return "flash" if bf16 and width <= 256 and call.context.capability >= FLASH_FROM else "efficient"
+    mask, documents = call.attributes["mask"], call.ins[-1] is not None
+    if call.attributes.get("p", 0.0) or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        return blockwise.BLOCKS
+    if not call.context.on_cpu:
+        return blockwise.chosen(call, q, documents)
+    limit = call.context.explicit_up_to
+    most = EXPLICIT_UP_TO.get(q.dtype, OTHERS_UP_TO) if limit is None else limit
+    plain = mask.is_causal and not documents and q.shape == k.shape
+    return "flash_on_cpu" if plain and q.shape[2] > most else blockwise.BLOCKS
 
 
-def _flash_forward(call: Call) -> None:
-    q, k, v = by_heads(call.ins[:3], call.attributes)
-    y, log_sum_exp = heads_view(call.outs[0], 1, call.attributes["heads"])[0], call.outs[1]
-    scale = call.attributes["scale"]
-    if call.context.on_cpu:
-        run = partial(aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, True)
-    else:
-        run = partial(aten._scaled_dot_product_flash_attention.default, q, k, v, 0.0, True, False)
-    call.emit_returned(partial(run, scale=scale), [y, log_sum_exp])
+def _attention(number: int, call: Call) -> None:
+    """Go one of several ways with pass number 0 or 1 of it, forward or backward.
 
-
-def _flash_backward(call: Call) -> None:
-    heads = call.attributes["heads"]
-    q, k, v = by_heads(call.ins[1:4], call.attributes)
-    dy, y = heads_view(call.ins[0], 1, heads)[0], heads_view(call.ins[4], 1, heads)[0]
-    time, given = q.shape[2], (dy, q, k, v, y, call.ins[5])
-    if call.context.on_cpu:
-        function = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        more: tuple[Any, ...] = (0.0, True)
-    else:
-        function = aten._scaled_dot_product_flash_attention_backward.default
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator: unused without dropout
-        more = (None, None, time, time, 0.0, True, state, state)
-    run = partial(function, *given, *more, scale=call.attributes["scale"])
-    call.emit_returned(run, by_heads(call.outs, call.attributes))
-
-
-_STATISTICS = 32  # queries: the efficient way pads log_sum_exp to a multiple
-
-
-def _spread(call: Call, x: Tensor, q: Tensor) -> Tensor:
-    """Return x [B, K, T, D] with a head for each of q's, [B, H, T, D]; x itself where it has as many."""
-    return x if x.shape == q.shape else call.scratch(q.shape, q.dtype)
-
-
-def _repeat(call: Call, x: Tensor, spread: Tensor) -> None:
-    """Emit the copies of heads that several heads of queries share."""
-    if spread is not x:
-        call.emit(spread.unflatten(1, (x.shape[1], -1)).copy_, x.unsqueeze(2))
-
-
-def _efficient_forward(call: Call) -> None:
-    q, *shared = by_heads(call.ins[:3], call.attributes)
-    spread = [_spread(call, x, q) for x in shared]
-    for x, wide in zip(shared, spread, strict=True):
-        _repeat(call, x, wide)
-    y, log_sum_exp = heads_view(call.outs[0], 1, call.attributes["heads"])[0], call.outs[1]
-    attend = aten._scaled_dot_product_efficient_attention.default
-
-    def launch() -> None:
-        found, statistics, *_ = attend(q, *spread, None, True, 0.0, True, scale=call.attributes["scale"])
-        y.copy_(found)
-        log_sum_exp.copy_(statistics[..., : q.shape[2]])
-
-    call.emit(launch)
-
-
-def _efficient_backward(call: Call) -> None:
-    heads = call.attributes["heads"]
-    q, *shared = by_heads(call.ins[1:4], call.attributes)
-    dy, y = heads_view(call.ins[0], 1, heads)[0], heads_view(call.ins[4], 1, heads)[0]
-    padded = -(-q.shape[2] // _STATISTICS) * _STATISTICS
-    statistics = call.scratch((*q.shape[:2], padded), torch.float32)
-    spread = [_spread(call, x, q) for x in shared]
-    call.emit(statistics.fill_, math.inf)
-    call.emit(statistics[..., : q.shape[2]].copy_, call.ins[5])
-    for x, wide in zip(shared, spread, strict=True):
-        _repeat(call, x, wide)
-    targets = by_heads(call.outs, call.attributes)
-    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of the generator: unused without dropout
-    differentiate = aten._scaled_dot_product_efficient_attention_backward.default
-
-    def launch() -> None:
-        given = (dy, q, *spread, None, y, statistics, state, state, 0.0, [True, True, True, False], True)
-        for target, found in zip(targets, differentiate(*given, scale=call.attributes["scale"]), strict=False):
-            shares = found.shape != target.shape
-            target.copy_(found.unflatten(1, (target.shape[1], -1)).sum(2) if shares else found)
-
-    call.emit(launch)
-
-
-def _row(op: str, ways: Mapping[str, Bind], first: int) -> None:
-    """Declare a row that goes one of several ways, by its queries, keys and values from input number `first` on.
-
-    The last inputs are a bias, a seed and positions. No way knows a bias: such attention runs as its body.
+    Queries, keys and values begin with the input of that number. The last inputs are a bias, a seed and positions. No
+    way knows a bias: such attention runs as its body.
     """
-
-    @row(op, widens=True, supports=lambda ins, attributes: ins[-3] is None)
-    def _(call: Call) -> None:
-        way = chosen_way(call, call.ins[first : first + 3])
-        if way != "explicit":
-            call.outside = sum(out.nbytes for out in call.outs)  # which aten returns, before they are copied
-        ways[way](call)
+    call.way = blockwise.BLOCKS
+    blockwise.emit(call, chosen_way(call, call.ins[number : number + 3]), number)
 
 
-_row("attention", {"explicit": explicit.forward, "flash": _flash_forward, "efficient": _efficient_forward}, 0)
-_row("attention_grad", {"explicit": explicit.backward, "flash": _flash_backward, "efficient": _efficient_backward}, 1)
+for _number, _op in enumerate(("attention", "attention_grad")):
+    row(_op, widens=True, supports=lambda ins, _: ins[-3] is None, tells="cuda")(partial(_attention, _number))
 
 
 @row("cache_write", delivery=Delivery.INPLACE)

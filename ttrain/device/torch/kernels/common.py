@@ -50,6 +50,7 @@ class Context:
     capability: compute capability of a GPU; a plan that is made without one takes that of an A100.
     triton: True where kernels of Triton run, see triton/rows.py.
     fp64: whether the device computes in fp64. Apple's GPUs do not, nor do all of Intel's.
+    attention: how a GPU's way of attention is found, `planned` by rule or `measured` on it; or the way itself.
     """
 
     device: torch.device
@@ -64,6 +65,7 @@ class Context:
     capability: tuple[int, int] = (8, 0)
     triton: bool = False
     fp64: bool = True
+    attention: str = "planned"
 
     @staticmethod
     def of(device: torch.device, threads: int = 1, group: Group | None = None) -> Context:
@@ -149,8 +151,8 @@ Bind = Callable[[Call], None]  # takes scratch memory, then emits the calls
 ROWS: dict[str, partial[Kernel]] = {}  # by the name of an op, filled by the modules of this folder
 
 
-def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways: bool = False, **facts: Any) -> Kernel:
-    """Return the kernel of a row that works on calls; `ways` says that it tells its way."""
+def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, tells: str = "", **facts: Any) -> Kernel:
+    """Return the kernel of a row that works on calls; on devices of the kind `tells` it tells its way."""
 
     def bound(ins: Sequence[Any], outs: Sequence[Any], attributes: Attributes, work: Sequence[Tensor]) -> Launch:
         call = Call(context, ins, outs, attributes, work)
@@ -167,7 +169,7 @@ def kernel(bind: Bind, context: Context, delivery: Delivery = Delivery.OUT, ways
     def planned(ins: GivenSpecs, outs: Specs, attributes: Attributes) -> Call:
         return known(tuple(ins), tuple(outs), tuple(attributes.items()))
 
-    way = (lambda *node: planned(*node).way) if ways and context.on_cpu else None
+    way = (lambda *node: planned(*node).way) if context.kind == tells else None
     return Kernel(
         bound,
         delivery,

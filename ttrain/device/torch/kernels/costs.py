@@ -44,7 +44,7 @@ def fastest(key: str, names: Sequence[str], ways: Callable[[], Mapping[str, Laun
     `ways` makes the launches to time; it is only called where the table has no entry yet. A way that fails costs
     infinitely much.
     """
-    costs = recalled(f"{key} threads={torch.get_num_threads()}", names, lambda: _measured(ways()))
+    costs = recalled(f"{key} threads={torch.get_num_threads()}", names, lambda: _measured(names, ways()))
     assert costs is not None  # they are measured
     return winner(costs, names[0])
 
@@ -81,9 +81,9 @@ def winner(costs: Mapping[str, float], first: str) -> str:
     return best if costs[first] > TIE * costs[best] else first
 
 
-def _measured(ways: Mapping[str, Launch]) -> dict[str, float]:
+def _measured(names: Sequence[str], ways: Mapping[str, Launch]) -> dict[str, float]:
     """Seconds of the fastest run of each way, of series that are repeated until the last one told nothing new."""
-    costs, launches = dict.fromkeys(ways, float("inf")), warmed(ways)
+    costs, launches = dict.fromkeys(names, float("inf")), warmed(ways)
     for _ in range(_MOST_SERIES):
         before, found = costs, seconds(launches)
         costs = {name: min(cost, found.get(name, cost)) for name, cost in before.items()}

@@ -113,7 +113,7 @@ def _decided(
     return fastest(f"product {DTYPES[dtype]} {layout} {rows}x{columns}x{inner}{code}", names, ways)
 
 
-@row("matmul", widens=True, ways=True)
+@row("matmul", widens=True, tells="cpu")
 def _matmul(call: Call) -> None:
     (a, b), c = call.ins, call.outs[0]
     a, b = a.mT if call.attributes["transpose_a"] else a, b.mT if call.attributes["transpose_b"] else b
@@ -123,7 +123,7 @@ def _matmul(call: Call) -> None:
         call.emit(torch.bmm, a.flatten(0, -3), b.flatten(0, -3), out=c.flatten(0, -3))
 
 
-@row("linear", widens=True, ways=True)
+@row("linear", widens=True, tells="cpu")
 def _linear(call: Call) -> None:
     """A product, then the activation's own row in place: fused or not, the bits are the same."""
     x, weight, bias = call.ins
