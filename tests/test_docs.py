@@ -26,6 +26,7 @@ from ttrain.config import registry
 from ttrain.config.build import planned_ranks
 from ttrain.config.compose import Composer
 from ttrain.config.help import EXAMPLES
+from ttrain.config.renamed import RENAMED
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import section_type
 from ttrain.core.errors import ConfigError
@@ -38,13 +39,6 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "outputs/README.md")
 PAGES = [*(REPO / name for name in TOP), *sorted((REPO / "docs").glob("*.md"))]
 SHELL = ("sh", "bash", "shell", "console")
 FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html", ".csv")
-FORMER = {  # keys that the changelog tells of, and which went
-    "CHANGELOG.md": (
-        "bench.beside", "bench.compare", "bench.variants", "device.make_room", "device.products", "lr_finder.rise",
-        "optimizer.group_lr", "schedule.final", "supervise.max_backoff", "supervise.on_restart_timeout",
-        "train.accumulation", "train.block_schedule", "train.block_steps", "train.eval_batches", "verify.skip_ops",
-    ),
-}  # fmt: skip
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 OTHER_PROGRAMS = {
@@ -360,8 +354,9 @@ def test_links_paths_and_modules_exist() -> None:
     assert not {name_of(page): dead for page in PAGES if (dead := list(dead_names(page)))}
 
 
-def known_keys() -> set[str]:
-    found = set(sections())
+def known_keys(former: bool = False) -> set[str]:
+    """Keys of the config; with `former` also those that went."""
+    found = {*sections(), *(RENAMED if former else ())}
     for section in sections():
         schemas = [row.config for row in registry.rows() if row.group == section] or [section_type(section, None)]
         listed = [declared for schema in schemas if schema for declared in fields(schema)]
@@ -370,7 +365,7 @@ def known_keys() -> set[str]:
 
 
 def test_keys_and_options_exist() -> None:
-    keys = known_keys()
+    keys = {page: known_keys(former=page.name == "CHANGELOG.md") for page in PAGES}
     plugin = {"bigram", "adagrad", "my-cpu"}
     wrong: list[str] = []
     with Composer() as composer:
@@ -379,7 +374,7 @@ def test_keys_and_options_exist() -> None:
         key, equals, value = span.partition("=")
         section = key.partition(".")[0]
         if re.fullmatch(r"[a-z_]+\.[a-z_]+", key) and section in sections() and Path(key).suffix not in FILES:
-            wrong += [f"{name_of(page)}: the key {key}"] if key not in {*keys, *FORMER.get(name_of(page), ())} else []
+            wrong += [f"{name_of(page)}: the key {key}"] if key not in keys[page] else []
         if equals and key in options and re.fullmatch(r"[\w.,-]+", value) and "mine" not in value:
             wrong += [f"{name_of(page)}: {span}"] if set(value.split(",")) - {*options[key], *plugin} else []
     assert not wrong, "these keys and options don't exist"

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ttrain.config import registry
 from ttrain.config.files import YAML, ConfigFiles, store_options
 from ttrain.config.overrides import parse
+from ttrain.config.renamed import instead, instead_of_hydras
 from ttrain.config.saved import with_model_folder
 from ttrain.config.schema import Config, Given, sections
 from ttrain.config.validate import Findings, section_type, typed_config
@@ -38,19 +39,6 @@ _HEEDED = re.compile(  # of Hydra's keys
     r"hydra(\.(mode|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
     r"|job\.config\.override_dirname(\..+)?))?"  # what ${hydra:job.override_dirname} is made of
 )
-_INSTEAD = {  # of Hydra's keys and sections that do nothing here
-    "hydra.job.chdir": "ttrain never changes the folder; paths are those of the folder it is started in.",
-    "hydra.job.env_set": "Set the variable in the shell, before the command.",
-    "hydra.job.name": "Give logger.run_name=<name>, or run.dir=<folder>.",
-    "hydra.job_logging": "A run writes metrics.jsonl and events.jsonl in its folder; a job of a sweep also log.txt.",
-    "hydra.launcher": "ttrain starts jobs itself; give sweep.parallel=<jobs>, under SLURM sweep.srun.",
-    "hydra.output_subdir": "Give run.dir=<folder>; the config lies in it.",
-    "hydra.run.dir": "Give run.dir=<folder>.",
-    "hydra.searchpath": "Give --config-dir <folder>.",
-    "hydra.sweep": "Give sweep.dir=<folder>.",
-    "hydra.sweeper": "ttrain runs sweeps itself: see sweep.search=tpe, sweep.trials, sweep.parallel.",
-    "hydra.verbose": "HYDRA_FULL_ERROR=1 shows tracebacks.",
-}
 NULL_OPTION = "null"  # the name of a device, which YAML reads as no value
 ON_COMMAND_LINE = {  # keys that run code of the user's choice, so that no file may give them
     "plugins": ("a config file can't name a plugin", "plugins=[...]"),
@@ -179,7 +167,9 @@ class Composer:
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
             if name not in valid and not isinstance(option, list | dict):
-                return f"{key}={name}: no such option. {self._option_hint(key, name, valid)}"
+                return (
+                    f"{key}={name}: no such option. {instead(f'{key}={name}') or self._option_hint(key, name, valid)}"
+                )
             if isinstance(option, dict):
                 return f"{line}: {key} takes the name of an option. Set single keys as {key}.<key>=<value>."
         return None
@@ -302,9 +292,7 @@ def _ignored(key: str, origin: str = "") -> str | None:
     name = key.replace("/", ".")
     if _HEEDED.fullmatch(name):
         return None
-    while name and name not in _INSTEAD:
-        name = name.rpartition(".")[0]
-    return f"{key}: has no effect with ttrain{origin}. {_INSTEAD.get(name, 'Leave it out.')}"
+    return f"{key}: has no effect with ttrain{origin}. {instead_of_hydras(name)}"
 
 
 def _plugins(overrides: Sequence[str]) -> list[str]:

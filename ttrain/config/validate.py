@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ttrain.config import registry
+from ttrain.config.renamed import instead
 from ttrain.config.schema import Config, Given, sections
 from ttrain.core.errors import ConfigError
 from ttrain.core.folders import at_home
@@ -65,7 +66,8 @@ def typed_config(values: Mapping[str, Any], source: Given | None = None, finding
     config = Config(source=source or Given())
     for key in values:
         if key not in sections():
-            found.add(f"{key}: unknown key{found.origin(str(key))}. {_suggest_root(str(key))}")
+            hint = instead(str(key)) or _suggest_root(str(key))
+            found.add(f"{key}: unknown key{found.origin(str(key))}. {hint}")
     for name in sections():
         if name in values and name not in found.bad_sections:
             section = _section(name, values[name], found)
@@ -147,7 +149,10 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
     for key, value in values.items():
         path = f"{section}.{key}"
         if key not in known:
-            found.add(f"{path}: unknown key{found.origin(path)}. {_suggest(section, str(key), schema)}")
+            hint = instead(path) or _suggest(section, str(key), schema)
+            found.add(f"{path}: unknown key{found.origin(path)}. {hint}")
+        elif hint := instead(f"{path}={value}"):
+            found.add(f"{path}={value}: no such choice{found.origin(path)}. {hint}", section)
         elif (converted := _convert(schema, known[key], path, value, found)) is not _REFUSED:
             accepted[known[key].name] = converted
             for problem in value_problems(path, converted, known[key].metadata):
@@ -273,7 +278,8 @@ def _name_problem(section: str, name: Any) -> str:
     if name is None:
         return f"{section}: has no name, so nothing is chosen. {did_you_mean('', valid)}"
     hint = "If a plugin adds it, give plugins=[<its module>] again."  # a run remembers names, never modules
-    return f"{section}.name={name}: not registered. {did_you_mean(str(name), valid)} {hint}"
+    told = instead(f"{section}={name}") or f"{did_you_mean(str(name), valid)} {hint}"
+    return f"{section}.name={name}: not registered. {told}"
 
 
 def _suggest(section: str, key: str, schema: type[Any]) -> str:
