@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from ttrain.bench.baselines import DistributedContender, PyTorchContender
-from ttrain.bench.contender import Contender, EngineContender
+from ttrain.bench.contender import STEPS, Contender, EngineContender
 from ttrain.bench.settings import BASELINES
 from ttrain.bench.workload import Case
 from ttrain.config import components, registry  # noqa: F401 - components fills the registry
@@ -76,8 +76,7 @@ class Measured:
         self._reset_peak()
         found, peak = self.contender.start(), self._peak()
         self._reset_peak()
-        list(self.contender.losses())
-        self.contender.synchronize()
+        self.contender.turn(0, STEPS, each=False)
         used = {"peak_bytes": max(peak, self._peak()), "used_bytes": self._peak() - base}
         return {**found, **used, "planned_bytes": self.contender.planned_bytes()}
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -119,11 +119,6 @@ class Contender(ABC):
             "description": self.description, "first_step_s": timed[0][1] - began, "losses": [loss for loss, _ in timed],
             "rss": psutil.Process().memory_info().rss, "later_s": later, "step_seconds": statistics.median(later),
         }  # fmt: skip
-
-    def losses(self) -> Iterator[float]:
-        """Do STEPS steps and yield their losses."""
-        for _ in range(STEPS):
-            yield self.loss(self._next())
 
     def _next(self) -> Any:
         self._done += 1

@@ -107,7 +107,5 @@ def size_problem(size: str) -> str | None:
         given = zip(("rows", "width", "layers"), shape.groups(), _LARGEST_PERCEPTRON, strict=True)
         over = [f"{name} must be at most {most}" for name, number, most in given if int(number or 2) > most]
         return f"bench.size={size}: {', '.join(over)}." if over else None
-    if re.fullmatch(r"mm\d+", size):
-        return f"bench.size={size}: give {size[2:]}x{size[2:]}x1, one linear layer, whose step is two such products."
     hint = did_you_mean(size, NAMED_SIZES)
     return f"bench.size={size}: no such size. {hint} Or give <rows>x<width>[x<layers>]."

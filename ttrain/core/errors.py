@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,19 @@ class PlanError(TtrainError):
 
 class CaptureError(TtrainError):
     """Something happened inside or after a capture that a replay could not repeat."""
+
+
+@contextmanager
+def raised_as(
+    kind: Callable[[str], Exception],
+    what: str,
+    advice: str = "",
+    of: type[Exception] | tuple[type[Exception], ...] = OSError,
+) -> Iterator[None]:
+    """Raise `kind` in the place of errors `of` other kinds: it says what failed, the reason, and what to do."""
+    try:
+        yield
+    except of as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        stop = "" if reason.endswith((".", "?")) else "."
+        raise kind(f"{what}: {reason}{stop} {advice}".rstrip()) from error

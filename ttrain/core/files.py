@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, UserError, raised_as
 
 CHUNK_BYTES = 1 << 22
 LARGEST_JSON = 1 << 30  # bytes
@@ -83,12 +83,10 @@ def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> N
 
     Raises UserError where it can't be written.
     """
-    try:
+    with raised_as(UserError, f"{key}={path}: can't be written", "Give another file."):
         if folders:
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
-    except OSError as error:
-        raise UserError(f"{key}={path}: can't be written: {error.strerror or error}. Give another file.") from None
 
 
 def text_of(path: Path) -> str:
@@ -108,20 +106,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises CheckpointError if it can't be read, is huge, or holds no object."""
-    try:
+    with raised_as(CheckpointError, f"{path} can't be read"):
         if path.stat().st_size > LARGEST_JSON:
             raise CheckpointError(f"{path} has more than 1 GiB, which is no JSON of ours. Give another file.")
         return parsed_object(path, path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
 
 
 def parsed_object(path: Path, data: bytes) -> dict[str, Any]:
     """The object that the content of a JSON file is. Raises CheckpointError, which names the file, for any other."""
-    try:
+    with raised_as(CheckpointError, f"{path} is not JSON that can be read", of=(ValueError, RecursionError)):
         value = json.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON that can be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected an object.")
     return value

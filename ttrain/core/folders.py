@@ -8,7 +8,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import ConfigError, UserError, raised_as
 
 # Where libraries write by themselves, unless told otherwise; with XDG_CACHE_HOME it is all of them.
 _LIBRARIES = {
@@ -95,7 +95,7 @@ def claim_results(key: str, wanted: str | None, root: Path, label: str) -> Path:
 
     Raises UserError where it can't be made or holds results already.
     """
-    try:
+    with raised_as(UserError, f"{key}={wanted or root}: can't be written", f"Give {key}=<folder>."):
         if wanted is not None:
             folder = Path(wanted)
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,5 +105,3 @@ def claim_results(key: str, wanted: str | None, root: Path, label: str) -> Path:
             (folder / RESULTS).unlink()
             return folder
         return dated_folder(root, label)
-    except OSError as error:
-        raise UserError(f"{key}={wanted or root}: can't be written ({error.strerror}). Give {key}=<folder>.") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed, with_line_breaks
 from ttrain.data.formats.compressed import OnBytes, open_unpacked
@@ -174,17 +174,14 @@ def _read(content: Path | bytes, start: int, stop: int) -> Iterator[bytes]:
     if isinstance(content, bytes):
         yield content[start:stop]
         return
-    try:
-        with open(content, "rb") as stream:
-            stream.seek(start)
-            while start < stop:
-                chunk = stream.read(min(READ_BYTES, stop - start))
-                if not chunk:
-                    raise DataError(f"{content} was cut to {start} bytes while being read. Start again.")
-                start += len(chunk)
-                yield chunk
-    except OSError as error:
-        raise unreadable("data.path", content, error) from error
+    with raised_as(DataError, f"data.path: cannot read {content}"), open(content, "rb") as stream:
+        stream.seek(start)
+        while start < stop:
+            chunk = stream.read(min(READ_BYTES, stop - start))
+            if not chunk:
+                raise DataError(f"{content} was cut to {start} bytes while being read. Start again.")
+            start += len(chunk)
+            yield chunk
 
 
 @dataclass(frozen=True)
@@ -207,10 +204,8 @@ class FileList:
         """
 
         def facts(file: Path) -> tuple[str, int, int]:
-            try:
+            with raised_as(DataError, f"{self.key}: cannot read {file}"):
                 found = os.stat(file)
-            except OSError as error:
-                raise unreadable(self.key, file, error) from error
             return str(file.absolute()), found.st_size, found.st_mtime_ns
 
         return [facts(file) for file in self.files]
@@ -228,12 +223,10 @@ def find_files(given: str, suffixes: list[str], key: str, plain: Callable[[str],
     it, has to end in one of them. Raises DataError, which names `key`.
     """
     path = at_home(given)
-    try:
+    with raised_as(DataError, f"{key}: cannot read {path}"):
         if path.is_file():
             return FileList(key, given, [path])
         found = _walk(path, lambda name: name.startswith(".")) if path.is_dir() else None
-    except OSError as error:
-        raise unreadable(key, path, error) from error
     if found is None:
         what = "is neither a file nor a folder" if path.exists() else "does not exist"
         raise DataError(f"{key}: {given} {what} (looked in {path.absolute().parent}). Only local files are read.")
@@ -271,10 +264,8 @@ def _standard_library() -> FileList:
     The few others hold tables of characters, which would more than double a character vocabulary.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    try:
+    with raised_as(DataError, f"data.path=null: cannot read {root}"):
         found = _walk(root, lambda name: name in _UNREAD_FOLDERS or name.startswith(_GENERATED))
-    except OSError as error:
-        raise unreadable("data.path=null", root, error) from error
     readable = [path for path in found if path.name.endswith(".py") and os.access(path, os.R_OK)]
     files = [path for path in readable if path.read_bytes().isascii()]
     if not files:
@@ -306,11 +297,6 @@ def byte_bar(total: int, what: str, delay: float | None) -> Iterator[OnBytes]:
 
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, delay=delay) as shown:
         yield lambda raw: shown.update(len(raw))
-
-
-def unreadable(key: str, file: Path, error: OSError) -> DataError:
-    """Return the error for a file that can't be read."""
-    return DataError(f"{key}: cannot read {file}: {error.strerror or error}.")
 
 
 def not_text(place: str, start: bytes, why: str, trains: bool = True) -> DataError:

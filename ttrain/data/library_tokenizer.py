@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
 from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, UnseenText
@@ -29,10 +29,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 def parse_tokenizer(text: str) -> Tokenizer:
     """The tokenizer that a tokenizer.json describes. Raises DataError when it describes none."""
-    try:
+    with raised_as(DataError, "the tokenizer is not JSON", "Give a tokenizer.json.", (ValueError, RecursionError)):
         described = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"the tokenizer is not JSON: {error}. Give a tokenizer.json.") from None
     if isinstance(described, dict):
         described = {**described, "truncation": None, "padding": None}  # no tokenizer here obeys them
     return _own(described) or LibraryTokenizer(text)
@@ -41,12 +39,11 @@ def parse_tokenizer(text: str) -> Tokenizer:
 def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer in a file. Raises DataError, which names `key`, when there is none."""
     file = at_home(path)
-    try:
+    with (
+        raised_as(DataError, f"{key}={path}", "Give the path of a tokenizer.json."),
+        raised_as(DataError, f"{key}={path}", of=(UnicodeDecodeError, DataError)),
+    ):
         return parse_tokenizer(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{key}={path}: {error.strerror or error}. Give the path of a tokenizer.json.") from None
-    except (UnicodeDecodeError, DataError) as error:
-        raise DataError(f"{key}={path}: {error}") from None
 
 
 class LibraryTokenizer(Tokenizer):
@@ -231,10 +228,8 @@ def _own(described: Any) -> Tokenizer | None:
 def _library_model(text: str) -> Any:
     from tokenizers import Tokenizer as LibraryModel
 
-    try:
+    with raised_as(DataError, "the tokenizers library cannot read the tokenizer", "Give another.", Exception):
         return LibraryModel.from_str(text)
-    except Exception as error:  # the library raises plain Exception
-        raise DataError(f"the tokenizers library cannot read the tokenizer: {error}. Give another.") from None
 
 
 def _switch_off(described: dict[str, Any]) -> Iterator[str]:

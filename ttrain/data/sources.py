@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
 from ttrain.data.chat.conversation import LEARNT, TOOLS, Chat, json_kind, parsed
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Span, Template
-from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, FileList, find_files, holds_json, not_text, unreadable
+from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, FileList, find_files, holds_json, not_text
 from ttrain.data.formats.compressed import OnBytes, open_unpacked, plain_name
 from ttrain.data.formats.tables import TABLES, row_value, saved_dataset, table_rows
 from ttrain.data.settings import DocumentsConfig
@@ -111,7 +111,7 @@ class DocumentReader:
     def documents(self, source: FileList, on_bytes: OnBytes) -> Iterator[Document]:
         """Yield the documents of one source that are not blank."""
         for file in source.files:
-            try:
+            with raised_as(DataError, f"{_KEY}: cannot read {file}"):
                 if _suffix(file) in TABLES:
                     keys = self._config.text_key, self._config.chat_key
                     found = self._rows(file, table_rows(file, *keys, on_bytes))
@@ -124,8 +124,6 @@ class DocumentReader:
                         yield document
                     else:
                         self.skipped.blank += 1
-            except OSError as error:
-                raise unreadable(_KEY, file, error) from error
 
     def _rows(self, file: Path, rows: Iterator[tuple[int, Any]]) -> Iterator[Document]:
         for number, row in rows:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.files import new_folder, write_synced
 from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, require_ids
@@ -103,7 +103,7 @@ def find_token_files(config: TokensConfig) -> TokenFiles:
 
 def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
     """Map the ids in a file into memory. Raises DataError where it is empty, unreadable or cut off."""
-    try:
+    with raised_as(DataError, f"cannot read {file}"):
         size = file.stat().st_size
         if size == 0:
             raise DataError(f"{file} is empty. Prepare the tokens again.")
@@ -111,8 +111,6 @@ def open_ids(file: Path, dtype: np.dtype[Any]) -> Ids:
             what = f"has {size} bytes, not a multiple of the {dtype.itemsize} of {dtype.name}"
             raise DataError(f"{file} {what}. Give data.dtype as it was written, or prepare the tokens again.")
         return np.memmap(file, dtype=dtype, mode="r")
-    except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror or error}.") from error
 
 
 def _prepared(folder: Path, config: TokensConfig) -> TokenFiles:
@@ -180,11 +178,8 @@ def write_folder(final: Path, fill: Callable[[Path], dict[str, Any]], advice: st
 
     Raises DataError, which ends with the `advice`, where the folder can't be written.
     """
-    try:
-        with new_folder(final) as partial:
-            return fill(partial)
-    except OSError as error:
-        raise DataError(f"cannot write {final}: {error.strerror or error}. {advice}") from error
+    with raised_as(DataError, f"cannot write {final}", advice), new_folder(final) as partial:
+        return fill(partial)
 
 
 def write_header(

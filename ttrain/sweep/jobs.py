@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 
 from ttrain.config.compose import Composed, Composer
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import ConfigError, UserError, raised_as
 from ttrain.core.files import lock_file, read_json, replace_file, to_json
 from ttrain.core.folders import dated_folder
 
@@ -191,7 +191,7 @@ class SweepFolder:
         it can't be written, holds another search, or is held by another process.
         """
         started: dict[str, Any] = {"created": now(), "jobs": []}
-        try:
+        with raised_as(UserError, f"The sweep can't write {wanted or root}", "Give another sweep.dir=<folder>."):
             if wanted is None:
                 known = [(path, read_sweep(path)) for path in sorted(root.glob("*/*"), reverse=True)[:_SEARCHED]]
                 paths = [path for path, sweep in known if sweep.get("identity") == identity and not sweep.get("done")]
@@ -211,11 +211,6 @@ class SweepFolder:
             folder = cls(path, lock, content)
             folder.finish(False)
             return folder
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(
-                f"The sweep can't write {wanted or root}: {reason}. Give sweep.dir=<a folder that can be written>."
-            ) from None
 
     def adopt(self, jobs: Sequence[Job]) -> list[Job]:
         """Give jobs the numbers that they had before, and new ones to new jobs. Return those that got another one."""

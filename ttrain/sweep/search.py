@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import UserError
+from ttrain.core.errors import UserError, raised_as
 from ttrain.sweep.jobs import DONE, FINISHED, PRUNED, Compose, Job, Status, SweepFolder, SweepOverrides
 from ttrain.sweep.outcome import measured
 from ttrain.train.logging.metrics import METRICS
@@ -60,15 +60,13 @@ class Search(Grid):
         self._space = {override.key_or_group: self._distribution(override) for override in overrides.swept}
         path = folder.path / JOURNAL
         _mend(path)
-        try:
+        with raised_as(UserError, f"{path} is damaged", "Give another sweep.dir.", (ValueError, KeyError)):
             journal = optuna.storages.journal.JournalFileBackend(str(path))
             self._study = optuna.create_study(
                 study_name="ttrain",  # by which hyperband sorts trials into brackets
                 storage=optuna.storages.JournalStorage(journal), load_if_exists=True, direction=settings.direction,
                 pruner=self._pruner(train.steps // (train.eval_every or train.steps)),
             )  # fmt: skip
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{path} is damaged: {error}. Give another sweep.dir.") from None
         known = self._study.trials
         sampler = getattr(optuna.samplers, _SAMPLERS[str(settings.search)])
         self._study.sampler = sampler(seed=first.run.seed + len(known))  # a seed would begin with the same draws again
@@ -174,9 +172,7 @@ def _mend(journal: Path) -> None:
 
 
 def _import_optuna() -> Any:
-    try:
+    with raised_as(UserError, "sweep.search needs optuna", "Run: pip install 'ttrain[search]'", ImportError):
         import optuna
-    except ImportError:
-        raise UserError("sweep.search needs the package optuna: pip install 'ttrain[search]'.") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import ConfigError, DataError
+from ttrain.core.errors import ConfigError, DataError, raised_as
 from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.core.waiting import Waiting
 from ttrain.data.chat.messages import Template
@@ -131,10 +131,8 @@ def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:
     other = None if given is None else read_tokenizer(given, "export.tokenizer").to_json()
     if own is None:
         return other
-    try:
+    with raised_as(DataError, f"{path} holds a tokenizer that can't be used", of=(DataError, ValueError, KeyError)):
         own = parse_tokenizer(own).to_json()
-    except (DataError, ValueError, KeyError) as error:
-        raise DataError(f"{path} holds a tokenizer that can't be used: {error}") from None
     if not same_tokenizer(own, other):
         raise DataError(
             f"export.tokenizer={given} is not the tokenizer that {path} holds, so its token ids would change their "

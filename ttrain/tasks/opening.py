@@ -14,7 +14,7 @@ from typing import Any
 from ttrain.config import build
 from ttrain.config.saved import continued
 from ttrain.config.schema import Config
-from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError, UserError, raised_as
 from ttrain.core.names import listed
 from ttrain.core.waiting import Waiting, waited_for
 from ttrain.data.chat.jinja import TokenizerTemplate, tokenizer_settings
@@ -152,10 +152,8 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
     """
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
-        try:
+        with raised_as(CheckpointError, str(path), of=CheckpointError):
             sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
         config = dataclasses.replace(config, model=sized)
     metadata, step = read_metadata(path, content), content.get("step")
     step = step if isinstance(step, int) and step >= 0 else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import DataError, UserError
+from ttrain.core.errors import DataError, UserError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.core.units import counted
 from ttrain.data.chat.conversation import Chat, parsed
@@ -56,21 +56,18 @@ def run(config: Config) -> None:
 
 def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place and the content of every prompt, which is a text or the messages to answer, and its tools."""
-    try:
+    with (
+        raised_as(UserError, f"sample.prompts={file}: can't be read", "Give a file with a prompt a line."),
+        raised_as(UserError, "sample.prompts", of=DataError),
+    ):
         lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len, False)]
-    except DataError as error:
-        raise UserError(f"sample.prompts: {error}") from None
-    except OSError as error:
-        raise UserError(f"sample.prompts={file}: can't be read: {error}. Give a file with a prompt a line.") from None
     for number, line in lines:
         place, row, tools = f"{file}:{number}", line, None  # type: tuple[str, Any, Any]
         if not line.strip():
             continue
         if file.suffix.lower() == ".jsonl":
-            try:
+            with raised_as(UserError, f"{place}: not JSON", "Write a row a line.", (ValueError, RecursionError)):
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise UserError(f"{place}: not JSON: {error}. Write a row a line.") from None
             if isinstance(row, dict):
                 prompt, tools = row.get("prompt"), row.get("tools")
                 row = prompt if prompt or "messages" not in row else parsed(row["messages"])
@@ -94,13 +91,11 @@ def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str
         return
     file = at_home(target)
     beside = file.with_name(f"{file.name}.partial")
-    try:
+    with raised_as(UserError, f"sample.results={file}: can't be written"):
         with open(beside, "w", buffering=1, encoding="utf-8") as stream:  # a line at a time
             stream.writelines(answers)
             os.fsync(stream.fileno())
         os.replace(beside, file)
-    except OSError as error:
-        raise UserError(f"sample.results={file}: can't be written: {error.strerror or error}.") from None
     print(f"{file}: {counted(len(texts) * given.config.sample.count, 'row')}.", file=sys.stderr)
 
 
@@ -108,12 +103,10 @@ def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[
     """Return the ids of a prompt and what ends its answers. Raises UserError that names the row."""
     if isinstance(row, str):
         return encode_prompt(given.tokenizer, row, given.end_token), given.stop
-    try:
+    with raised_as(UserError, place, of=ValueError):
         template = given.conversations()
         stop = given.stop.also(given.tokenizer, ending_of(template))
         return given.tokenizer.encode(template.prompt(Chat.of(row, tools))), stop
-    except ValueError as error:
-        raise UserError(f"{place}: {error}.") from None
 
 
 def _answers(given: OpenedModel, source: TokenSource, prompts: list[tuple[Any, list[int], Stop]]) -> Iterator[str]:

@@ -452,7 +452,7 @@ def test_a_model_without_a_template_reads_no_chats(chats: None, told: Told) -> N
     assert main([*SMALL, "data.path=book.txt", "data.tokenizer=byte", "run.dir=text"]) == 0
     write_rows("messages.jsonl", [{"text": "the cat"}, {"messages": CHATS[0]}])
     said = told("task=eval", "run.dir=text", "eval.text=[messages.jsonl]", "device=cpu", code=2)
-    assert "messages.jsonl:2 is a conversation. text: has no template" in said
+    assert "messages.jsonl:2 is a conversation: text: has no template" in said
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])

@@ -9,7 +9,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_parts
 from ttrain.data.chat.messages import Rendered, Span
 from ttrain.data.chat.sandbox import SANDBOX, Variant
@@ -42,10 +42,8 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
     found: Any = config.get("chat_template")
     beside = file.with_name(TEMPLATE_FILE)
     if os.path.exists(beside):
-        try:
+        with raised_as(DataError, f"{beside} can't be read", of=(OSError, UnicodeDecodeError)):
             found = beside.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{beside} can't be read: {error}.") from None
     if isinstance(found, list):  # several under names
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("default")

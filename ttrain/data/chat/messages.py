@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from string import Formatter
 from typing import Any, NamedTuple
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.names import with_line_breaks
 from ttrain.data.chat.conversation import REPLIES, Chat, joined_parts, json_kind
 
@@ -38,10 +38,8 @@ class Template:
             names = " nor ".join((*TEMPLATES, "tokenizer"))
             raise DataError(f"data.template={given}: is neither {names}, nor a text such as '{{role}}: {{content}}'.")
         text = TEMPLATES.get(given, with_line_breaks(given))
-        try:
+        with raised_as(DataError, f"data.template={given!r}", "Write a brace of the text twice.", ValueError):
             parts = list(Formatter().parse(text))
-        except ValueError as error:
-            raise DataError(f"data.template={given!r}: {error}. Write a brace of the text twice.") from None
         for _, name, form, conversion in parts:
             if name is not None and (name not in _FIELDS or form or conversion):
                 raise DataError(f"data.template={given!r}: has {{{name}}}, not {{role}}, {{Role}} or {{content}}.")

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError
+from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError, raised_as
 from ttrain.core.waiting import waited_for
 from ttrain.data.corpus import FileList
 from ttrain.data.settings import DocumentsConfig, TextConfig
@@ -219,20 +219,17 @@ class Question(NamedTuple):
 
 def read_questions(file: Path) -> Iterator[Question]:
     """The rows of a file. Raises DataError that names file and line for one that is no question."""
-    try:
+    with raised_as(DataError, f"eval.choices: cannot read {file}"):
         for number, line in read_lines(file, len, trains=False):
             if line.strip():
                 yield _question(line, f"{file}:{number}")
-    except OSError as error:
-        raise DataError(f"eval.choices: cannot read {file}: {error.strerror or error}.") from None
 
 
 def _question(line: str, place: str) -> Question:
-    try:
+    told = f"{place}: is not an object with ctx, endings and label, as HellaSwag has them"
+    with raised_as(DataError, told, of=(ValueError, LookupError, TypeError, RecursionError)):
         row: Any = json.loads(line)
         context, endings, label = row["ctx"], row["endings"], int(row["label"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise DataError(f"{place}: is not an object with ctx, endings and label, as HellaSwag has them.") from None
     texts = [context, *(endings if isinstance(endings, list) else [None])]
     if not all(isinstance(text, str) for text in texts) or not all(texts[1:]) or len(texts) < 3:
         raise DataError(f"{place}: ctx must be text, endings a list of at least two texts that are not empty.")
@@ -293,10 +290,8 @@ def measure_texts(
     documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
     chat = next((document for document in documents if document.replies is not None), None)
     if chat is not None and given.template is None:
-        try:
+        with raised_as(DataError, f"{chat.place} is a conversation", of=UserError):
             given.conversations()
-        except UserError as error:
-            raise DataError(f"{chat.place} is a conversation. {error}") from None
     texts = [document.text for document in documents]
     with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
         encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(waited_for(texts, "Reading documents"))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, raised_as
 from ttrain.core.files import read_object, replace_file, to_json
 from ttrain.core.names import listed
 from ttrain.engine.state import State
@@ -108,8 +108,9 @@ class PeftAdapter:
     @classmethod
     def open(cls, folder: str) -> PeftAdapter:
         """Raises CheckpointError where it is none, or holds what is not understood."""
-        path = Path(folder) / CONFIG
-        try:
+        path, wrong = Path(folder) / CONFIG, (CheckpointError, ValueError, KeyError, TypeError, re.error)
+        told = f"lora.from={folder} holds no adapters of PEFT that can be read: {CONFIG}"
+        with raised_as(CheckpointError, told, f"Give the folder with {CONFIG} and {FILE}.", wrong):
             config = read_object(path)
             other = {key: value for key, value in config.items() if key not in _FREE}
             other = {key: value for key, value in other.items() if value not in (None, False, [], *_PLAIN.get(key, ()))}
@@ -117,9 +118,6 @@ class PeftAdapter:
             if type(rank) is not int or rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
                 raise ValueError("r must be a whole number above 0, lora_alpha be above 0, lora_dropout in [0, 1)")
             _selects(config, "")  # raises for keys of other types
-        except (CheckpointError, ValueError, KeyError, TypeError, re.error) as error:
-            told = f"holds no adapters of PEFT that can be read: {CONFIG}: {error}"
-            raise CheckpointError(f"lora.from={folder} {told}. Give the folder with {CONFIG} and {FILE}.") from None
         if other:
             told = ", ".join(f"{key}={value!r}" for key, value in other.items())
             mend = "Let PEFT merge the adapters (merge_and_unload) and give the merged folder as model.from"

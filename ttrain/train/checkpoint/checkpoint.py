@@ -28,7 +28,7 @@ from typing import IO, Any, get_args, get_type_hints
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, raised_as
 from ttrain.core.files import parsed_object, read_object, sha256_file, to_json
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
@@ -179,10 +179,8 @@ class Checkpoint:
     def tokenizer(self) -> str | None:
         """The tokenizer's JSON; None for a model that has none."""
         path = self.path / "tokenizer.json"
-        try:
+        with raised_as(CheckpointError, f"{path} is not text that can be read", of=(OSError, UnicodeDecodeError)):
             return path.read_text("utf-8") if path.name in self.files else None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} is not text that can be read: {error}") from None
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
@@ -198,11 +196,10 @@ class Checkpoint:
         wanted = {name: tuple(state.spec(name).shape) for name in state.names(*SAVED_KINDS)}
         found = tensors_in(self.path / file for file in self.files_of(*SAVED_KINDS))
         shapes = {name: tensor.shape for name, tensor in found.items()}
-        try:
+        told = f"{self.path} does not fit this model and optimizer"
+        advice = "Give the optimizer that it was trained with, or start a new run with train.init_from."
+        with raised_as(CheckpointError, told, advice, CheckpointError):
             zeros, averages, notes = match(shapes, wanted, state, self.config)
-        except CheckpointError as error:
-            mend = "Give the optimizer that it was trained with, or start a new run with train.init_from."
-            raise CheckpointError(f"{self.path} does not fit this model and optimizer: {error} {mend}") from None
         for name in waited_for((name for name in found if name in wanted), "Reading tensors", str):
             state.write(name, np.asarray(found[name]))
         for name in zeros:
@@ -238,10 +235,8 @@ def _verify_file(path: Path, entry: dict[str, Any], known: bool) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, verified. Raises CheckpointError where it is missing, incomplete or damaged."""
-    try:
+    with raised_as(CheckpointError, f"{path} can't be read"):
         return read_manifest(path).verify()
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror or error}.") from None
 
 
 def read_manifest(path: Path) -> Checkpoint:

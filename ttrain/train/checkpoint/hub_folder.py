@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import CheckpointError, ConfigError, UserError
+from ttrain.core.errors import CheckpointError, ConfigError, UserError, raised_as
 from ttrain.core.files import read_json, read_object
 from ttrain.core.folders import at_home
 from ttrain.models import gpt_weights, llama_weights
@@ -36,11 +36,10 @@ def find_folder(given: str, weights: bool = False) -> Path:
             raise UserError(f"is no folder with a {CONFIG}. Give one as save_pretrained of Transformers writes it.")
         return folder
     by_hand = f"Bring it with `hf download {given} --local-dir <folder>` and give the folder."
-    try:
+    advice = f"Run: pip install 'ttrain[hf]', or: {by_hand}"
+    with raised_as(UserError, "names of the hub need huggingface_hub", advice, ImportError):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        raise UserError(f"names of the hub need huggingface_hub. pip install 'ttrain[hf]', or: {by_hand}") from None
     patterns = [*_TEXTS, *(["model*.safetensors"] if weights else [])]
     with suppress(LocalEntryNotFoundError, HFValidationError):
         cached = Path(snapshot_download(given, local_files_only=True))

@@ -6,13 +6,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError
+from ttrain.core.errors import CheckpointError, NonFiniteError, TtrainError, raised_as
 from ttrain.core.files import link_or_copy, read_object, sha256_file, sync_file, to_json, write_synced
 from ttrain.core.spec import DType, TensorSpec, stored_part_name
 from ttrain.core.waiting import waited_for
@@ -63,8 +64,11 @@ def save_checkpoint(
     Raises NonFiniteError where a tensor holds NaN or Inf, and TtrainError where the files can't be written.
     """
     target = folder / step_name(content.step)
+    told = f"The checkpoint of step {content.step} could not be saved in {folder}"
+    advice = "Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
     beside = _beside(folder, content.step)
-    try:
+    with raised_as(TtrainError, told, advice, (OSError, CheckpointError)), ExitStack() as after:
+        after.callback(shutil.rmtree, beside, ignore_errors=True)
         if others is None:
             start_save(folder, content.step)
         files = _write_tensors(beside, state, "" if others is None else "-rank0", frozen=earlier is None)
@@ -78,13 +82,6 @@ def save_checkpoint(
         read_manifest(beside).verify(known)
         _take_place(beside, target)
         sync_file(folder)
-    except (OSError, CheckpointError) as error:
-        raise TtrainError(
-            f"The checkpoint of step {content.step} could not be saved in {folder}: {error}. "
-            f"Earlier checkpoints are untouched. Make room or make the folder writable, then resume."
-        ) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return read_manifest(target)
 
 
@@ -114,18 +111,16 @@ def note_progress(path: Path, progress: dict[str, Any], **facts: Any) -> Checkpo
 
     The other files stay, so whoever reads them goes on. Raises TtrainError where that can't be written.
     """
-    beside = path.with_name(f"{UNFINISHED}{path.name}")
-    try:
+    beside, kinds = path.with_name(f"{UNFINISHED}{path.name}"), (OSError, CheckpointError)
+    told = f"{path}: progress could not be written"
+    with raised_as(TtrainError, told, "Make room, then resume.", kinds), ExitStack() as after:
+        after.callback(shutil.rmtree, beside, ignore_errors=True)
         manifest = {key: value for key, value in read_object(path / MANIFEST).items() if key != "sha256"}
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         write_synced(beside / MANIFEST, sealed({**manifest, **facts, "progress": progress}).encode())
         os.replace(beside / MANIFEST, path / MANIFEST)
         sync_file(path)
-    except (OSError, CheckpointError) as error:
-        raise TtrainError(f"{path}: progress could not be written: {error}. Make room, then resume.") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return read_manifest(path)
 
 

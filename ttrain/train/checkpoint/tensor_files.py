@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, raised_as
 from ttrain.core.spec import stored_part
 from ttrain.models.weight_checks import Weights
 
@@ -100,8 +100,7 @@ def open_shard(path: Path, framework: str = "numpy") -> Iterator[Any]:
     """Open a safetensors file, for tensors of a framework. Raises CheckpointError for one that can't be read."""
     from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(path, framework=framework) as shard:
-            yield shard
-    except (SafetensorError, TypeError, OSError) as error:  # TypeError: a dtype that numpy does not have
-        raise CheckpointError(f"{path} is not a safetensors file that can be read: {error}. Bring it anew.") from None
+    told = f"{path} is not a safetensors file that can be read"
+    kinds = SafetensorError, TypeError, OSError  # TypeError: a dtype that numpy does not have
+    with raised_as(CheckpointError, told, "Bring it anew.", kinds), safe_open(path, framework=framework) as shard:
+        yield shard

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, UserError, raised_as
 from ttrain.core.files import read_json, replace_file
 from ttrain.core.names import listed
 from ttrain.models.identity import whole
@@ -100,10 +100,8 @@ def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
     """
     if path.is_dir():
         file = path / "tokenizer.json"
-        try:
+        with raised_as(CheckpointError, str(path), of=CheckpointError):
             return Metadata(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
     texts = {**content, **(metadata_of(path) if path.suffix == ".safetensors" else {})}
     beside, tokenizer = read_json(path.with_name("config.json")), texts.get(_TOKENIZER)
     model = _object(texts.get(_MODEL))
@@ -146,10 +144,8 @@ def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool 
             told = "does not fit this model" if strict else "holds values that are no weights"
             raise CheckpointError(f"{path} {told}:\n  " + listed(problems, 20, "\n  "))
         return found
-    try:
+    with raised_as(CheckpointError, str(path), of=CheckpointError):
         converted = model.from_original(content, strict=strict) if hasattr(model, "from_original") else {}
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
     if not converted:
         raise CheckpointError(f"{path} holds no weight of {model.config.name}: got {listed(content, 5) or 'nothing'}.")
     return converted

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ttrain.core.errors import UserError
+from ttrain.core.errors import UserError, raised_as
 from ttrain.device.base import Kernel, of_side
 from ttrain.engine.base import Engine
 from ttrain.graph import Graph, Node, Stage, Value
@@ -126,8 +126,6 @@ def save_picture(plans: Mapping[str, Plan], placed: Mapping[str, int], path: Pat
         axes.legend(loc="upper right", fontsize="small", ncols=3)
     state = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in placed.items())
     figure.suptitle(f"Planned memory of the arena (beside it lie: {state})", fontsize="medium")
-    try:
+    told = f"plan.picture={path}: can't be written"
+    with raised_as(UserError, told, "Give another file, such as plan.png.", (OSError, ValueError)):
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"plan.picture={path}: can't be written: {why}. Give another file, such as plan.png.") from None

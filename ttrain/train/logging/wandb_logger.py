@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import UserError
+from ttrain.core.errors import UserError, raised_as
 from ttrain.core.files import read_json, replace_file, to_json
 from ttrain.train.logging.metrics import METRICS, Metrics, read_metrics
 from ttrain.train.settings import WandbConfig
@@ -40,11 +40,9 @@ class WandbLogger:
         say: Callable[[str], None],
     ) -> None:
         """`run_id` continues that run, which an earlier attempt began; None begins a new one. Raises UserError."""
-        try:
+        advice = "Run: pip install wandb, or give logger=console."
+        with raised_as(UserError, "logger=wandb needs wandb", advice, ImportError):
             import wandb
-        except ImportError:
-            needs = "logger=wandb needs the package wandb: pip install wandb, or give logger=console."
-            raise UserError(needs) from None
         self._wandb: Any = wandb
         self._config, self._folder, self._run_config = config, folder, run_config
         self._place = Path(os.environ.get("WANDB_DIR") or folder) / "wandb"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import ttrain
-from ttrain.core.errors import ConfigError, UserError
+from ttrain.core.errors import ConfigError, UserError, raised_as
 from ttrain.core.files import new_folder, to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
@@ -60,11 +60,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     Raises UserError where it is not new or can't be written.
     """
     require_new(folder)
-    try:
-        with new_folder(folder) as beside:
-            yield beside
-    except OSError as error:
-        raise UserError(f"export.dir={folder} can't be written: {error.strerror or error}.") from None
+    with raised_as(UserError, f"export.dir={folder} can't be written"), new_folder(folder) as beside:
+        yield beside
 
 
 def write_run(folder: Path, stored: KeptValues, content: CheckpointContent, attempt: dict[str, Any]) -> None:

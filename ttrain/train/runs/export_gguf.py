@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import ConfigError, raised_as
 from ttrain.data.end_token import end_ids, token_text
 from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import visible_bytes
@@ -62,10 +62,8 @@ def write_gguf(file: Path, written: Written) -> None:
 
     Raises ConfigError for what the form can't hold and where the package gguf is missing.
     """
-    try:
+    with raised_as(ConfigError, "export.form=gguf needs gguf", "Run: pip install 'ttrain[gguf]'", ImportError):
         import gguf
-    except ImportError:
-        raise ConfigError("export.form=gguf: needs the package gguf: pip install 'ttrain[gguf]'.") from None
     config, described = written.model.config, written_config(written.model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
     said = _sizes(config, described)

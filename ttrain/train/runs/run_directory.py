@@ -17,13 +17,14 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import datetime
 from errno import EACCES
 from pathlib import Path
 from typing import IO, Any
 
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.errors import CheckpointError, UserError, raised_as
 from ttrain.core.files import lock_file, read_json, read_object, replace_file, to_json
 from ttrain.core.folders import dated_folder
 from ttrain.parallel.world import World
@@ -63,19 +64,16 @@ class RunDirectory:
         another run took that name first.
         """
         made = wanted is None or not Path(wanted).exists()
-        try:
+        with _writing(_RUNS):
             path = dated_folder(_RUNS, label) if wanted is None else Path(wanted)
-        except OSError as error:
-            raise _not_writable(_RUNS, error) from None
         run = cls._hold(path)
         run._made = made
         try:
-            run._require_unused()
-            run._start(fill)
-        except BaseException as error:
+            with _writing(path):
+                run._require_unused()
+                run._start(fill)
+        except BaseException:
             run.close()
-            if isinstance(error, OSError):
-                raise _not_writable(path, error) from None
             raise
         return run
 
@@ -108,17 +106,16 @@ class RunDirectory:
         for part in (path, run.checkpoints, run.metrics, path / RECORD):
             if part.exists() and not os.access(part, os.W_OK):
                 run.close()
-                raise _not_writable(path, PermissionError(EACCES, f"no permission to write {part.name or part}"))
+                with _writing(path):
+                    raise PermissionError(EACCES, f"no permission to write {part.name or part}")
         put_back_replaced(run.checkpoints)
         return run
 
     @classmethod
     def _hold(cls, path: Path) -> RunDirectory:
-        try:
+        with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held for as long as the run
-        except OSError as error:
-            raise _not_writable(path, error) from None
         if not _locked(lock):
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
@@ -168,10 +165,9 @@ class RunDirectory:
 
     def attempts(self) -> list[dict[str, Any]]:
         """The environment record of every attempt so far."""
-        try:
+        told, advice = f"{self.path / RECORD} is damaged", 'Put {"attempts": []} there.'
+        with raised_as(CheckpointError, told, advice, (CheckpointError, LookupError, TypeError)):
             return list(read_object(self.path / RECORD)["attempts"])
-        except (CheckpointError, LookupError, TypeError) as error:
-            raise CheckpointError(f'{self.path / RECORD} is damaged ({error}). Put {{"attempts": []}} there.') from None
 
     def write(self, file: Path, content: str | dict[str, Any]) -> None:
         """Replace one of the run's files with a text or a JSON object, where this process leads the run."""
@@ -247,8 +243,8 @@ def _entries(folder: Path) -> list[Path]:
     return list(folder.iterdir()) if folder.is_dir() else []
 
 
-def _not_writable(path: Path, error: OSError) -> UserError:
-    return UserError(f"The run directory {path} can't be written: {error.strerror or error}. Give run.dir=<another>.")
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return raised_as(UserError, f"The run directory {path} can't be written", "Give run.dir=<another>.")
 
 
 _NO_RUNS_IN = {"checkpoints", "wandb", ".hydra"}
