@@ -48,10 +48,14 @@ def arguments(*more: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def serve(step: Callable[[], float], version: str) -> None:
-    """Take turns until standard input ends. `step` does one optimizer step and returns its loss once all is done."""
+def serve(step: Callable[[], float], version: str, rest: Callable[[], None] = lambda: None) -> None:
+    """Take turns until standard input ends, and `rest` between them.
+
+    `step` does one optimizer step and returns its loss once all is done.
+    """
     start = time.perf_counter()
     losses = [step() for _ in range(STEPS)]
+    rest()
     tell({"ready": version, "losses": losses, "first_s": time.perf_counter() - start})
     for line in sys.stdin:
         times = []
@@ -59,6 +63,7 @@ def serve(step: Callable[[], float], version: str) -> None:
             before = time.perf_counter()
             step()
             times.append(time.perf_counter() - before)
+        rest()
         tell({"times": times})
 
 
