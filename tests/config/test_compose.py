@@ -37,6 +37,7 @@ NEEDS = {
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "precision=tf32": ["device=cuda"],
+    "precision=fp16": ["device=cuda"],
     **{option: ["data.path=x"] for option in ON_A_FILE.split()},
     "recipe=smollm2-135m-finetune": ["model.from=null", "data.sources=[x]"],
     "recipe=smollm2-135m-lora": ["model.from=null", "data.sources=[x]"],

@@ -49,6 +49,8 @@ DOCUMENTS = "data=documents data.sources=[a] data.attention=document"
         (f"{LLAMA} precision=bf16", (9, 0), "cudnn", "_scaled_dot_product_cudnn_attention"),
         (f"{LLAMA} precision=bf16", (9, 0), "efficient", "_scaled_dot_product_efficient_attention"),
         (LLAMA, (9, 0), None, "_scaled_dot_product_efficient_attention"),
+        (f"{LLAMA} precision=fp16", (9, 0), None, "_flash_attention_{}"),
+        (f"{LLAMA} precision=fp16", (7, 5), None, "_scaled_dot_product_efficient_attention"),
         (f"{LLAMA} precision=bf16", (7, 5), None, None),  # no kernel knows bf16 there
         (f"{LLAMA} model.window=64", (9, 0), None, None),
     ],
@@ -76,7 +78,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> TorchDevice:
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (7, 5)])
-@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16])
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.BF16, DType.FP16])
 def test_rows_around_attention_of_a_gpu_are_held_to_the_reference(
     stand_ins: TorchDevice, capability: tuple[int, int], dtype: DType
 ) -> None:

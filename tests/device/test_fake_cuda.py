@@ -51,6 +51,8 @@ RUNS = {
     "mlp": "model=mlp data=regression model.inputs=6 model.outputs=3 optimizer=sgd",
     "gpt, dropout": f"model=nano-gpt {SMALL} model.dropout=0.1",
     "gpt, bf16": f"model=nano-gpt {SMALL} precision=bf16 train.gradient_accumulation=2 guard.nonfinite=skip",
+    "gpt, fp16": f"model=nano-gpt {SMALL} precision=fp16 train.gradient_accumulation=2 optimizer.clip_norm=null",
+    "llama, fp16": f"model=llama {SMALL} precision=fp16 lora.rank=4 optimizer=muon",
     "gpt, muon": f"model=nano-gpt {SMALL} precision=bf16 optimizer=muon run.seed=1",
     "llama": f"model=llama {SMALL}",
     "llama, bf16": f"model=llama {SMALL} precision=bf16 optimizer=adafactor",
@@ -94,7 +96,7 @@ def test_steps_that_read_with_caches_stay_on_the_gpu(device: FakeCuda, model: st
 
 
 def opened(device: FakeCuda, overrides: str) -> Session:
-    config = load([*overrides.split(), "engine=traced", "device=cpu", "train.batch_size=4"])
+    config = load([*overrides.split(), "engine=traced", "device=cuda", "train.batch_size=4"])
     model = build.build_model(config, None if config.model.name == "mlp" else 96)
     return build.build_session(model, device, config)
 

@@ -26,6 +26,7 @@ from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticStep
 from ttrain.graph import Kind
+from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.forecast.limits import is_out_of_memory
 from ttrain.train.logging.metrics import read_events, read_metrics
@@ -110,7 +111,7 @@ def context_of(state: Any) -> tuple[Any, list[str]]:
     """A context of a loop, and the warnings that it takes in."""
     told: list[str] = []
     events = SimpleNamespace(warn=lambda kind, note, step: told.append(note))
-    return SimpleNamespace(state=state, events=events), told
+    return SimpleNamespace(state=state, events=events, progress=Progress()), told
 
 
 def test_a_spike_enters_no_median() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import option, rule
-from ttrain.nn.settings import PRECISIONS
 
 ENGINES = ("dynamic", "static", "traced")
 BASELINES = ("eager", "compile", "compile_all", "reduce_overhead")
@@ -33,7 +32,7 @@ class BenchConfig:
         one=True,
     )
     precision: list[str] = option(
-        ["fp32", "bf16"], "precisions, each measured separately", choices=PRECISIONS[:4], one=True
+        ["fp32", "bf16"], "precisions, each measured separately", choices=("fp32", "bf16", "bf16_true", "bf8"), one=True
     )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(

@@ -15,6 +15,7 @@ class DType(Enum):
     FP64 = ("fp64", 8)
     FP32 = ("fp32", 4)
     BF16 = ("bf16", 2)
+    FP16 = ("fp16", 2)
     INT64 = ("int64", 8)
     INT32 = ("int32", 4)
     INT16 = ("int16", 2)
@@ -25,7 +26,7 @@ class DType(Enum):
 
     @property
     def is_floating(self) -> bool:
-        return self in (DType.FP64, DType.FP32, DType.BF16)
+        return self in (DType.FP64, DType.FP32, DType.BF16, DType.FP16)
 
     @property
     def accumulation(self) -> DType:

@@ -387,6 +387,7 @@ NUMPY_DTYPES = {
     DType.FP64: np.float64,
     DType.FP32: np.float32,
     DType.BF16: np.float32,  # numpy has no bf16; fp32 holds every bf16 value exactly
+    DType.FP16: np.float32,  # as bf16, so that the host computes in fp32
     DType.INT64: np.int64,
     DType.INT32: np.int32,
     DType.INT16: np.int16,

@@ -44,9 +44,9 @@ def scored_positions(graph: Graph, count: int | None) -> Value:
     return graph.input("position", TensorSpec((count,), DType.INT64))
 
 
-def loss_weights(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the weight inputs: one over the number of terms that each averages."""
-    return {name: 1.0 / max(count, 1) for name, count in counts.items()}
+def loss_weights(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
+    """Return the weight inputs: `scale` over the number of terms that each averages."""
+    return {name: scale / max(count, 1) for name, count in counts.items()}
 
 
 def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float | None]:

@@ -12,7 +12,8 @@ from ttrain.core.spec import DType
 if TYPE_CHECKING:
     from ttrain.nn.module import Parameter
 
-_COMPUTE = {"fp32": DType.FP32, "bf16": DType.BF16, "bf16_true": DType.BF16, "bf8": DType.BF16, "tf32": DType.FP32}
+_COMPUTE = dict.fromkeys(("fp32", "tf32"), DType.FP32) | dict.fromkeys(("bf16", "bf16_true", "bf8"), DType.BF16)
+_COMPUTE["fp16"] = DType.FP16
 PRECISIONS = tuple(_COMPUTE)
 
 
@@ -22,10 +23,10 @@ class PrecisionConfig:
 
     name: str = option(
         "fp32",
-        "bf16 computes in bf16 with fp32 master weights; bf16_true keeps everything in bf16, best with "
-        "optimizer.stochastic_rounding; bf8 is bf16 with matrices in 8-bit block floats, on devices that have them; "
-        "tf32 is fp32 with products of inputs rounded to TF32, on CUDA; "
-        "auto is bf16 if the device has instructions for it, else fp32",
+        "tf32 rounds what fp32 products read, on CUDA; bf16 computes in bf16 with fp32 master weights, fp16 in fp16 "
+        "with a scaled loss, on CUDA; bf16_true keeps everything in bf16, best with optimizer.stochastic_rounding; bf8 "
+        "is bf16 with matrices in 8-bit block floats, on devices that have them; auto is bf16 if the device has "
+        "instructions for it, else fp32",
         choices=(*PRECISIONS, "auto"),
     )
 
@@ -40,10 +41,11 @@ class PrecisionConfig:
         return DType.BF16 if self.name == "bf16_true" else DType.FP32
 
     def set_masters(self, parameters: Iterable[Parameter]) -> None:
-        """Keep trained weights in the master dtype, and frozen ones only as layers read them."""
+        """Keep trained weights in the master dtype, and frozen ones only as layers read them, or in bf16 for fp16."""
+        frozen = DType.BF16 if self.compute is DType.FP16 else self.compute
         for parameter in parameters:
             narrow = not parameter.trainable and parameter.follows_compute
-            parameter.master = self.compute if narrow else self.master
+            parameter.master = frozen if narrow else self.master
 
     @rule
     def _device_has_it(self, others: Any) -> Iterator[str]:

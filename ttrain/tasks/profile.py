@@ -22,7 +22,7 @@ from ttrain.tasks.training.start import start_run
 from ttrain.train.forecast.node_profile import NodeProfile, Stopwatch
 from ttrain.train.forecast.show import product_ways
 from ttrain.train.settings import without_phases
-from ttrain.train.steps.step import Stepper
+from ttrain.train.steps.step import NORMS, Stepper
 
 WARM_UP = 3  # steps that build programs, and capture where the engine does
 
@@ -69,8 +69,6 @@ def _by_node(config: Config) -> NodeProfile:
     """Every other step runs node by node, each of them timed; the steps between tell what that costs."""
     from ttrain.train.forecast.step_time import measured_rates
 
-    # A guarded step's update is a step of its own, which would not be seen.
-    config = dataclasses.replace(config, guard=dataclasses.replace(config.guard, nonfinite="stop"))
     with _warmed(config, 2 * config.profile.steps) as (device, drive, ways):
         rates = measured_rates(device.name, str(config.precision.compute), config.device.index)
         assert rates is not None  # checked with the config
@@ -78,7 +76,10 @@ def _by_node(config: Config) -> NodeProfile:
         for number in waited_for(range(WARM_UP + 1, WARM_UP + 2 * config.profile.steps, 2), "Profiling steps"):
             inputs = (*drive.inputs(number), number)
             plain.append(_seconds(device, partial(drive.train_step, *inputs)))
-            calls = drive.train_step.calls(*drive.inputs(number + 1), number + 1)
+            batch, lr = drive.inputs(number + 1)
+            calls = drive.train_step.calls(batch, lr, number + 1)
+            if drive.train_step.guarded:  # whatever the norms are
+                calls.append(drive.train_step.update(lr, dict.fromkeys(NORMS, 1.0), number + 1))
             watched.append(_seconds(device, partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
         names = (device.name, config.engine.name)

@@ -13,7 +13,7 @@ from ttrain.core.errors import TtrainError
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 
-MANTISSA_BITS = {DType.FP64: 52, DType.FP32: 23, DType.BF16: 7}
+MANTISSA_BITS = {DType.FP64: 52, DType.FP32: 23, DType.BF16: 7, DType.FP16: 10}
 
 
 class VerifyError(TtrainError):
@@ -87,7 +87,8 @@ def ulp_errors(got: np.ndarray, expected: np.ndarray, dtype: DType) -> np.ndarra
         return np.zeros_like(expected)
     with np.errstate(invalid="ignore", over="ignore"):
         typical = float(np.sqrt(np.mean(np.square(expected))))
-        magnitude = np.maximum(np.maximum(np.abs(expected), typical), np.finfo(np.float32).tiny)
+        least = np.finfo(np.float16 if dtype is DType.FP16 else np.float32).tiny
+        magnitude = np.maximum(np.maximum(np.abs(expected), typical), float(least))
         unit = np.exp2(np.floor(np.log2(magnitude)) - MANTISSA_BITS[dtype])
         errors = np.abs(got - expected) / unit
     return np.where(np.isfinite(got) & np.isfinite(expected), errors, np.inf)
@@ -144,14 +145,16 @@ def verdict(found: Sequence[Comparison]) -> None:
 
 # The reference itself is fp64, so fp64 kernels differ from it by rounding of the same order.
 DEFAULT = {DType.FP64: Tolerance(512, 128), DType.FP32: Tolerance(16, 8), DType.BF16: Tolerance(1.5, 1.0)}
+DEFAULT[DType.FP16] = DEFAULT[DType.BF16]
 EXACT = Tolerance(0, 0)  # of integers, in any unit
 
 # Of gradients: a backward is several kernels, each with an input that is rounded already.
 GRADIENT = {DType.FP64: Tolerance(4096, 1024), DType.FP32: Tolerance(64, 24), DType.BF16: Tolerance(6, 4)}
+GRADIENT[DType.FP16] = GRADIENT[DType.BF16]
 
 # Of the gradients of a whole model, and the least cosine with those of PyTorch.
-MODEL = {DType.FP32: Tolerance(512, 128), DType.BF16: Tolerance(64, 24)}
-MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995}
+MODEL = {DType.FP32: Tolerance(512, 128), DType.BF16: Tolerance(64, 24), DType.FP16: Tolerance(64, 24)}
+MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995, DType.FP16: 0.9995}
 
 # (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
 BF16 = {
@@ -193,12 +196,12 @@ def tolerance(op: str, output: str, dtype: DType, computed_in: DType, uniform: b
     """
     if not dtype.is_floating:
         return DType.FP64, EXACT
-    if computed_in is DType.BF16:
+    if computed_in in (DType.BF16, DType.FP16):
         own = BF16.get((op, output), BF16.get((op, "*")))
         if uniform:
             own = UNIFORM_BF16.get((op, output), own if own is not None and own.peak > UNIFORM.peak else UNIFORM)
         if own is not None:
-            return DType.BF16, own
+            return computed_in, own if computed_in is DType.BF16 else own * 2
     if dtype is DType.FP32 and (op, output) in FP32:
         return dtype, FP32[op, output]
     if dtype is DType.FP64 and op in FP32_INSIDE:

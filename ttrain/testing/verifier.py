@@ -188,7 +188,8 @@ class ModelTrial(Trial):
         self.values = {path: self._value(path) for path in self.parameters}
         self.values |= {path: buffer.first_values() for path, buffer in model.buffers().items()}
         fields, counts = preparation(model)(self._batch())
-        weights = {name: np.asarray(weight, np.float32) for name, weight in loss_weights(counts).items()}
+        scale = 2.0**16 if self.dtype is DType.FP16 else 1.0  # as in training, for small gradients
+        weights = {name: np.asarray(weight, np.float32) for name, weight in loss_weights(counts, scale).items()}
         self.inputs: dict[str, np.ndarray] = {**fields, **weights, "seed": np.asarray(seed)}
 
     def _value(self, path: str) -> np.ndarray:

@@ -35,7 +35,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.info import GPUS, is_gpu, require_gpu
 from ttrain.device.torch.kernels import kernel_table
-from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context
+from ttrain.device.torch.kernels.common import NARROW, TORCH_DTYPES, Context
 from ttrain.device.torch.transfers import Inputs, Outputs
 from ttrain.device.torch.triton.installed import lacking_triton
 
@@ -130,7 +130,7 @@ class TorchDevice(Device):
         view = _host_view(buffer)
         if view is not None:
             return np.array(view)  # a copy: the buffer is overwritten by the next step
-        host = torch.empty(buffer.shape, dtype=torch.float32 if buffer.dtype is torch.bfloat16 else buffer.dtype)
+        host = torch.empty(buffer.shape, dtype=torch.float32 if buffer.dtype in NARROW else buffer.dtype)
         return host.copy_(buffer).numpy()
 
     def sample(self, buffer: torch.Tensor, first: int, stride: int) -> np.ndarray:
@@ -284,12 +284,12 @@ def _ask_for_huge_pages(raw: np.ndarray) -> None:
 
 
 def _host_view(buffer: torch.Tensor) -> np.ndarray | None:
-    """The buffer as a numpy array on the same memory; None on a GPU, and in bf16, which numpy lacks.
+    """The buffer as a numpy array on the same memory; None on a GPU, and where it comes as fp32.
 
     Made once per buffer and kept on it: making it costs more than copying a scalar through it.
     """
     view: np.ndarray | None = getattr(buffer, "host_view", None)
-    if view is None and buffer.device.type == "cpu" and buffer.dtype is not torch.bfloat16:
+    if view is None and buffer.device.type == "cpu" and buffer.dtype not in NARROW:
         view = buffer.detach().numpy()
         buffer.host_view = view  # type: ignore[attr-defined]
     return view

@@ -20,7 +20,7 @@ class Torch(DeviceInfo):
 
     title = "CUDA"
     example = "cuda"
-    precisions = frozenset({"tf32"})
+    precisions = frozenset({"tf32", "fp16"})
 
     def require(self, config: DeviceConfig) -> None:
         if config.name in GPUS:

@@ -14,6 +14,7 @@ import torch
 
 from ttrain.core.spec import flat_offsets
 from ttrain.device.base import Launch
+from ttrain.device.torch.kernels.common import NARROW
 
 Tensor = torch.Tensor
 
@@ -24,8 +25,8 @@ def pinned(nbytes: int) -> Tensor:
 
 
 def as_arrays(views: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return copies of tensors in host memory; bf16 as fp32."""
-    return [(view.float() if view.dtype is torch.bfloat16 else view.clone()).numpy() for view in views]
+    """Return copies of tensors in host memory; bf16 and fp16 as fp32."""
+    return [(view.float() if view.dtype in NARROW else view.clone()).numpy() for view in views]
 
 
 class _Staging:

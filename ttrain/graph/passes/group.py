@@ -18,7 +18,7 @@ ELEMENTWISE = (
     "gelu", "gelu_grad", "cast", "expand", "dropout", "embedding", "maximum", "greater", "sigmoid", "sign",
     "silu", "silu_grad",
 )  # fmt: skip
-DTYPES = (DType.FP32, DType.BF16)
+DTYPES = (DType.FP32, DType.BF16, DType.FP16)
 MOST_STEPS = 12  # of one program: more would not fit the vector registers
 
 

@@ -147,7 +147,7 @@ class Attempt:
             return {name: rate * progress.lr_factor for name, rate in peak_rates(step).items()}
 
         ahead = reads_ahead(reader, rates, config.train.steps if phases is None else 0)  # a phase is built as it begins
-        train_step = session.train_step(self.steps, config.run.seed, run.world, ahead)
+        train_step = session.train_step(self.steps, config.run.seed, run.world, ahead, progress)
         guards = (
             NonFiniteGuard(guard, context, checkpoints, reader, train_step, list(run.model.parameters())),
             SpikeGuard(guard, context, checkpoints),

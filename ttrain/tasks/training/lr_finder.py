@@ -89,7 +89,7 @@ def _losses(
             console.start(0, settings.steps)
             for number in range(1, settings.steps + 1):
                 result, rate = run_step(number), rate_of(settings, number)
-                if diverged := not result.finite:
+                if diverged := not (result.finite or result.overflowed):
                     break
                 if result.loss is not None:
                     rates.append(rate)

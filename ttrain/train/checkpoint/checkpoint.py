@@ -41,13 +41,14 @@ from ttrain.optim.base import AVERAGE
 from ttrain.optim.groups import frozen
 from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
+from ttrain.train.steps.step import LossScale
 
 _ROWS = 64  # of held-out data, read at a time
 
 
 @dataclass
-class Progress:
-    """Progress of a run.
+class Progress(LossScale):
+    """Progress of a run, with its loss scale.
 
     Dropout masks and learning rates are functions of the seed and `step`; batches of the seed and what was read before.
     """

@@ -69,8 +69,8 @@ _rates: dict[str, Rates] = {}  # as this process measured them
 def measured_rates(device: str, dtype: str, index: int = 0) -> Rates | None:
     """Return the best rates ever timed on the CPU or a GPU of torch, with the current number of threads.
 
-    `dtype` is fp32 or bf16. The first processes time some products and copies, and the very first one for longer; the
-    best numbers are kept in the user's cache folder. None for devices that torch does not drive.
+    `dtype` is fp32, bf16 or fp16. The first processes time some products and copies, and the very first one for longer;
+    the best numbers are kept in the user's cache folder. None for devices that torch does not drive.
     """
     if device not in _SIZES:
         return None
@@ -132,7 +132,7 @@ def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
 
     size = _SIZES[device]
     place = torch.device(device, index)
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     x, y, out = (torch.full((size, size), 0.5, dtype=kind, device=place) for _ in range(3))
     products = [lambda: torch.mm(x, y, out=out)]
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -123,6 +123,7 @@ class LearningGuard:
             still = float(np.mean(values == before))
             moved |= still < 1
             if still == 1:
+                largest /= self._context.progress.loss_scale or 1.0
                 step = self._rate * (1.0 if f"{name}/second_moment" in own else largest)
                 lost = step <= _MARGIN * self._spacing(name, values)
                 if not lost and not known:
@@ -222,11 +223,16 @@ class NonFiniteGuard:
             self._skips = 0
             return False
         config, what = self.config, str(result.bad)
+        if result.overflowed:
+            self.context.progress.skipped_steps += 1
+            scale = f"its update is skipped, and the loss scale is now {self.context.progress.loss_scale:g}"
+            self.context.events.tell("skipped", f"Step {step}: {what}; {scale}.", step)
+            return False
         tensor = self._in_gradients()
         found = "" if tensor is None else f" From the loss backwards, the first bad gradient is {tensor}."
         if config.nonfinite == "rollback" and self.checkpoints.roll_back(step, f"Step {step}: {what}.{found}", config):
             return True
-        if result.applied:
+        if config.nonfinite != "skip":
             raise self.checkpoints.nonfinite(what, step, self._after_update(step, found))
         self._skips += 1
         self.context.progress.skipped_steps += 1

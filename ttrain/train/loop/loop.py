@@ -324,5 +324,6 @@ class Loop:
             "seconds": round(progress.seconds, 3),
             "nonfinite_steps": 0 if result.finite else 1,
         }
-        line |= {} if result.activation_norm is None else {"activation_norm": result.activation_norm}
+        further = {"activation_norm": result.activation_norm, "loss_scale": result.loss_scale}
+        line |= {name: value for name, value in further.items() if value is not None}
         self.context.loggers.log(line)

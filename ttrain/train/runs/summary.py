@@ -43,6 +43,7 @@ def summarize(
         "val/loss": progress.val_loss,
         "best_val_loss": progress.best_val_loss,
         "best_step": progress.best_step,
+        "skipped_steps": progress.skipped_steps,
         "tokens_per_s": loop_speed(progress.tokens, progress.seconds),
         **recorded(lines),
         "baseline": {"name": baseline[0], "loss": baseline[1]},
@@ -63,6 +64,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("train loss", _loss(summary["train/loss"])),
         ("val loss", _val_loss(summary)),
     ]
+    if summary["skipped_steps"]:
+        lines.append(("skipped", f"the updates of {counted(summary['skipped_steps'], 'step')}"))
     if bits is not None:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
     if metrics:

@@ -17,7 +17,7 @@ from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
-from ttrain.train.steps.step import Ahead, NoiseScale, TrainStep
+from ttrain.train.steps.step import Ahead, LossScale, NoiseScale, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
 _AT_ONCE = 4  # initial values that are drawn together, of about equal sizes
@@ -48,13 +48,14 @@ class Session:
         return own(batch)
 
     def train_step(
-        self, steps: Mapping[str, Step], seed: int, world: World | None = None, ahead: Ahead = lambda step: None
-    ) -> TrainStep:
+        self, steps: Mapping[str, Step], seed: int, world: World | None = None, ahead: Ahead = lambda step: None,
+        scale: LossScale | None = None,
+    ) -> TrainStep:  # fmt: skip
         """Return the host's side of an optimizer step over the built `steps`; `seed` is run.seed."""
         graph, device = self.graph, self.engine.device
         rows = graph.rows * graph.chips
         wait, noise = device.turn if device.overlaps else None, NoiseScale(rows) if graph.noise else None
-        return TrainStep(steps, rows, seed, self.prepare, wait, world or World(), noise, ahead)
+        return TrainStep(steps, rows, seed, self.prepare, wait, world or World(), noise, ahead, scale or LossScale())
 
     def build_training(self, further: bool = True) -> dict[str, Step]:
         """Return all steps of a run by name, before the first one runs; without `further` those that train."""

@@ -7,6 +7,9 @@ A guarded step is built in parts too, with `norm` before `update`. The host look
 and does not run the update if one of them is not finite. Parameters and optimizer tensors then stay unchanged, on
 every engine and device.
 
+In fp16 the loss weights that a step is handed hold the loss scale, and its numbers are divided by it. Every step is
+guarded, and the update divides the gradients.
+
 A batch of several slices is computed slice by slice, each in micro-batches. Gradients of slices are summed in a tree:
 `keep` sets a sum aside, `merge` adds one that was set aside, level by level as a counter carries. Several ranks sum
 theirs during backward of the last micro-batch. The step of that micro-batch is `train`, which also does the last merges
@@ -29,7 +32,27 @@ from ttrain.parallel.world import World
 from ttrain.train.protocols import Array, Inputs, Outputs
 
 NOISE_NORM = "noise_norm"  # output of a step: norm of what the first micro-batch adds to the gradient
+NORMS = ("grad_norm", "clipped_norm")  # outputs of a step, see step_graph.py
+LOSS_SCALE = "loss_scale"  # input of an update: what its gradients were multiplied by
+FIRST_SCALE = 2.0**16
+_GOOD_STEPS = 2000  # in a row, after which the scale doubles
 _DECAY = 0.95  # of the means over steps
+
+
+@dataclass(kw_only=True)
+class LossScale:
+    """The factor of the loss that keeps gradients from being too small for fp16 (Micikevicius et al., 2018)."""
+
+    loss_scale: float | None = None  # a power of two; None without fp16, and before its first step
+    good_steps: int = 0  # in a row at this scale
+
+    def adjust(self, good: bool) -> None:
+        """Double any scale after many good steps, and halve it after one whose gradients overflowed."""
+        if self.loss_scale is None:
+            return
+        self.good_steps = (self.good_steps + 1) % _GOOD_STEPS if good else 0
+        if not (good and self.good_steps):
+            self.loss_scale *= 2.0 if good else 0.5
 
 
 @dataclass
@@ -75,6 +98,13 @@ class StepResult:
     applied: bool = True  # whether the parameters were updated
     activation_norm: float | None = None  # largest of the micro-batches, where it is watched
     metrics: dict[str, float | None] = field(default_factory=dict)  # further numbers that the model names, by name
+    loss_scale: float | None = None  # of a step in fp16
+
+    @property
+    def overflowed(self) -> bool:
+        """Return whether gradients alone are not finite, in fp16 at a scale that can be halved."""
+        finite = (self.loss or 0.0) + (self.activation_norm or 0.0)
+        return (self.loss_scale or 0) > 1 and math.isfinite(finite) and not math.isfinite(self.grad_norm)
 
     @property
     def finite(self) -> bool:
@@ -108,9 +138,13 @@ class TrainStep:
     world: World = field(default_factory=World)
     noise: NoiseScale | None = None  # where the steps measure the noise scale
     ahead: Ahead = lambda step: None
+    scale: LossScale = field(default_factory=LossScale)
 
     def __post_init__(self) -> None:
         self.guarded = "norm" in self.steps or {"train", "update"} <= self.steps.keys()
+        self.scaled = self.guarded and LOSS_SCALE in self.steps["update"].inputs
+        if not self.scaled:
+            self.scale.loss_scale = None
 
     def __call__(self, batch: Batch, rates: Rates, step: int) -> StepResult:
         """Run one optimizer step; `step` counts from 1.
@@ -123,9 +157,12 @@ class TrainStep:
         outputs = [self._run(call, calls[number : number + 1]) for number, call in enumerate(calls[:-1], 1)]
         outputs.append(self._run(calls[-1], () if self.guarded else following))
         result, norms = self._result(outputs, counts)
-        if self.guarded and result.applied:  # the update takes in the norms that were looked at
-            given = {name: value for name, value in norms.items() if name in self.steps["update"].inputs}
-            self._run(("update", self._whole("update", {**rates, **given}, step)), following)
+        if self.guarded and result.applied:
+            update = self.update(rates, norms, step)
+            self.scale.adjust(good=True)
+            self._run(update, following)
+        elif result.overflowed:
+            self.scale.adjust(good=False)
         return result
 
     def _first_call(self, step: int) -> Iterator[Call]:
@@ -160,8 +197,13 @@ class TrainStep:
         """
         return self._calls(*self.prepare(batch), rates, step)
 
+    def update(self, rates: Rates, norms: Mapping[str, float], step: int) -> Call:
+        """Return the update of a guarded step, which takes in the norms that were looked at."""
+        given = {name: value for name, value in norms.items() if name in self.steps["update"].inputs}
+        return "update", self._whole("update", {**rates, **given}, step)
+
     def _calls(self, fields: Batch, counts: Mapping[str, int], rates: Rates, step: int) -> list[Call]:
-        weights, slices = loss_weights(counts), self.world.ranks.slices
+        weights, slices = loss_weights(counts, self._scale), self.world.ranks.slices
         last: Inputs = {} if self.guarded else rates
         split = not self.world.ranks.single or "accumulate_first" in self.steps
         parts = micro_batches(fields, self.rows, slices) if split else [fields]
@@ -173,26 +215,35 @@ class TrainStep:
             calls.append((name, self._whole(name, given, step, number, slice_)))
         return calls
 
+    @property
+    def _scale(self) -> float:
+        if not self.scaled:
+            return 1.0
+        self.scale.loss_scale = self.scale.loss_scale or FIRST_SCALE
+        return self.scale.loss_scale
+
     def _result(self, outputs: Sequence[Outputs], counts: Mapping[str, int]) -> tuple[StepResult, dict[str, float]]:
         """Return the numbers of a step, from the outputs of its calls without a guarded update, and its norms.
 
         `counts` are those of `Prepare`.
         """
-        norms = {name: float(outputs[-1][name]) for name in ("grad_norm", "clipped_norm") if name in outputs[-1]}
+        scale = self._scale
+        norms = {name: float(value) / scale for name, value in outputs[-1].items() if name in NORMS}
         parts = [each for each in outputs if "loss" in each]
         count = len(parts) // len(self.world.ranks.own)
         sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
         records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
         activation = _largest([record["activation_norm"] for record in records]) if own else None
-        metrics = means(sums, counts)
+        metrics = means({name: value / scale for name, value in sums.items()}, counts)
         loss = metrics.pop("loss")
         metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
-        # A first micro-batch without targets tells nothing of the noise.
-        if self.noise is not None and float(outputs[0].get(NOISE_NORM, 0)):
-            scale = self.noise.add(float(outputs[0][NOISE_NORM]), norms["grad_norm"], count * self.world.ranks.slices)
-            metrics |= {} if scale is None else {"noise_scale": scale}
-        found = StepResult(loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics)
+        first = float(outputs[0].get(NOISE_NORM, 0)) / scale
+        if self.noise is not None and first:  # a first micro-batch without targets tells nothing of the noise
+            noise = self.noise.add(first, norms["grad_norm"], count * self.world.ranks.slices)
+            metrics |= {} if noise is None else {"noise_scale": noise}
+        norm, at = norms["grad_norm"], self.scale.loss_scale
+        found = StepResult(loss, norm, counts[LOSS_WEIGHT], True, activation, metrics, at)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
@@ -203,6 +254,8 @@ class TrainStep:
             whole["seed"] = step_seed(self.seed, step, micro_batch, slice_) if "seed" in read else 0
         if "rounding_seed" in declared:  # the same on all ranks, whose parameters stay equal
             whole["rounding_seed"] = step_seed(self.seed, step, ROUNDING)
+        if LOSS_SCALE in declared:
+            whole[LOSS_SCALE] = self._scale
         if "step" in declared:
             whole["step"] = step
         return whole

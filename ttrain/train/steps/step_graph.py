@@ -28,7 +28,7 @@ from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
-from ttrain.train.steps.step import NOISE_NORM, in_order
+from ttrain.train.steps.step import LOSS_SCALE, NOISE_NORM, in_order
 
 COPY = "/compute"  # likewise, of what layers read
 GRADIENT = "/gradient"  # after the path of a parameter
@@ -56,7 +56,9 @@ class StepGraph:
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
     guarded, trace_update takes grad_norm as an input instead. Where only some gradients are clipped, their norm is an
     output beside grad_norm, clipped_norm, and the input of a guarded update. Where an update rounds stochastically,
-    trace_train and trace_update have the input rounding_seed. Frozen parameters have no gradient nor optimizer state.
+    trace_train and trace_update have the input rounding_seed. In fp16 the step is guarded, and gradients and norms are
+    those of a scaled loss; trace_update has the input loss_scale, and takes norms without it. Frozen parameters have no
+    gradient nor optimizer state.
     """
 
     model: Model
@@ -84,6 +86,7 @@ class StepGraph:
             for model in filter(None, (self.model, self.shorter, self.writer)):
                 model.follow_compute()
         self.low_bits &= self.ema is None  # averages are of fp32 weights
+        self.guarded |= self.scaled
         flats = flat_parameters(self.model.parameters(), self.optimizer, self.model.compute)
         self.shards = [FlatShard(flat, self.ranks) for flat in flats]
         parts = [shard.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for shard in self.shards]
@@ -91,6 +94,11 @@ class StepGraph:
         self.frees &= not waits and self.ranks.single and sum(map(len, parts)) > len(parts)
         parts = parts if self.frees else [[shard] for shard in self.shards]
         self.updates = [(number, part) for number, of_shard in enumerate(parts) for part in of_shard]
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether gradients are those of a scaled loss, since fp16 can't hold small ones."""
+        return self.model.compute is DType.FP16
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -296,9 +304,13 @@ class StepGraph:
         return shard.values(graph, GRADIENT, self._gradient_spec, Kind.GRADIENT)
 
     def _gradient_spec(self, parameter: Parameter) -> TensorSpec:
-        """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it."""
+        """fp32 where micro-batches or slices are summed, so that no rounding adds up; else as backward makes it.
+
+        fp32 too where the directions that take the gradients' place are too small for fp16.
+        """
         summed = self.gradient_accumulation > 1 or not self.ranks.single
-        return parameter.spec if summed else parameter.read_spec(self.model.compute)
+        small = self.scaled and any(shard.flat.rule.whole for shard in self.shards)
+        return parameter.spec if summed or small else parameter.read_spec(self.model.compute)
 
     def _slot_spec(self, rule: Rule, slot: str) -> SpecOf:
         """Return the spec of a slot: in the weights' dtype, unless the config names one or the rule keeps fp32."""
@@ -334,11 +346,14 @@ class StepGraph:
         with graph.stage(Stage.UPDATE):
             with graph.scope("clip"):
                 limit = self.optimizer.config.clip_norm
+                unscaled = 1.0 / graph.input(LOSS_SCALE, SCALAR, 1) if self.scaled else None
                 factor = None if limit is None else ops.clip_factor(norm, limit)
+                if unscaled is not None:
+                    factor = unscaled if factor is None else factor * unscaled
             step = graph.input(STEP, SCALAR, 1)
             for (number, shard), own in zip(self.updates, gradients, strict=True):
                 with graph.scope(shard.flat.name):
-                    self._update_shard(graph, number, shard, own, step, factor if shard.flat.clipped else None)
+                    self._update_shard(graph, number, shard, own, step, factor if shard.flat.clipped else unscaled)
 
     def _update_shard(
         self, graph: Graph, number: int, shard: FlatShard, gradients: list[Value], step: Value, factor: Value | None

@@ -20,6 +20,11 @@ aten = torch.ops.aten
 _ROWS = 64  # of scores that a mask is added to at a time
 
 
+def _hidden(scores: Tensor) -> float:
+    """Return HIDDEN, or the least number of scores in fp16."""
+    return max(HIDDEN, torch.finfo(scores.dtype).min)
+
+
 def _masked(call: Call, y: Tensor | None = None) -> Tensor:
     """Emit scale x + the bias of the mask, for x [..., T, T], into scratch, or into y where it is wide enough."""
     x, mask = call.ins[0], call.attributes["mask"]
@@ -62,7 +67,7 @@ def _document_bias(call: Call) -> None:
     bias, documents = call.outs[0], Documents(call, call.ins[0], call.ins[0].shape[1])
     documents.find()
     call.emit(bias.fill_, 0.0)
-    documents.hide(bias, Block(0, bias.shape[2], range(bias.shape[2])), HIDDEN)
+    documents.hide(bias, Block(0, bias.shape[2], range(bias.shape[2])), _hidden(bias))
 
 
 @row("softmax_grad", overwrites=(0, 1))
@@ -145,10 +150,10 @@ class _CacheBias:
                 distance.abs_()
             torch.addcmul(scores, self.slopes, distance, value=-1, out=scores)
         torch.ge(keys, self.limits, out=hidden)
-        scores.masked_fill_(hidden, HIDDEN)
+        scores.masked_fill_(hidden, _hidden(scores))
         if self.mask.window is not None:
             torch.le(self.far[:seen], self.places, out=hidden)
-            scores.masked_fill_(hidden, HIDDEN)
+            scores.masked_fill_(hidden, _hidden(scores))
 
 
 @row("cache_bias")

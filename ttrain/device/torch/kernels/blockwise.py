@@ -1,6 +1,7 @@
 """Attention that never forms its probabilities, by kernels of aten, and the choice among those of a GPU.
 
-flash: in bf16 on a GPU, with heads that share keys and windows; on a CPU causal only. varlen: the same for documents.
+flash: in bf16 and fp16 on a GPU, with heads that share keys and windows; on a CPU causal only. varlen: the same for
+    documents.
 cudnn: for what flash takes, but windows.
 efficient: memory-efficient attention, in fp32 too; without windows, on copies of heads that share keys.
 
@@ -22,13 +23,13 @@ import torch
 from ttrain.core.attention_mask import CAUSAL, PAIRS, AttentionMask
 from ttrain.device.base import Attributes, Launch, chain
 from ttrain.device.torch.kernels import explicit
-from ttrain.device.torch.kernels.common import ROWS, TORCH_DTYPES, Call, Context, Tensor, spec_of
+from ttrain.device.torch.kernels.common import NARROW, ROWS, TORCH_DTYPES, Call, Context, Tensor, spec_of
 from ttrain.device.torch.kernels.costs import fastest
 from ttrain.device.torch.kernels.layout import heads_view
 
 aten = torch.ops.aten
 BLOCKS = "blocks of rows"  # the explicit way
-FLASH_FROM = (8, 0)  # compute capability of a GPU that computes in bf16
+FLASH_FROM = (8, 0)  # compute capability of a GPU that has flash, and computes in bf16
 SHORT = 128  # tokens; documents of fewer go by blocks of rows
 _SEQUENCES = 2**16 - 1  # that a launch of flash takes
 _LONGEST = 8192  # tokens of attention that is timed; beyond, the same is fastest
@@ -52,12 +53,12 @@ def _able(context: Context, q: Tensor, mask: AttentionMask, documents: bool) -> 
     """Names of the ways that take such queries on a GPU, first the one that is taken unless another is faster."""
     batch, _, time, width = q.shape
     known = time > (context.explicit_up_to or 0) and not (width % 8 or mask.biased or mask.name == PAIRS)
-    bf16, whole = q.dtype is torch.bfloat16 and context.capability >= FLASH_FROM, mask.window is None and not documents
+    flash, whole = q.dtype in NARROW and context.capability >= FLASH_FROM, mask.window is None and not documents
     ways = {
-        "varlen": bf16 and documents and time >= 2 * SHORT and most_sequences(batch, time) <= _SEQUENCES,
-        "flash": bf16 and not documents,
-        "cudnn": bf16 and whole and width <= 128,
-        "efficient": (bf16 or q.dtype is torch.float32) and whole,
+        "varlen": flash and documents and time >= 2 * SHORT and most_sequences(batch, time) <= _SEQUENCES,
+        "flash": flash and not documents,
+        "cudnn": flash and whole and width <= 128,
+        "efficient": (flash or q.dtype in (torch.float32, torch.float16)) and whole,
     }
     return tuple(name for name, able in ways.items() if known and able and (width <= 256 or name == "efficient"))
 

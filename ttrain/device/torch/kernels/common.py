@@ -23,11 +23,13 @@ TORCH_DTYPES = {
     DType.FP64: torch.float64,
     DType.FP32: torch.float32,
     DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
     DType.INT64: torch.int64,
     DType.INT32: torch.int32,
     DType.INT16: torch.int16,
     DType.BOOL: torch.bool,
 }
+NARROW = (torch.bfloat16, torch.float16)  # come to the host as fp32
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 # Logits of a head that are formed at a time, 32 MiB in fp32: on a CPU enough for full-speed products.
 CHUNK_LOGITS = 2**23
@@ -261,7 +263,7 @@ def constant_like(value: float, x: Tensor) -> Tensor:
 def scalar_like(value: float, x: Tensor) -> Tensor:
     """A scalar tensor to combine with x, in x's dtype where that holds the number exactly, else in fp32."""
     rounded = torch.tensor(value, dtype=x.dtype)
-    exact = float(rounded) == value or x.dtype is not torch.bfloat16
+    exact = float(rounded) == value or x.dtype not in NARROW
     return constant(value, x.dtype if exact else torch.float32, x.device)
 
 

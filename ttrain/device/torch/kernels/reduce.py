@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from ttrain.device.base import Delivery, Group
-from ttrain.device.torch.kernels.common import Call, Tensor, row, runs
+from ttrain.device.torch.kernels.common import NARROW, Call, Tensor, row, runs
 
 _SERIAL = 2**15  # elements that aten adds by itself: more threads would take cores from the kernels that run meanwhile
 
@@ -33,10 +33,10 @@ def _reduce_max(call: Call) -> None:
 
 
 def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
-    """Matrices of rows to take norms of; in bf16 no larger than a block, since they are widened first."""
+    """Matrices of rows to take norms of; in 16 bits no larger than a block, since they are widened first."""
     pieces: list[Tensor] = []
     for run in runs(tensors):
-        limit = max(block // row, 1) * row if run.dtype is torch.bfloat16 else run.numel()
+        limit = max(block // row, 1) * row if run.dtype in NARROW else run.numel()
         for part in run.split(max(limit, 1)):
             whole = part.numel() // row * row
             if whole:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ttrain.device.base import Kernel
-from ttrain.device.torch.kernels.common import ROWS, Bind, Call, Context, Tensor, kernel, spec_of
+from ttrain.device.torch.kernels.common import NARROW, ROWS, Bind, Call, Context, Tensor, kernel, spec_of
 from ttrain.device.torch.loops import program_of
 from ttrain.device.torch.triton.elementwise import BLOCK, EXPRESSIONS, TritonNest
 from ttrain.device.torch.triton.launch import emit
 
-_STORED = (torch.float32, torch.bfloat16)
+_STORED = (torch.float32, *NARROW)
 _WIDEST = 2**13  # elements of a row that the registers of a block of threads hold
 # Elements of a tile of shorter rows. Several for each thread: one that loads again what another has loaded might find
 # what that one has stored, where an output has the buffer of an input.
@@ -25,7 +25,7 @@ Rule = Callable[[Call], bool]  # emits a node's launches; False, with nothing ta
 
 
 def _takes(*tensors: Tensor | None) -> bool:
-    """True if all tensors that are present have elements in fp32 or bf16, as many as int32 can count rows of."""
+    """True if all tensors that are present have elements in fp32, bf16 or fp16, as many as int32 can count rows of."""
     return all(x is None or (x.dtype in _STORED and 0 < x.numel() < 2**31 * x.shape[-1]) for x in tensors)
 
 
