@@ -110,7 +110,7 @@ def lines_of(peers: list[Peer], size: str, precision: str) -> list[list[str]]:
         median, spread = medians[peer.name], [min(peer.times), max(peer.times)]
         factor = "" if best is None else f"{best / median:.2f}"
         told = f"{1e3 * spread[0]:.4g} to {1e3 * spread[1]:.4g}"
-        rows.append([size, precision, f"{peer.name} ({peer.version})", f"{1e3 * median:.4g}", factor, told])
+        rows.append([size, precision, peer.name, f"{1e3 * median:.4g}", factor, told])
     return rows
 
 
@@ -166,9 +166,10 @@ def take_turns(peers: list[Peer], rounds: int) -> None:
 
 
 def write(file: Path, rows: list[list[str]], given: argparse.Namespace) -> None:
-    """Add the rows to a file that benchmarks.page reads; those of the same size and precision are replaced."""
+    """Add the rows to a file that benchmarks.page reads; those of the same contender and case are replaced."""
     known: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {"lines": [TITLES]}
-    kept = [row for row in known["lines"][1:] if row[:2] != [given.size, given.precision]]
+    made = [row[:3] for row in rows]
+    kept = [row for row in known["lines"][1:] if row[:3] not in made]
     features = ", ".join(sorted(vector_extensions()))
     result = {
         "environment": {"started": date.today().isoformat(), "command": "python -m benchmarks.peers"},

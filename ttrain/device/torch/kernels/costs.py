@@ -132,5 +132,7 @@ def seconds(
 def machine() -> str:
     """The key of this machine's entries. It covers what keeps libraries from instructions that the processor has."""
     held = [f"{name}={os.environ[name]}" for name in _HOLDING if name in os.environ]
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        held.append(f"fp32={precision}")
     whole = hashlib.sha256("\n".join([processor_features(), *held]).encode()).hexdigest()[:16]
     return ", ".join([f"torch {torch.__version__}", processor_name(), *held, whole])
