@@ -72,7 +72,8 @@ def way_of(
         return "aten"
     if pinned == "onednn":
         return "onednn" if _onednn_serves(dtype) else "aten"
-    timed = (min(size, _LARGEST) for size in (rows, inner, columns))
+    # An odd inner axis stays odd: there may be no code for it.
+    timed = min(rows, _LARGEST), min(inner, _LARGEST - inner % 2), min(columns, _LARGEST)
     return _decided(*timed, plain_a, plain_b, torch.get_num_threads(), dtype)
 
 
