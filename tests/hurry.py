@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from functools import cache, wraps
 
 import yaml
 
-# Half as long as -O3, with the same multiply-adds.
+# A third of the time of -O3, with the same multiply-adds. Clang doesn't know the passes of GCC that are left out.
 QUICKLY = ("-O1", "-fexpensive-optimizations", "-fno-schedule-insns")
+if shutil.which("g++"):
+    LEFT_OUT = ("ivopts", "tree-pta", "tree-loop-im", "gcse", "tree-dse", "dse", "thread-jumps", "tree-ccp")
+    QUICKLY += ("-fira-region=one", *(f"-fno-{name}" for name in LEFT_OUT))
 
 
 def hurry() -> None:
     """Let runs in this process draw no loss curve, time only small products and copies, and compile quickly.
-    YAML is read by C, and the plugins that are installed are looked for once.
+    YAML is read and written by C, and the plugins that are installed are looked for once.
 
     What was imported by now is never garbage: runs that look for the memory of old steps need not search it.
     """
@@ -31,7 +35,8 @@ def hurry() -> None:
     step_time._FIRST = step_time._AGAIN = 0.0
     step_time._SIZES["cpu"], step_time._MOVED = 256, 2**20
     toolchain.FLAGS = (*toolchain.FLAGS, *QUICKLY)
-    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
+    for name in ("SafeLoader", "SafeDumper"):
+        setattr(yaml, name, getattr(yaml, f"C{name}", getattr(yaml, name)))
     registry.entry_points = cache(registry.entry_points)
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

@@ -22,13 +22,11 @@ struct EmulatedTiles {
         if (!here().configured) __builtin_trap();
         return here();
     }
-    unsigned bits(int tile, int row, int column) const {
-        unsigned short half;
-        memcpy(&half, data[tile][row] + 2 * column, sizeof half);
-        return unsigned(half) << 16;
-    }
-    float number(int tile, int row, int column) const {
-        const unsigned whole = bits(tile, row, column);
+    // The first or second half of 32 bits.
+    float number(int tile, int row, int column, bool second) const {
+        unsigned pair;
+        memcpy(&pair, data[tile][row] + 4 * column, sizeof pair);
+        const unsigned whole = second ? pair & 0xffff0000u : pair << 16;
         float x;
         memcpy(&x, &whole, sizeof x);
         return x;
@@ -87,7 +85,7 @@ struct Tiles {
     }
     // Even and odd elements are summed apart, each product and sum rounded once, and then both to what was there.
     template <int Sum, int Left, int Right>
-    static void add_product() {
+    __attribute__((optimize("O3"))) static void add_product() {
         EmulatedTiles& tiles = EmulatedTiles::ready();
         __atomic_add_fetch(&tile_products, 1, __ATOMIC_RELAXED);
         const int rows = tiles.rows[Sum], columns = tiles.bytes[Sum] / 4, steps = tiles.bytes[Left] / 4;
@@ -99,7 +97,7 @@ struct Tiles {
                 for (int odd = 0; odd < 2; ++odd)
                     for (int j = 0; j < columns; ++j)
                         halves[odd][j] = __builtin_fmaf(
-                            tiles.number(Left, i, 2 * k + odd), tiles.number(Right, k, 2 * j + odd), halves[odd][j]);
+                            tiles.number(Left, i, k, odd), tiles.number(Right, k, j, odd), halves[odd][j]);
             memcpy(sums, tiles.data[Sum][i], sizeof sums);
             for (int j = 0; j < columns; ++j) sums[j] += halves[0][j] + halves[1][j];
 #if defined(AMX_WRONG)
