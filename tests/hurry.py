@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+from contextlib import suppress
 from functools import cache, wraps
+from typing import Any
 
 import yaml
 
@@ -35,8 +37,15 @@ def hurry() -> None:
     step_time._FIRST = step_time._AGAIN = 0.0
     step_time._SIZES["cpu"], step_time._MOVED = 256, 2**20
     toolchain.FLAGS = (*toolchain.FLAGS, *QUICKLY)
-    for name in ("SafeLoader", "SafeDumper"):
-        setattr(yaml, name, getattr(yaml, f"C{name}", getattr(yaml, name)))
+    yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
+    yaml.safe_dump = dumped  # type: ignore[assignment]
     registry.entry_points = cache(registry.entry_points)
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+
+
+def dumped(data: Any, **how: Any) -> Any:
+    """Return YAML as C writes it, or Python, which takes names that are no Unicode."""
+    with suppress(UnicodeEncodeError):
+        return yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), **how)
+    return yaml.dump(data, Dumper=yaml.SafeDumper, **how)
