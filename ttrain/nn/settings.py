@@ -12,8 +12,8 @@ from ttrain.core.spec import DType
 if TYPE_CHECKING:
     from ttrain.nn.module import Parameter
 
-_COMPUTE = dict.fromkeys(("fp32", "tf32"), DType.FP32) | dict.fromkeys(("bf16", "bf16_true", "bf8"), DType.BF16)
-_COMPUTE["fp16"] = DType.FP16
+_COMPUTE = {"fp32": DType.FP32, "tf32": DType.FP32, "fp16": DType.FP16}
+_COMPUTE |= dict.fromkeys(("bf16", "bf16_true", "bf8"), DType.BF16)
 PRECISIONS = tuple(_COMPUTE)
 
 

@@ -51,7 +51,7 @@ class Torch(DeviceInfo):
 
             if torch.cuda.is_bf16_supported(including_emulation=False):
                 return "bf16", "the GPU computes in bf16"
-            return "fp32", "the GPU has no bf16 units, so bf16 takes longer"
+            return "fp32", "the GPU has no bf16 units; precision=fp16 may be faster"
         found = [name for name in BF16_EXTENSIONS if name in vector_extensions()]
         if found:
             return "bf16", f"the processor has {found[0]}"

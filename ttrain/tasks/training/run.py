@@ -241,8 +241,8 @@ class Run:
         changes = Counter(f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way)
         listed = ", ".join(f"{count} {change}" for change, count in sorted(changes.items()))
         return listed and (
-            f"products are made another way than before ({listed}), so that results differ in their last bits; what "
-            "was measured on this machine is gone or another (see device.matmul, which pins who multiplies)."
+            f"products or attention go another way than before ({listed}), so that results differ in their last bits; "
+            "what was measured on this machine is gone or another (see device.matmul, which pins who multiplies)."
         )
 
     def content(self, progress: Progress, val_loss: float | None) -> CheckpointContent:

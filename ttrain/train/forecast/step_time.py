@@ -97,8 +97,7 @@ def _key(device: str, dtype: str, index: int) -> str:
 
     named = getattr(getattr(torch, device), "get_device_name", None)  # of cuda and xpu
     model = platform.machine() if named is None else named(index)
-    parts = [device, model, platform.node(), dtype, torch.get_float32_matmul_precision(), torch.get_num_threads()]
-    return " ".join(map(str, [*parts, machine()]))
+    return " ".join(map(str, [device, model, platform.node(), dtype, torch.get_num_threads(), machine()]))
 
 
 def _measure_bandwidth(device: str, index: int, seconds: float) -> float:

@@ -203,13 +203,14 @@ def directions(
 ) -> list[Value]:
     """Return what a rule of whole tensors puts in the place of each gradient of `lists`. The slots are updated.
 
-    A gradient is state, unless the step `frees` it. Without its loss scale it is too small for fp16.
+    A gradient is state, unless the step `frees` it. Rules get those of fp16 in fp32: without their loss scale they
+    may underflow.
     """
-    narrow = DType.FP32 if flat.dtype is DType.FP16 else flat.dtype
+    dtype = DType.FP32 if flat.dtype is DType.FP16 else flat.dtype
     found = []
     for parameter, gradient, *slots in zip(*lists, strict=True):
         wide = ops.cast(gradient, DType.FP32)
-        scaled = ops.cast(wide if factor is None else wide * factor, narrow)
+        scaled = ops.cast(wide if factor is None else wide * factor, dtype)
         states = [ops.cast(state, DType.FP32) for state in (parameter, *slots)]
         direction, *new = flat.rule.body(states[0], scaled, *states[1:], lr, step, **dict(flat.rule.settings))
         for state, value in zip(slots, new, strict=True):

@@ -242,8 +242,8 @@ class TrainStep:
         if self.noise is not None and first:  # a first micro-batch without targets tells nothing of the noise
             noise = self.noise.add(first, norms["grad_norm"], count * self.world.ranks.slices)
             metrics |= {} if noise is None else {"noise_scale": noise}
-        norm, at = norms["grad_norm"], self.scale.loss_scale
-        found = StepResult(loss, norm, counts[LOSS_WEIGHT], True, activation, metrics, at)
+        given = loss, norms["grad_norm"], counts[LOSS_WEIGHT]
+        found = StepResult(*given, activation_norm=activation, metrics=metrics, loss_scale=self.scale.loss_scale)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:

@@ -21,7 +21,7 @@ _ROWS = 64  # of scores that a mask is added to at a time
 
 
 def _hidden(scores: Tensor) -> float:
-    """Return HIDDEN, or the least number of scores in fp16."""
+    """Return HIDDEN, or in fp16, which can't hold it, the least number."""
     return max(HIDDEN, torch.finfo(scores.dtype).min)
 
 

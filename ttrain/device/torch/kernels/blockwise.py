@@ -202,10 +202,8 @@ def emit(call: Call, way: str, number: int) -> None:
     y, positions = heads_view(call.ins[4] if number else call.outs[0], 1, heads)[0], call.ins[-1]
     given, targets = explicit.by_heads(call.ins[number : number + 3], how), [y, *call.outs[1:]]
     if number:
-        given, targets = (
-            [heads_view(call.ins[0], 1, heads)[0], *given, y, call.ins[5]],
-            explicit.by_heads(call.outs, how),
-        )
+        given = [heads_view(call.ins[0], 1, heads)[0], *given, y, call.ins[5]]
+        targets = explicit.by_heads(call.outs, how)
     call.outside = sum(out.nbytes for out in call.outs) + _MORE.get(way, 4) * y.nbytes
     run = partial(_PASSES[way][number], how, *given)
     if way != "varlen":
