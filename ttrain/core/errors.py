@@ -124,6 +124,6 @@ def raised_as(
     try:
         yield
     except of as error:
-        reason = str(getattr(error, "strerror", None) or error)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(getattr(error, "strerror", None) or error)
         stop = "" if reason.endswith((".", "?")) else "."
         raise kind(f"{what}: {reason}{stop} {advice}".rstrip()) from error

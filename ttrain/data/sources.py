@@ -131,9 +131,8 @@ class DocumentReader:
                 continue
             place = f"{file}:{number}"
             try:
-                document = self._document(row, place)
-            except DataError as error:  # a template that takes too much would do so again
-                raise DataError(f"{place}: {error}") from None
+                with raised_as(DataError, place, of=DataError):  # a template that takes too much would do so again
+                    document = self._document(row, place)
             except ValueError as error:
                 if self._config.bad_rows == "stop":
                     mend = "Mend the row, or leave such rows out with data.bad_rows=skip."

@@ -140,7 +140,8 @@ def _raw(train: Path, val: Path | None, config: TokensConfig) -> TokenFiles:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    try:
+    damages = OSError, ValueError, KeyError, TypeError, RecursionError
+    with raised_as(DataError, f"{file} is damaged", "Prepare the tokens again.", damages):
         header: Any = json.loads(file.read_text(encoding="utf-8"))
         splits = [header["splits"][split] for split in FILES]
         numbers = (header["vocabulary"], *(split["tokens"] for split in splits))
@@ -148,8 +149,6 @@ def _read_header(file: Path) -> dict[str, Any]:
         known = header["format"] == HEADER_FORMAT and header["dtype"] in TOKEN_DTYPES
         typed = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
         complete = known and typed and isinstance(header["corpus"], dict)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{file} is damaged: {error!r}. Prepare the tokens again.") from None
     if not complete:
         raise DataError(f"{file} does not describe token files of this version. Prepare the tokens again.")
     return dict(header)

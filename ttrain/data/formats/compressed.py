@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 
 OnBytes = Callable[[bytes], object]
 
@@ -29,10 +30,9 @@ def open_unpacked(file: Path, on_bytes: OnBytes = len) -> BinaryIO:
     return io.BufferedReader(_Unpacked(_pieces(file, on_bytes)))
 
 
-def missing_library(file: Path, library: str, error: ImportError) -> DataError:
-    """Return the error for a file whose package is missing or does not load."""
-    why = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
-    return DataError(f"data.sources: {file} needs the package {library}{why}: pip install 'ttrain[data]'.")
+def needing(file: Path, library: str) -> AbstractContextManager[None]:
+    """Raise DataError where the package that a file needs is missing or does not load."""
+    return raised_as(DataError, f"data.sources: {file} needs {library}", "Run: pip install 'ttrain[data]'", ImportError)
 
 
 class _Unpacked(io.RawIOBase):
@@ -62,10 +62,8 @@ def _decoder(file: Path) -> tuple[Callable[[], Any], type[Exception], str] | Non
         return None
     if ending == ".gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error, "gzip"  # 31: with gzip's header and checksum
-    try:
+    with needing(file, "zstandard"):
         import zstandard
-    except ImportError as error:
-        raise missing_library(file, "zstandard", error) from None
     return zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError, "zstandard"
 
 

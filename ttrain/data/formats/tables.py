@@ -13,7 +13,7 @@ from ttrain.core.errors import DataError
 from ttrain.core.names import listed
 from ttrain.data.chat.conversation import LEARNT, TOOLS
 from ttrain.data.corpus import READ_BYTES, FileList
-from ttrain.data.formats.compressed import OnBytes, missing_library
+from ttrain.data.formats.compressed import OnBytes, needing
 
 TABLES = (".parquet", ".arrow")
 _BATCH_BYTES = 1 << 20  # of a Parquet file's values held at once, unless one row has more
@@ -27,11 +27,9 @@ def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> I
     `on_bytes` is called with all bytes of the file in order, in step with the rows. Raises DataError for a damaged file
     and for one without such a column.
     """
-    try:
+    with needing(file, "pyarrow"):
         import pyarrow as pa
         import pyarrow.parquet  # loaded here, so that a broken one is told alike
-    except ImportError as error:
-        raise missing_library(file, "pyarrow", error) from None
     number, batches = 0, _parquet if file.suffix.lower() == ".parquet" else _arrow
     with open(file, "rb") as raw:
         try:

@@ -10,14 +10,12 @@ from typing import Any
 from tqdm import tqdm
 
 from ttrain.api import load_config
-from ttrain.core.errors import UserError
+from ttrain.core.errors import UserError, raised_as
 from ttrain.tasks.evaluating.measures import encoded_pair, opened, windows_of
 from ttrain.train.sampling.stream import Stop, stream_text
 
-try:
+with raised_as(ImportError, "lm-evaluation-harness can't be loaded", "Run: pip install 'ttrain[lm-eval]'", ImportError):
     from lm_eval.api.model import LM
-except ImportError as error:
-    raise ImportError(f"lm-evaluation-harness can't be loaded ({error}): pip install 'ttrain[lm-eval]'") from None
 
 _GENERATED = 256  # tokens, where a task does not say how many
 
