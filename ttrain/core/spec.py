@@ -10,19 +10,19 @@ from enum import Enum
 
 
 class DType(Enum):
-    """Element types, named as the config names them. The value is (name, bytes per element)."""
+    """Element types, named as the config names them. The value is (name, bytes per element, name in torch)."""
 
-    FP64 = ("fp64", 8)
-    FP32 = ("fp32", 4)
-    BF16 = ("bf16", 2)
-    FP16 = ("fp16", 2)
-    INT64 = ("int64", 8)
-    INT32 = ("int32", 4)
-    INT16 = ("int16", 2)
-    BOOL = ("bool", 1)
+    FP64 = ("fp64", 8, "float64")
+    FP32 = ("fp32", 4, "float32")
+    BF16 = ("bf16", 2, "bfloat16")
+    FP16 = ("fp16", 2, "float16")
+    INT64 = ("int64", 8, "int64")
+    INT32 = ("int32", 4, "int32")
+    INT16 = ("int16", 2, "int16")
+    BOOL = ("bool", 1, "bool")
 
-    def __init__(self, label: str, itemsize: int) -> None:
-        self.label, self.itemsize = label, itemsize
+    def __init__(self, label: str, itemsize: int, in_torch: str) -> None:
+        self.label, self.itemsize, self.in_torch = label, itemsize, in_torch
 
     @property
     def is_floating(self) -> bool:

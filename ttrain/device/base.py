@@ -383,15 +383,9 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+# The host computes in fp32, which holds every bf16 and fp16 value exactly; numpy has no bf16.
 NUMPY_DTYPES = {
-    DType.FP64: np.float64,
-    DType.FP32: np.float32,
-    DType.BF16: np.float32,  # numpy has no bf16; fp32 holds every bf16 value exactly
-    DType.FP16: np.float32,  # as bf16, so that the host computes in fp32
-    DType.INT64: np.int64,
-    DType.INT32: np.int32,
-    DType.INT16: np.int16,
-    DType.BOOL: np.bool_,
+    dtype: np.dtype("float32" if dtype.is_floating and dtype.itemsize < 4 else dtype.in_torch) for dtype in DType
 }
 
 

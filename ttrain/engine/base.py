@@ -56,7 +56,7 @@ class Step(ABC):
         self._expected = []
         for key, spec in self.uploads.items():  # where several chips share a batch, fields hold the rows of all of them
             whole = (engine.device.chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
-            self._expected.append((key, np.dtype(NUMPY_DTYPES[spec.dtype]), spec.shape, whole))
+            self._expected.append((key, NUMPY_DTYPES[spec.dtype], spec.shape, whole))
         self._counted = CountedRun(engine)
         self._what = f"step {name}"  # for a device that watches launches
 

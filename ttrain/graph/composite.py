@@ -205,9 +205,4 @@ def require(condition: bool, owner: str, got: object, expected: str, fix: str = 
         raise ShapeError(f"{owner}: got {got}, expected {expected}.{' ' + fix if fix else ''}")
 
 
-_DTYPES = {
-    "torch.float64": DType.FP64, "torch.float32": DType.FP32, "torch.bfloat16": DType.BF16,
-    "torch.float16": DType.FP16,
-    "torch.int64": DType.INT64, "torch.int32": DType.INT32, "torch.int16": DType.INT16,
-    "torch.bool": DType.BOOL,
-}  # fmt: skip
+_DTYPES = {f"torch.{dtype.in_torch}": dtype for dtype in DType}

@@ -13,22 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import split_update
-from ttrain.graph import (
-    REGISTRY,
-    Case,
-    Composite,
-    Node,
-    Op,
-    RecordSide,
-    Value,
-    cases,
-    composite,
-    declare,
-    op,
-    primitive,
-    require,
-)
-from ttrain.graph.composite import Probe, specs_of
+from ttrain.graph import REGISTRY, Case, Node, Op, RecordSide, Value, cases, composite, declare, op, primitive, require
+from ttrain.graph.composite import Composite, Probe, specs_of
 from ttrain.ops.elementwise import at_least, cast, free
 from ttrain.ops.program import Program, program_of, record
 

@@ -33,7 +33,6 @@ from ttrain.ops import add, cast, multiply, reduce_sum
 from ttrain.ops.elementwise import PLAIN_SHAPES
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
-TORCH = {DType.FP64: torch.float64, DType.FP32: torch.float32, DType.BF16: torch.bfloat16, DType.FP16: torch.float16}
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
 DIFFERENTIABLE_OUTPUTS = {"split_heads": 3}
 # What the axes `...` and then the letters of declared shapes stand for; PLAIN_SHAPES where there are no letters.
@@ -172,7 +171,7 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     """The values of `array` in `dtype`, as fp64; integers stay."""
     if not dtype.is_floating:
         return array
-    return torch.from_numpy(np.array(array)).to(TORCH[dtype]).double().numpy()
+    return torch.from_numpy(np.array(array)).to(getattr(torch, dtype.in_torch)).double().numpy()
 
 
 def draw(op: Op, case: Case, dtype: DType) -> Arrays:

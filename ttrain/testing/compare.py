@@ -153,8 +153,8 @@ GRADIENT = {DType.FP64: Tolerance(4096, 1024), DType.FP32: Tolerance(64, 24), DT
 GRADIENT[DType.FP16] = GRADIENT[DType.BF16]
 
 # Of the gradients of a whole model, and the least cosine with those of PyTorch.
-MODEL = {DType.FP32: Tolerance(512, 128), DType.BF16: Tolerance(64, 24), DType.FP16: Tolerance(64, 24)}
-MODEL_COSINE = {DType.FP32: 1 - 1e-9, DType.BF16: 0.9995, DType.FP16: 0.9995}
+MODEL = {DType.FP32: (Tolerance(512, 128), 1 - 1e-9)}
+MODEL |= dict.fromkeys((DType.BF16, DType.FP16), (Tolerance(64, 24), 0.9995))
 
 # (op, output or *) -> tolerance in ULP of bf16, where an intermediate is rounded to bf16 on the way.
 BF16 = {

@@ -26,17 +26,7 @@ from ttrain.models.base import Model, loss_weights, preparation
 from ttrain.nn.initialize import generator_of, initial_value
 from ttrain.nn.module import use
 from ttrain.testing import cases
-from ttrain.testing.compare import (
-    EXACT,
-    GRADIENT,
-    MODEL,
-    MODEL_COSINE,
-    Comparison,
-    Tolerance,
-    compare,
-    tolerance,
-    verdict,
-)
+from ttrain.testing.compare import EXACT, GRADIENT, MODEL, Comparison, Tolerance, compare, tolerance, verdict
 
 MakeEngine = Callable[[Device, State], Engine]
 LOSS = "loss"
@@ -224,8 +214,8 @@ class ModelTrial(Trial):
 
     def allowed(self, name: str, value: Value, uniform: bool) -> tuple[str, DType, Tolerance, float]:
         if name == LOSS:
-            return LOSS, self.dtype, MODEL[self.dtype], -math.inf
-        return f"d{name}", self.dtype, MODEL[self.dtype], MODEL_COSINE[self.dtype]
+            return LOSS, self.dtype, MODEL[self.dtype][0], -math.inf
+        return f"d{name}", self.dtype, *MODEL[self.dtype]
 
 
 def trials(op: Op, dtype: DType, seen: tuple[int, ...], alone: bool) -> list[Trial]:
@@ -324,7 +314,7 @@ class Verifier:
         """Compare the loss of a model and the gradients of its parameters."""
         if self.device.uniform_compute:
             model.follow_compute()
-        yield from self._compare(name, [ModelTrial(name, model, rows, seed)], MODEL[self.dtype])
+        yield from self._compare(name, [ModelTrial(name, model, rows, seed)], MODEL[self.dtype][0])
 
     def _compare(
         self, subject: str, planned: Sequence[Trial], allowed: Tolerance, each: Each = iter

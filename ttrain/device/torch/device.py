@@ -20,17 +20,7 @@ from ttrain.core.errors import CaptureError, GraphError
 from ttrain.core.options import LARGEST_INTEGER
 from ttrain.core.processor import processor_name, vector_extensions
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import (
-    ALIGNMENT,
-    NOTHING_AROUND,
-    Buffers,
-    Device,
-    Group,
-    Kernel,
-    Launch,
-    StepCompiler,
-    flat_launches,
-)
+from ttrain.device.base import ALIGNMENT, Buffers, Device, Group, Kernel, Launch, StepCompiler, flat_launches
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.contention import Contention
 from ttrain.device.torch.info import GPUS, is_gpu, require_gpu
@@ -164,7 +154,7 @@ class TorchDevice(Device):
 
     def launching(self, what: str) -> AbstractContextManager[None]:
         self._contention.look()
-        return NOTHING_AROUND
+        return super().launching(what)
 
     def release_threads(self) -> None:
         self._contention.forget()

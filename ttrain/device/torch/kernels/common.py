@@ -19,16 +19,7 @@ from ttrain.device.torch.triton.installed import has_triton
 
 Tensor = torch.Tensor
 
-TORCH_DTYPES = {
-    DType.FP64: torch.float64,
-    DType.FP32: torch.float32,
-    DType.BF16: torch.bfloat16,
-    DType.FP16: torch.float16,
-    DType.INT64: torch.int64,
-    DType.INT32: torch.int32,
-    DType.INT16: torch.int16,
-    DType.BOOL: torch.bool,
-}
+TORCH_DTYPES: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.in_torch) for dtype in DType}
 NARROW = (torch.bfloat16, torch.float16)  # come to the host as fp32
 DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 # Logits of a head that are formed at a time, 32 MiB in fp32: on a CPU enough for full-speed products.
