@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.shapes import Shapes
@@ -111,7 +111,7 @@ def _specs(given: Value | Sequence[Value] | None) -> list[TensorSpec]:
     return [value.spec for value in ([given] if isinstance(given, Value) else given or ())]
 
 
-class Primitive(Declared[P, Value]):
+class Primitive(Declared[P, R]):
     """An op that no others make up: its function is the shape rule. See `primitive`."""
 
     def __init__(self, rule: Callable[P, Any], **facts: Any) -> None:
@@ -185,13 +185,22 @@ def composite(body: Callable[P, R] | str = "", /, **facts: Any) -> Any:
     return declare(Composite(body, **facts))
 
 
-def primitive(shapes: str = "", **facts: Any) -> Callable[[Callable[P, Any]], Primitive[P]]:
+class _OfRule(Protocol):
+    """The op of a rule that gives one spec returns one value, that of a rule that gives a list returns a tuple."""
+
+    @overload
+    def __call__(self, rule: Callable[P, TensorSpec], /) -> Primitive[P, Value]: ...
+    @overload
+    def __call__(self, rule: Callable[P, list[TensorSpec]], /) -> Primitive[P, tuple[Value, ...]]: ...
+
+
+def primitive(shapes: str = "", **facts: Any) -> _OfRule:
     """Decorator: declare an op by its shape rule, a function from values to the spec of the output or those of several.
 
     `facts` set attributes of Op and take the place of its methods: at least `reference`; `vjp(node, *gradients of the
     outputs)` where a gradient passes.
     """
-    return lambda rule: declare(Primitive(rule, shapes=shapes, **facts))
+    return lambda rule: declare(Primitive(rule, shapes=shapes, **facts))  # type: ignore[return-value]
 
 
 def cases(op: Op, *given: Case) -> None:

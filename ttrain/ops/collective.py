@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Case, Value, cases, op, primitive, require
+from ttrain.graph import Case, Value, cases, primitive, require
 
 Bounds = tuple[tuple[int, ...], ...]
 _OVER_STATE: dict[str, Any] = {  # the first `count` tensors are written, or all; those behind them only belong to them
@@ -35,19 +35,19 @@ def all_reduce(x: Value) -> TensorSpec:
 
 
 @primitive(**_OVER_STATE)
-def _all_reduce_state(tensors: Sequence[Value]) -> list[TensorSpec]:
+def all_reduce_state(tensors: Sequence[Value]) -> list[TensorSpec]:
     """tensors <- their sums over all chips, as a group: a device may send them in one piece."""
     return [tensor.spec for tensor in tensors]
 
 
 @primitive(**_OVER_STATE)
-def _all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+def all_reduce_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
     """Starts to put the sums over all ranks into a bucket of the tensors. The last output is the receive buffer."""
     return _with_receive_buffer("all_reduce_start", tensors, bounds)
 
 
 @primitive(**_OVER_STATE)
-def _reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
+def reduce_scatter_start(tensors: Sequence[Value], bounds: Bounds = ()) -> list[TensorSpec]:
     """Start the sum of this rank's shard of the bucket alone. The rest of the bucket is undefined afterwards."""
     return _with_receive_buffer("reduce_scatter_start", tensors, bounds)
 
@@ -61,7 +61,7 @@ def _with_receive_buffer(name: str, tensors: Sequence[Value], bounds: Bounds) ->
 
 
 @primitive(**_OVER_STATE)
-def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
+def collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
     """The first `count` tensors, as all collectives that were started leave them; the others are given back.
 
     Parts of tensors may follow those that they lie in. The others are the receive buffers of the starts.
@@ -70,7 +70,7 @@ def _collectives_done(tensors: Sequence[Value], count: int) -> list[TensorSpec]:
 
 
 @primitive(**_OVER_STATE)
-def _all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ()) -> list[TensorSpec]:
+def all_gather_state(tensors: Sequence[Value], count: int, bounds: Bounds = ()) -> list[TensorSpec]:
     """Every part of `count` tensors <- what the rank that owns it holds there.
 
     This rank's parts, which are as its updates left them, follow in the list.
@@ -93,29 +93,9 @@ def block_norms(tensors: Sequence[Value], places: tuple[int, ...], total: int, b
     return TensorSpec((total,), DType.FP32)
 
 
-cases(_all_gather_state, Case(((4, 8), (257,), (3,)), {"count": 2}))
-cases(_collectives_done, Case(((4, 8), (257,), (3,)), {"count": 2}))
-for _op in (_all_reduce_state, _all_reduce_start, _reduce_scatter_start):
+cases(all_gather_state, Case(((4, 8), (257,), (3,)), {"count": 2}))
+cases(collectives_done, Case(((4, 8), (257,), (3,)), {"count": 2}))
+for _op in (all_reduce_state, all_reduce_start, reduce_scatter_start):
     cases(_op, Case(((4, 8), (257,))), Case(((3,),)))
 cases(all_reduce, Case(((4, 8),)), Case(((),)))
 cases(block_norms, Case(((4, 8), (257,)), {"places": (1, 2), "total": 12, "block": 32}))
-
-
-def all_reduce_state(tensors: Sequence[Value]) -> list[Value]:
-    """Overwrite state with its sums over all chips; returns the new values."""
-    return list(op("all_reduce_state").record(*tensors))
-
-
-def reduce_start(tensors: Sequence[Value], bounds: Bounds, scatters: bool) -> list[Value]:
-    """See the ops; returns the new values of the tensors, and the receive buffer."""
-    return list(op("reduce_scatter_start" if scatters else "all_reduce_start").record(*tensors, bounds=bounds))
-
-
-def collectives_done(tensors: Sequence[Value], buffers: Sequence[Value]) -> list[Value]:
-    """See the op; returns the new values of the tensors."""
-    return list(op("collectives_done").record(*tensors, *buffers, count=len(tensors)))
-
-
-def all_gather_state(tensors: Sequence[Value], parts: Sequence[Value], bounds: Bounds) -> list[Value]:
-    """See the op; returns the new values of the whole tensors."""
-    return list(op("all_gather_state").record(*tensors, *parts, count=len(tensors), bounds=bounds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
+from ttrain.graph import Case, Node, Value, cases, composite, primitive, require
 from ttrain.ops.elementwise import free
 from ttrain.ops.layout import reshape
 from ttrain.ops.matmul import matmul
@@ -60,15 +60,6 @@ def add_embedding_grad(base: Value, dy: Value, ids: Value) -> Value:
 cases(add_embedding_grad, Case())
 
 
-def token_windows(starts: Value, stream: Value, length: int) -> tuple[Value, Value]:
-    """Sequences of `length` ids of a stream, and as targets the ids that follow each of them: both int64 [B, length].
-
-    tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: stream of any integers [N], starts
-    int64 [B], each from 0 to N - length - 1.
-    """
-    return op("token_windows").record(starts, stream, length=length)
-
-
 def _windows_in_torch(starts: Any, stream: Any, length: int) -> tuple[Any, Any]:
     windows = stream.unfold(0, length + 1, 1)[starts].long()
     return windows[:, :-1], windows[:, 1:]
@@ -88,8 +79,12 @@ def _windows_nbytes(node: Node) -> int:
     nbytes=_windows_nbytes,
     reference=_windows_in_torch,
 )
-def _token_windows(starts: Value, stream: Value, length: int) -> list[TensorSpec]:
-    """See token_windows."""
+def token_windows(starts: Value, stream: Value, length: int) -> list[TensorSpec]:
+    """Sequences of `length` ids of a stream, and as targets the ids that follow each of them: both int64 [B, length].
+
+    tokens[b, t] = stream[starts[b] + t], targets[b, t] = stream[starts[b] + t + 1]: stream of any integers [N], starts
+    int64 [B], each from 0 to N - length - 1.
+    """
     fits = not stream.spec.dtype.is_floating and 0 < length < stream.shape[0]
     require(fits, "token_windows", f"{stream.spec} for sequences of {length}", "integers, at least one more than that")
     return [TensorSpec((starts.shape[0], length), DType.INT64)] * 2
@@ -97,4 +92,4 @@ def _token_windows(starts: Value, stream: Value, length: int) -> list[TensorSpec
 
 for _starts, _size, _length in (([0, 32, 11], 40, 7), ([5], 7, 1), ([2, 2, 0, 1], 36, 33)):
     _shapes = ((len(_starts),), (_size,))
-    cases(_token_windows, Case(_shapes, {"length": _length}, integers={"stream": 50}, values={"starts": _starts}))
+    cases(token_windows, Case(_shapes, {"length": _length}, integers={"stream": 50}, values={"starts": _starts}))

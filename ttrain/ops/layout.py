@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
+from ttrain.graph import Case, Node, Value, cases, composite, primitive, require
 from ttrain.ops.elementwise import free, sum_to
 
 
@@ -68,17 +68,12 @@ def transpose(x: Value) -> TensorSpec:
 cases(transpose, Case(((4, 8),)), Case(((2, 3, 33),)))
 
 
-def split_heads(x: Value, parts: int, heads: int) -> tuple[Value, ...]:
-    """[B, T, parts*H*D] -> parts x [B, H, T, D]."""
-    return op("split_heads").record(x, parts=parts, heads=heads)
-
-
 def _split_in_torch(x: Any, parts: int, heads: int) -> Any:
     return x.unflatten(2, (parts, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 @primitive("x [B, T, F]", outputs=("parts*",), flops=free, reference=_split_in_torch)
-def _split_heads(x: Value, parts: int, heads: int) -> list[TensorSpec]:
+def split_heads(x: Value, parts: int, heads: int) -> list[TensorSpec]:
     """[B, T, parts*H*D] -> `parts` tensors [B, H, T, D]: queries, keys and values from one projection."""
     batch, time, width = x.shape
     whole = width % (parts * heads) == 0
@@ -86,14 +81,14 @@ def _split_heads(x: Value, parts: int, heads: int) -> list[TensorSpec]:
     return [x.spec.with_shape(batch, heads, time, width // (parts * heads))] * parts
 
 
-@_split_heads.gradient
+@split_heads.gradient
 def _(node: Node, *dparts: Value | None) -> Sequence[Value]:
     pairs = zip(dparts, node.outputs, strict=True)
     return [merge_heads([y.graph.apply("full", spec=y.spec, value=0.0) if dy is None else dy for dy, y in pairs])]
 
 
 for _shape, _parts, _heads in (((2, 5, 24), 3, 2), ((1, 4, 6), 1, 3), ((2, 3, 9), 3, 1)):
-    cases(_split_heads, Case((_shape,), {"parts": _parts, "heads": _heads}))
+    cases(split_heads, Case((_shape,), {"parts": _parts, "heads": _heads}))
 
 
 def _merge_in_torch(*parts: Any) -> Any:

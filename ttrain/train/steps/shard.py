@@ -118,7 +118,8 @@ class FlatShard:
             return
         if written and parameters[0].has_copy(compute) and written[0].producer is not None:
             written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
-        ops.collective.all_gather_state([use(graph, p, compute) for p in parameters], written, self.sharding.bounds)
+        whole = [use(graph, p, compute) for p in parameters]
+        ops.collective.all_gather_state([*whole, *written], len(whole), self.sharding.bounds)
 
     def weight_spec(self, parameter: Parameter, low_bits: bool) -> TensorSpec:
         """Return the spec of a parameter's master values.
@@ -137,16 +138,18 @@ def summed_over_ranks(
 
     Each bucket is an exchange of its own. Those of a shard are started from its end, where backward begins.
     """
+    start = ops.collective.all_reduce_start if owned is None else ops.collective.reduce_scatter_start
     buffers: list[Value] = []
     summed = [list(given) for given in gradients]
     for shard, given in zip(shards, summed, strict=True):
         for bucket in reversed(shard.sharding.bounds):
             inside, base = shard.tensors_of(bucket)
             bounds = tuple(bound - base for bound in bucket)
-            *given[inside], received = ops.collective.reduce_start(given[inside], (bounds,), scatters=owned is not None)
+            *given[inside], received = start(given[inside], (bounds,))
             buffers.append(received)
     lists = [*summed, *(owned or ())]
-    left = iter(ops.collective.collectives_done([value for values in lists for value in values], buffers))
+    every = [value for values in lists for value in values]
+    left = iter(ops.collective.collectives_done([*every, *buffers], len(every)))
     done = [list(islice(left, len(values))) for values in lists]
     return done[-len(shards) :]
 
