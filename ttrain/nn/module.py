@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import NUMPY_DTYPES
-from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.initialize import Initializer
 
@@ -121,11 +120,6 @@ class Buffer:
     @property
     def kind(self) -> Kind:
         return Kind.BUFFER if self.saved else Kind.CONSTANT
-
-    @property
-    def state_tensor(self) -> StateTensor:
-        """The tensor that an engine's state places."""
-        return StateTensor(self.path, self.spec, self.kind, first=self.first_values)
 
     def first_values(self) -> NDArray[Any]:
         """Raises GraphError where `values` makes another shape."""

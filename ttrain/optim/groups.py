@@ -53,7 +53,7 @@ def flat_parameters(parameters: Mapping[str, Parameter], optimizer: Optimizer, c
     for path, parameter in trained(parameters, config).items():
         dtype = parameter.read_spec(compute).dtype
         decaying, clipped = decays(parameter, config.decay_rule), in_clip_scope(path, config)
-        key = (lr_input(path, parameter, config), decaying, dtype, clipped, optimizer.rule(parameter, decaying))
+        key = (_rate(path, parameter, config)[0], decaying, dtype, clipped, optimizer.rule(parameter, decaying))
         found.setdefault(key, []).append(parameter)
     return [FlatParameter(*key, tuple(members)) for key, members in found.items()]
 
@@ -109,16 +109,12 @@ def orthogonalised(parameter: Parameter) -> bool:
     return parameter.role is Role.HIDDEN and parameter.spec.rank == 2
 
 
-def lr_input(path: str, parameter: Parameter, config: OptimizerConfig) -> str:
-    """The learning-rate input of a parameter: `lr/<prefix>` of the prefix that wins, else `lr`.
-
-    With muP `/width_<factor>` follows where the factor is not 1: rates are step inputs, which devices read on the host.
-    """
-    return _rate(path, parameter, config)[0]
-
-
 def _rate(path: str, parameter: Parameter, config: OptimizerConfig) -> tuple[str, float, float]:
-    """Return the learning-rate input of a parameter, its peak, and its factor."""
+    """Return the learning-rate input of a parameter, its peak, and its factor.
+
+    The input is `lr/<prefix>` of the prefix that wins, else `lr`. With muP `/width_<factor>` follows where the factor
+    is not 1: rates are step inputs, which devices read on the host.
+    """
     prefix, width = longest(path, config.lr_multipliers), width_factor(parameter, config)
     own = getattr(config, "adamw_lr", None)
     name, peak = (LEARNING_RATE, config.lr) if own is None or orthogonalised(parameter) else (ADAMW_RATE, own)

@@ -137,22 +137,19 @@ def state_bytes(plan: Plan) -> dict[str, int]:
 _START = "_start"  # ends the names of what runs beside computing
 
 
-def collectives(work: Work, ranks: Ranks) -> dict[str, dict[str, int]]:
+def collectives(work: Work, ranks: Ranks) -> Mapping[str, Mapping[str, int]]:
     """Return, by kind of collective, its calls in an optimizer step and the bytes that one rank sends by it.
 
     `early` bytes of these are under way before backward has ended.
     """
-    found: dict[str, dict[str, int]] = {}
+    found = defaultdict[str, Counter[str]](Counter)
     for times, nodes in work.nodes:
         end = max((place for place, node in enumerate(nodes) if node.stage is Stage.BACKWARD), default=0)
         for place, node in enumerate(nodes):
             if nbytes := times * sent_bytes(node, ranks):
                 name = node.op.name.removesuffix("_state").removesuffix(_START)
-                sent = found.setdefault(name, {"calls": 0, "nbytes": 0, "early": 0})
-                sent["calls"] += times
-                sent["nbytes"] += nbytes
-                sent["early"] += nbytes if place < end else 0
-    return found
+                found[name].update(calls=times, nbytes=nbytes, early=nbytes if place < end else 0)
+    return dict(found)
 
 
 def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, weigh: Callable[[Node], float]) -> float:

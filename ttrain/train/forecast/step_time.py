@@ -15,6 +15,7 @@ import math
 import os
 import platform
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from ttrain.core.folders import cache_folder
 from ttrain.core.spec import FLAT_ALIGNMENT
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
-from ttrain.device.base import Device, Kernel, StepCompiler, filled
+from ttrain.device.base import Device, Kernel, StepCompiler, chain, filled
 from ttrain.device.measured import Section, positive
 from ttrain.device.timing import Estimate, StepTime, Way, Work, duration
 from ttrain.graph import Kind, Node
@@ -147,15 +148,10 @@ def _fastest(product: Callable[[], Any], place: Any, seconds: float) -> float:
     """Seconds of the fastest of the products on a device of torch that fit into the time."""
     import torch
 
-    synchronize: Callable[..., Any] = partial(torch.accelerator.synchronize, place) if place.type != "cpu" else tuple
-    fastest, stop = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < stop or fastest == float("inf"):
-        synchronize()
-        start = time.perf_counter()
-        product()
-        synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+    from ttrain.device.torch.kernels import costs
+
+    launch = product if place.type == "cpu" else chain(product, partial(torch.accelerator.synchronize, place))
+    return costs.seconds({"": launch}, 1, seconds, sys.maxsize)[""]
 
 
 def _cached(key: str, measure: Callable[[float], float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from ttrain.graph.passes import remove_dead_code
 from ttrain.models.base import Batch, preparation
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
+from ttrain.train.protocols import Inputs
 from ttrain.train.steps.step import Ahead, LossScale, NoiseScale, TrainStep
 from ttrain.train.steps.step_graph import StepGraph
 
@@ -70,14 +71,12 @@ class Session:
 @contextmanager
 def averaged(steps: Mapping[str, Step]) -> Iterator[None]:
     """Put the averages, if any, in the place of the weights meanwhile: two passes over them, exact to the bit."""
-    if "swap" not in steps:
-        yield
-        return
-    steps["swap"]({})
+    swap: Callable[[Inputs], object] = steps.get("swap", lambda _: None)
+    swap({})
     try:
         yield
     finally:
-        steps["swap"]({})
+        swap({})
 
 
 def flops_per_step(graph: StepGraph) -> int:

@@ -238,7 +238,8 @@ class StepGraph:
         found += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, "frozen", p.padding) for p in copied_frozen]
         if training:
             found += self._training_tensors()
-        return [*found, *(buffer.state_tensor for buffer in self.model.buffers().values())]
+        buffers = self.model.buffers().values()
+        return [*found, *(StateTensor(b.path, b.spec, b.kind, first=b.first_values) for b in buffers)]
 
     def _training_tensors(self) -> list[StateTensor]:
         """Return gradients, sums of them that wait, and the optimizer's tensors."""

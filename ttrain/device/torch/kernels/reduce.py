@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from ttrain.device.base import Delivery, Group
-from ttrain.device.torch.kernels.common import NARROW, Call, Tensor, row, runs
+from ttrain.device.torch.kernels.common import Call, Tensor, row, runs
 
 _SERIAL = 2**15  # elements that aten adds by itself: more threads would take cores from the kernels that run meanwhile
 
@@ -32,11 +32,11 @@ def _reduce_max(call: Call) -> None:
     call.emit(torch.amax, call.ins[0], call.attributes["axes"], out=call.outs[0])
 
 
-def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
-    """Matrices of rows to take norms of; in 16 bits no larger than a block, since they are widened first."""
+def _pieces(tensors: Sequence[Tensor], block: int, row: int, dtype: torch.dtype) -> list[Tensor]:
+    """Matrices of rows to take norms of in `dtype`; of another no larger than a block, since they are widened first."""
     pieces: list[Tensor] = []
     for run in runs(tensors):
-        limit = max(block // row, 1) * row if run.dtype in NARROW else run.numel()
+        limit = run.numel() if run.dtype is dtype else max(block // row, 1) * row
         for part in run.split(max(limit, 1)):
             whole = part.numel() // row * row
             if whole:
@@ -48,28 +48,32 @@ def _pieces(tensors: Sequence[Tensor], block: int, row: int) -> list[Tensor]:
 
 @row("global_norm")
 def _global_norm(call: Call) -> None:
-    y, sizes, start = call.outs[0], [x.numel() for x in call.ins], 0
+    y, sizes = call.outs[0], [x.numel() for x in call.ins]
     block, row = call.context.block, call.context.norm_row
     sums = call.scratch((sum(-(-size // row) + 1 for size in sizes) or 1,), y.dtype)
     narrow = any(x.dtype is not y.dtype for x in call.ins)
     scratch = call.scratch((min(sum(sizes), max(block, row)),), y.dtype) if narrow else sums
-    pieces = [] if call.planning else _pieces(call.ins, block, row)
+    pieces = [] if call.planning else _pieces(call.ins, block, row, y.dtype)
     if len(pieces) == 1 and pieces[0].shape[0] == 1 and pieces[0].dtype is y.dtype:
         call.emit(torch.linalg.vector_norm, pieces[0], 2, out=y)
         return
-    for piece in pieces:
-        _norms_of_rows(call, piece, sums[start : start + len(piece)], scratch)
-        start += len(piece)
-    call.emit(torch.linalg.vector_norm, sums[:start], 2, out=y)
+    end = _norms_of_rows(call, pieces, sums, 0, scratch)
+    call.emit(torch.linalg.vector_norm, sums[:end], 2, out=y)
 
 
-def _norms_of_rows(call: Call, x: Tensor, norms: Tensor, scratch: Tensor) -> None:
-    """norms [R] <- those of the rows of x [R, C], which are widened before where they are narrower."""
-    if x.dtype is not norms.dtype:
-        wide = scratch[: x.numel()].view(x.shape)
-        call.emit(wide.copy_, x)
-        x = wide
-    call.emit(torch.linalg.vector_norm, x, 2, 1, out=norms)
+def _norms_of_rows(call: Call, pieces: Sequence[Tensor], norms: Tensor, place: int, scratch: Tensor) -> int:
+    """norms [R], from `place` on, <- those of the rows of pieces [R, C]; returns where they end.
+
+    Pieces are widened before where they are narrower.
+    """
+    for x in pieces:
+        if x.dtype is not norms.dtype:
+            wide = scratch[: x.numel()].view(x.shape)
+            call.emit(wide.copy_, x)
+            x = wide
+        call.emit(torch.linalg.vector_norm, x, 2, 1, out=norms[place : place + len(x)])
+        place += len(x)
+    return place
 
 
 @row("block_norms")
@@ -79,14 +83,7 @@ def _block_norms(call: Call) -> None:
     scratch = call.scratch((min(largest, max(call.context.block, block)),), y.dtype) if narrow else y
     call.emit(y.zero_)
     for tensor, place in zip(call.ins, call.attributes["places"], strict=True):
-        x = tensor.view(-1)
-        at_once = x.numel() if x.dtype is y.dtype else max(scratch.numel() // block, 1) * block
-        for part in x.split(max(at_once, 1)):
-            whole = part.numel() // block
-            for matrix in (part[: whole * block].view(-1, block), part[whole * block :].view(1, -1)):
-                if matrix.numel():
-                    _norms_of_rows(call, matrix, y[place : place + len(matrix)], scratch)
-                    place += len(matrix)
+        _norms_of_rows(call, _pieces([tensor], call.context.block, block, y.dtype), y, place, scratch)
 
 
 @row("all_reduce")

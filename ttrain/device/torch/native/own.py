@@ -5,7 +5,6 @@ They run on OpenMP's threads, like the kernels of torch around them.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Mapping
 from functools import lru_cache
@@ -19,7 +18,7 @@ from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing, address, launch
 from ttrain.device.torch.native.products import scratch_size, threads_of
-from ttrain.device.torch.native.threads import use_openmp
+from ttrain.device.torch.native.threads import address_of, use_openmp
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
 
@@ -58,8 +57,7 @@ def _functions(dtype: torch.dtype) -> Mapping[_Form, int]:
         logging.getLogger(__name__).info("torch's libraries compute all matrix products: %s", error)
         return {}
     use_openmp(library, True)
-    found = {form: getattr(library, function_name(body)) for form, body in bodies.items()}
-    return {form: ctypes.cast(function, ctypes.c_void_p).value or 0 for form, function in found.items()}
+    return {form: address_of(library, function_name(body)) for form, body in bodies.items()}
 
 
 def version(dtype: torch.dtype) -> str | None:

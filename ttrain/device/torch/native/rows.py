@@ -177,7 +177,7 @@ class NativeKernels:
 
     def join(self, launches: Iterable[Launch]) -> list[Launch]:
         """The launches with neighbouring native ones as one foreign call each."""
-        return joined(launches, _address(self._loaded[0], "ttrain_run")) if self._loaded else list(launches)
+        return joined(launches, threads.address_of(self._loaded[0], "ttrain_run")) if self._loaded else list(launches)
 
     def _make(self, request: Request, backend: str | None) -> Native | None:
         rule, sizing = RULES.get(request.op), self.sizing
@@ -215,7 +215,7 @@ class NativeKernels:
                 "the system grants %d threads of %d to the compiled kernels", found, self.sizing.threads
             )
         self._loaded.append(library)
-        self._functions.update({body: _address(library, function_name(body)) for body in bodies})
+        self._functions.update({body: threads.address_of(library, function_name(body)) for body in bodies})
 
     def _row(self, name: str) -> Kernel:
         def chosen(*node: Any) -> Kernel:
@@ -240,10 +240,6 @@ class NativeKernels:
             outside=lambda *node: chosen(*node).outside(*node),
             way=way if name in products.RULES else None,
         )
-
-
-def _address(library: ctypes.CDLL, symbol: str) -> int:
-    return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
 
 
 def _ones(spec: TensorSpec) -> torch.Tensor:

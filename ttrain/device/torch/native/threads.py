@@ -19,6 +19,11 @@ _RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.(so|dylib)[.\d]*$")
 FORK, NUMBER, COUNT = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
+def address_of(library: ctypes.CDLL, symbol: str) -> int:
+    """Return the address of a function. Raises AttributeError where the library has none of this name."""
+    return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
+
+
 @lru_cache(maxsize=1)
 def entry_points() -> dict[str, int]:
     """Addresses of FORK, NUMBER and COUNT; empty where no runtime is loaded, for none is loaded here."""
@@ -30,8 +35,7 @@ def entry_points() -> dict[str, int]:
     for path in sorted(runtimes, key=lambda path: not path.startswith(beside)):
         try:
             runtime = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            names = (FORK, NUMBER, COUNT)
-            return {name: ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0 for name in names}
+            return {name: address_of(runtime, name) for name in (FORK, NUMBER, COUNT)}
         except (OSError, AttributeError):
             continue
     return {}
