@@ -14,11 +14,9 @@ SIGN = 1 << 31
 
 def mix(x: int) -> int:
     """lowbias32 of a 32-bit number."""
-    x ^= x >> MIX_SHIFTS[0]
-    x = x * MIX_MULTIPLIERS[0] & 0xFFFFFFFF
-    x ^= x >> MIX_SHIFTS[1]
-    x = x * MIX_MULTIPLIERS[1] & 0xFFFFFFFF
-    return x ^ x >> MIX_SHIFTS[2]
+    for shift, multiplier in zip(MIX_SHIFTS, (*MIX_MULTIPLIERS, 1), strict=True):
+        x = (x ^ x >> shift) * multiplier & 0xFFFFFFFF
+    return x
 
 
 def stream_key(seed: int, stream: int) -> int:

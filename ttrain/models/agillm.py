@@ -133,7 +133,7 @@ class AGILLM(AGILLMWeights, TokenModel):
         hidden = self.hidden(graph, rows, training)
         targets, weight = graph.input("targets", self.batch_specs(rows)["targets"]), graph.input(LOSS_WEIGHT, SCALAR)
         with graph.scope("loss"):
-            loss, entropy = self._head_loss(hidden, self._parameters(graph, self.ar_head), targets, weight)
+            loss, entropy = self._head_loss(hidden, self.ar_head, targets, weight)
         metrics = {"ar/ce": entropy}
         if self.windows is not None:
             further, found = self._sat_loss(graph, rows, training)
@@ -150,7 +150,7 @@ class AGILLM(AGILLMWeights, TokenModel):
             times = ops.reshape(given["sat_times"], (rows * len(windows.rows),))
             weights = ops.multiply(times, graph.input(SAT_WEIGHT, SCALAR))
             picked = self._flat(ops.index_select(hidden, windows.rows))
-            sat, entropy = self._head_loss(picked, self._parameters(graph, head), given["sat_targets"], weights)
+            sat, entropy = self._head_loss(picked, head, given["sat_targets"], weights)
         with graph.scope("gate_loss"):
             firsts = self._flat(ops.index_select(hidden, windows.starts))
             targets, weight = ops.reshape(given["gate_targets"], firsts.shape[:1]), graph.input(GATE_WEIGHT, SCALAR)
@@ -158,14 +158,11 @@ class AGILLM(AGILLMWeights, TokenModel):
             gate = ops.scale(gate, self.config.gate_weight)
         return ops.add(sat, gate), {"sat/ce": entropy, "gate/ce": gate_entropy}
 
-    def _head_loss(
-        self, hidden: Value, head: tuple[Value, Value | None], targets: Value, weight: Value
-    ) -> tuple[Value, Value]:
-        """(smoothed, plain) cross-entropy over the vocabulary of hidden states [N, width]."""
-        targets = ops.reshape(targets, hidden.shape[:1])
-        return ops.head_cross_entropy(
-            hidden, *head, targets, weight, smoothing=self.config.label_smoothing, live=self.vocabulary
-        )
+    def _head_loss(self, hidden: Value, head: Linear | None, targets: Value, weight: Value) -> tuple[Value, Value]:
+        """(smoothed, plain) cross-entropy over the vocabulary of hidden states [N, width]; see `_parameters`."""
+        targets, read = ops.reshape(targets, hidden.shape[:1]), self._parameters(hidden.graph, head)
+        smoothing = self.config.label_smoothing
+        return ops.head_cross_entropy(hidden, *read, targets, weight, smoothing, self.vocabulary)
 
     def scores(self, rows: Value) -> Value:
         """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""

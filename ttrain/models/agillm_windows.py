@@ -77,9 +77,6 @@ class Windows:
         place = {row: index for index, row in enumerate(self.rows)}
         pairs = [[place[start], place.get(start + 1, place[start])] for start in self.starts]
         whole = (sat[:, np.asarray(pairs)] >= 0).all(-1)
-        fields = {
-            "sat_targets": sat,
-            "sat_times": times.astype(np.float32),
-            "gate_targets": np.where(whole, EMIT_TWO, -1),
-        }
+        gate = np.where(whole, EMIT_TWO, -1)
+        fields = {"sat_targets": sat, "sat_times": times.astype(np.float32), "gate_targets": gate}
         return fields, {SAT_WEIGHT: int((times * (sat >= 0)).sum()), GATE_WEIGHT: int(whole.sum())}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from inspect import signature
 from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix, stream_key
@@ -61,8 +60,9 @@ def free(node: Node) -> int:
 class Elementwise(Op):
     """y = f(x), same shape and dtype, or z = f(x, y) with numpy broadcasting, where the result has x's dtype.
 
-    `function(*tensors)` is the reference; `gradient(dy, y, *inputs)` gives the inputs' gradients, None where an op
-    has none. Inputs named in `positive` are drawn above zero by tests; `cost` is in additions.
+    `gradient(dy, y, *inputs)` gives the inputs' gradients, None where an op has none. Inputs named in `positive` are
+    drawn above zero by tests; `cost` is in additions. Without a `reference(*tensors)` it is torch's method of the op's
+    name.
     """
 
     family = "elementwise"
@@ -73,14 +73,15 @@ class Elementwise(Op):
         self,
         name: str,
         doc: str,
-        function: Callable[..., Any],
         gradient: Callable[..., Sequence[Value | None]] | None = None,
         positive: tuple[str, ...] = (),
         cost: int = 1,
+        inputs: str = "x",
+        reference: Callable[..., Any] | None = None,
     ) -> None:
-        self.name, self.__doc__, self.reference = name, doc, function  # type: ignore[method-assign]
+        self.name, self.__doc__, self.inputs = name, doc, tuple(inputs)
+        self.reference = reference or (lambda x, *y: getattr(x, name)(*y))  # type: ignore[method-assign]
         self._gradient, self._cost, self.differentiable = gradient, cost, gradient is not None
-        self.inputs = tuple(signature(function).parameters)
         self.outputs = ("y",) if len(self.inputs) == 1 else ("z",)
         shapes = [(shape,) for shape in PLAIN_SHAPES] if len(self.inputs) == 1 else BROADCAST_SHAPES
         self.cases = [Case(given, positive=positive) for given in shapes]
@@ -119,31 +120,23 @@ def _erf_gradient(dy: Value, y: Value, x: Value) -> Sequence[Value]:
     return [dy * exp(-(x * x)) * (2 / math.sqrt(math.pi))]
 
 
-add = Elementwise("add", "z = x + y.", lambda x, y: x + y, lambda dz, z, x, y: [dz, dz])
-subtract = Elementwise("subtract", "z = x - y.", lambda x, y: x - y, lambda dz, z, x, y: [dz, -dz])
-_multiply = Elementwise(
-    "multiply", "z = x * y.", lambda x, y: x * y, lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)]
-)
-divide = Elementwise("divide", "z = x / y.", lambda x, y: x / y, _divide_gradient, ("y",))
-maximum = Elementwise(
-    "maximum", "z = the larger one; a tie counts for x.", lambda x, y: x.maximum(y), _maximum_gradient
-)
-greater = Elementwise("greater", "z = 1 where x > y, else 0.", lambda x, y: (x > y).to(x.dtype))
-exp = Elementwise("exp", "y = e^x.", lambda x: x.exp(), lambda dy, y, x: [dy * y], cost=4)
-expm1 = Elementwise(
-    "expm1", "y = e^x - 1, exact near 0.", lambda x: x.expm1(), lambda dy, y, x: [dy * (y + 1.0)], cost=4
-)
-log = Elementwise("log", "y = ln x, x > 0.", lambda x: x.log(), lambda dy, y, x: [dy / x], ("x",), cost=4)
-sqrt = Elementwise("sqrt", "y = the square root of x > 0.", lambda x: x.sqrt(), lambda dy, y, x: [dy / y * 0.5], ("x",))
-sin = Elementwise("sin", "y = sin x.", lambda x: x.sin(), lambda dy, y, x: [dy * cos(x)], cost=8)
-cos: Elementwise = Elementwise("cos", "y = cos x.", lambda x: x.cos(), lambda dy, y, x: [-(dy * sin(x))], cost=8)
-sigmoid = Elementwise(
-    "sigmoid", "y = 1 / (1 + e^-x).", lambda x: x.sigmoid(), lambda dy, y, x: [dy * (y - y * y)], cost=8
-)
-tanh = Elementwise("tanh", "y = tanh x.", lambda x: x.tanh(), lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8)
-relu = Elementwise("relu", "y = max(x, 0).", lambda x: x.relu(), lambda dy, y, x: [op("relu_grad").record(dy, y)])
-erf = Elementwise("erf", "y = the error function of x.", lambda x: x.erf(), _erf_gradient, cost=8)
-sign = Elementwise("sign", "y = 1, 0 or -1 as x is above, at or below 0.", lambda x: x.sign())
+add = Elementwise("add", "z = x + y.", lambda dz, z, x, y: [dz, dz], inputs="xy")
+subtract = Elementwise("subtract", "z = x - y.", lambda dz, z, x, y: [dz, -dz], inputs="xy")
+_multiply = Elementwise("multiply", "z = x * y.", lambda dz, z, x, y: [multiply(dz, y), multiply(dz, x)], inputs="xy")
+divide = Elementwise("divide", "z = x / y.", _divide_gradient, ("y",), inputs="xy")
+maximum = Elementwise("maximum", "z = the larger one; a tie counts for x.", _maximum_gradient, inputs="xy")
+greater = Elementwise("greater", "z = 1 where x > y, else 0.", inputs="xy", reference=lambda x, y: (x > y).to(x.dtype))
+exp = Elementwise("exp", "y = e^x.", lambda dy, y, x: [dy * y], cost=4)
+expm1 = Elementwise("expm1", "y = e^x - 1, exact near 0.", lambda dy, y, x: [dy * (y + 1.0)], cost=4)
+log = Elementwise("log", "y = ln x, x > 0.", lambda dy, y, x: [dy / x], ("x",), cost=4)
+sqrt = Elementwise("sqrt", "y = the square root of x > 0.", lambda dy, y, x: [dy / y * 0.5], ("x",))
+sin = Elementwise("sin", "y = sin x.", lambda dy, y, x: [dy * cos(x)], cost=8)
+cos: Elementwise = Elementwise("cos", "y = cos x.", lambda dy, y, x: [-(dy * sin(x))], cost=8)
+sigmoid = Elementwise("sigmoid", "y = 1 / (1 + e^-x).", lambda dy, y, x: [dy * (y - y * y)], cost=8)
+tanh = Elementwise("tanh", "y = tanh x.", lambda dy, y, x: [op("tanh_grad").record(dy, y)], cost=8)
+relu = Elementwise("relu", "y = max(x, 0).", lambda dy, y, x: [op("relu_grad").record(dy, y)])
+erf = Elementwise("erf", "y = the error function of x.", _erf_gradient, cost=8)
+sign = Elementwise("sign", "y = 1, 0 or -1 as x is above, at or below 0.")
 
 
 def multiply(x: Value, y: Value) -> Value:

@@ -92,10 +92,8 @@ class Adafactor(Optimizer[AdafactorConfig]):
 
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         config = self.config
-        settings = (
-            ("beta2_decay", config.beta2_decay), ("eps", config.eps), ("least_rms", config.least_rms),
-            ("threshold", config.threshold), ("padding", parameter.padding),
-        )  # fmt: skip
+        named = ((name, getattr(config, name)) for name in ("beta2_decay", "eps", "least_rms", "threshold"))
+        settings = (*named, ("padding", parameter.padding))
         apply = Rule("subtract_change", (), (("weight_decay", config.weight_decay * decays),))
         if parameter.spec.rank < 2:
             return Rule("adafactor_vector", ("variance",), settings, apply, (("variance", None),))

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from ttrain.core.files import text_of
 from ttrain.core.units import format_bytes
 from ttrain.optim.settings import OptimizerConfig
 from ttrain.train.forecast.step_cost import state_bytes
@@ -66,8 +67,9 @@ def device_memory(name: str, index: int = 0) -> tuple[int, str] | None:
         return backend.get_device_properties(index).total_memory, "the driver"
     if name not in ("cpu", "mps"):  # a GPU of Apple's shares the memory of the machine
         return None
-    limit, total = _control_group_limit(), int(psutil.virtual_memory().total)
-    return (limit, "the limit of this container") if limit is not None and limit < total else (total, "this machine")
+    limit, total = text_of(Path("/sys/fs/cgroup/memory.max")).strip(), int(psutil.virtual_memory().total)
+    bound = limit.isdecimal() and int(limit) < total  # else it is `max`
+    return (int(limit), "the limit of this container") if bound else (total, "this machine")
 
 
 def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> str:
@@ -78,13 +80,6 @@ def fit_text(needed: int, available: int, source: str, keys: Sequence[str]) -> s
     if needed <= available:
         return f"It may fit: {room}, and what the runtime itself takes comes on top. Less take: {', '.join(keys)}."
     return f"It does not fit: {room}. Less take: {', '.join(keys)}. plan.limits=true finds the largest that fits."
-
-
-def _control_group_limit() -> int | None:
-    try:
-        return int(Path("/sys/fs/cgroup/memory.max").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def limit_text(limit: Limit, what: str) -> str:

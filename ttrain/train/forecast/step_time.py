@@ -30,7 +30,7 @@ import numpy as np
 
 from ttrain.core.errors import UserError
 from ttrain.core.folders import cache_folder
-from ttrain.core.spec import FLAT_ALIGNMENT
+from ttrain.core.spec import flat_offsets
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device, Kernel, StepCompiler, chain, filled
@@ -344,9 +344,7 @@ def _bound(device: Device, table: Mapping[str, Kernel], node: Node) -> tuple[Cal
     """
     node, scale = _cut(node)
     aliases, kernel = node.op.aliases(node), table[node.op.name]
-    ends = accumulate(
-        -(-value.spec.size // FLAT_ALIGNMENT) * FLAT_ALIGNMENT * value.spec.dtype.itemsize for value in node.values
-    )
+    ends = accumulate(flat_offsets([value.spec.size])[1] * value.spec.dtype.itemsize for value in node.values)
     offsets = [0, *ends]
     arena, places = device.allocate_arena(offsets[-1], "a kernel to be timed"), iter(offsets)
     ins = [None if value is None else device.place(arena, next(places), value.spec) for value in node.inputs]

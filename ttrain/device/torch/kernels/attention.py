@@ -5,8 +5,9 @@ The last rows write caches and attend over them. On the CPU no key is read that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ttrain.core.attention_mask import EVERY_KEY, HIDDEN, AttentionMask, alibi_s
 from ttrain.device.base import Delivery
 from ttrain.device.torch.kernels import blockwise
 from ttrain.device.torch.kernels.common import Call, Tensor, accumulation, row, scalar_like, shaped
-from ttrain.device.torch.kernels.explicit import Block, Documents, ScoreBias, by_heads, softmax_into
+from ttrain.device.torch.kernels.explicit import Block, Documents, ScoreBias, by_heads, prefer_near, softmax_into
 
 aten = torch.ops.aten
 _ROWS = 64  # of scores that a mask is added to at a time
@@ -132,8 +133,7 @@ class _CacheBias:
         call.begin()
         self.keys = torch.arange(context, device=like.device)
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
-        slopes = torch.from_numpy(alibi_slopes(heads)).to(device=like.device, dtype=like.dtype)
-        self.slopes = slopes.view(-1, 1, 1)
+        self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
         self.far = self.keys + (self.mask.window or 0)  # hidden from a query at this place or later
 
     def add(self, scores: Tensor) -> None:
@@ -141,19 +141,16 @@ class _CacheBias:
         seen = scores.shape[-1]
         keys, (hidden, *distances) = self.keys[:seen], (shaped(part, (part.shape[0], seen)) for part in self.work)
         if distances:
-            distance, whole = distances
-            torch.sub(keys, self.places, out=whole)
-            distance.copy_(whole)
-            if self.mask.position_bias == "future":
-                distance.clamp_(min=0)
-            else:
-                distance.abs_()
-            torch.addcmul(scores, self.slopes, distance, value=-1, out=scores)
+            prefer_near(_at_once, self.mask, scores, self.slopes, keys, self.places, *distances)
         torch.ge(keys, self.limits, out=hidden)
         scores.masked_fill_(hidden, _hidden(scores))
         if self.mask.window is not None:
             torch.le(self.far[:seen], self.places, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
+
+
+def _at_once(function: Callable[..., Any], *given: Any, **settings: Any) -> None:
+    function(*given, **settings)
 
 
 @row("cache_bias")

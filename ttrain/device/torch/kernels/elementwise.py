@@ -145,12 +145,13 @@ def _move(source: Tensor, target: Tensor) -> None:
 
 
 class Program:
-    """The program of an optimizer's rule, on vectors, and on lr and step as scalars.
+    """The program of an optimizer's rule as calls, on vectors, and on lr and step as scalars.
 
     Steps on scalars alone run in fp64, once a launch; vectors read their results rounded to fp32.
     """
 
-    def __init__(self, rule: Any) -> None:
+    def __init__(self, call: Call) -> None:
+        self.emit, rule = call.emit, call.attributes["rule"]
         (self.steps, self.results), self.inputs, self.is_scalar = rule.program, len(rule.slots) + 4, rule.alone
         self.register, self.registers = self._assign()
 
@@ -171,9 +172,7 @@ class Program:
             chosen[item] = free.pop()
         return chosen, count
 
-    def work_out_scalars(
-        self, call: Call, given: Sequence[Tensor], exact: Tensor, rounded: Tensor
-    ) -> dict[int, Tensor]:
+    def work_out_scalars(self, given: Sequence[Tensor], exact: Tensor, rounded: Tensor) -> dict[int, Tensor]:
         """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32.
 
         Where a device has no fp64, `exact` lies on the host.
@@ -181,30 +180,30 @@ class Program:
         items = [item for item, scalar in enumerate(self.is_scalar) if scalar]
         places, first = {item: exact[at] for at, item in enumerate(items)}, self.inputs - len(given)
         for at, tensor in enumerate(given):
-            call.emit(_move, tensor, places[first + at])
+            self.emit(_move, tensor, places[first + at])
         for number, step in enumerate(self.steps, start=self.inputs):
             if number in places:
-                self._emit(call, step, places, places[number])
-        call.emit(_move, exact, rounded)
+                self._emit(step, places, places[number])
+        self.emit(_move, exact, rounded)
         return {item: rounded[at] for at, item in enumerate(items)}
 
     def work_out(
-        self, call: Call, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
+        self, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
     ) -> list[Tensor]:
         """Emit the steps on vectors of one size, and return the scratch vectors that the results are in."""
         known = {**dict(enumerate(vectors)), **scalars}
         known |= {item: scratch[place] for item, place in self.register.items()}
         for number, step in enumerate(self.steps, start=self.inputs):
             if not self.is_scalar[number]:
-                self._emit(call, step, known, known[number])
+                self._emit(step, known, known[number])
         return [known[self.inputs + result] for result in self.results]
 
-    def _emit(self, call: Call, step: Any, known: dict[int, Tensor], out: Tensor) -> None:
+    def _emit(self, step: Any, known: dict[int, Tensor], out: Tensor) -> None:
         name, operands, attributes = step
         settings, ins = dict(attributes), [known[item] for item in operands]
         if name in ("full", "cast"):
-            call.emit(out.copy_, ins[0] if ins else constant_like(settings["value"], out))
+            self.emit(out.copy_, ins[0] if ins else constant_like(settings["value"], out))
         elif name == "scale":
-            call.emit(torch.mul, ins[0], constant_like(settings["factor"], out), out=out)
+            self.emit(torch.mul, ins[0], constant_like(settings["factor"], out), out=out)
         else:
-            call.emit(FUNCTIONS[name], *ins, out=out)
+            self.emit(FUNCTIONS[name], *ins, out=out)

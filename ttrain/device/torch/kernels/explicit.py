@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,20 @@ class Block:
         return found
 
 
+def prefer_near(
+    emit: Callable[..., Any], mask: AttentionMask, scores: Tensor, slopes: Tensor, keys: Tensor, queries: Tensor,
+    distance: Tensor, whole: Tensor,
+) -> None:  # fmt: skip
+    """scores [..., H, R, K] <- scores - slope * distance, for keys [K] and queries [R, 1] at these places.
+
+    slopes [H, 1, 1]. The last two are scratch [R, K]: in the scores' dtype, and in integers.
+    """
+    emit(torch.sub, keys, queries, out=whole)
+    emit(partial(whole.clamp_, min=0) if mask.position_bias == "future" else whole.abs_)
+    emit(distance.copy_, whole)
+    emit(torch.addcmul, scores, slopes, distance, value=-1, out=scores)
+
+
 class ScoreBias:
     """Bias that a mask adds to scaled scores: -inf where a key is hidden, and the preference for near keys.
 
@@ -84,13 +99,8 @@ class ScoreBias:
         part, shape = scores[..., keys.start - block.keys.start :], (block.stop - block.start, len(keys))
         whole, distance = shaped(self.whole, shape), shaped(self.distance, shape)
         places = counting(self.time, scores.device)
-        self.call.emit(torch.sub, places[keys.start : keys.stop], places[block.start : block.stop, None], out=whole)
-        if future:
-            self.call.emit(whole.clamp_, min=0)
-        else:
-            self.call.emit(whole.abs_)
-        self.call.emit(distance.copy_, whole)
-        self.call.emit(torch.addcmul, part, self.slopes, distance, value=-1, out=part)
+        at = places[keys.start : keys.stop], places[block.start : block.stop, None]
+        prefer_near(self.call.emit, self.mask, part, self.slopes, *at, distance, whole)
 
 
 @lru_cache(maxsize=256)

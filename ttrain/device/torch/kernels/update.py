@@ -131,7 +131,7 @@ class _Blocks:
     def __init__(self, call: Call, update: _Update) -> None:
         self.emit, self.call, self.update = call.emit, call, update
         self.stochastic, self.numbers = call.attributes.get("stochastic", ()), call.attributes.get("numbers", ())
-        self.program = Program(call.attributes["rule"])
+        self.program = Program(call)
         _, total = flat_offsets([tensor.numel() for tensor in update.lists[0]])
         most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
         block = (max(1, min(total, call.context.block, most)),)
@@ -140,11 +140,10 @@ class _Blocks:
         exact = call.scratch(kept, torch.float64) if host is None else host
         rounded = call.scratch(kept, torch.float32)
         self.keys = call.scratch((_KEYS * (len(update.lists) - 1),), torch.int32)
-        self.g, self.t, *rest = (
-            call.scratch(block, torch.float32) for _ in range(2 + sum(update.narrow) + self.program.registers)
-        )
-        self.wides, self.scratch = rest[: sum(update.narrow)], rest[sum(update.narrow) :]
-        self.scalars = self.program.work_out_scalars(call, [update.lr, update.step], exact, rounded)
+        count = sum(update.narrow)
+        self.g, self.t, *rest = (call.scratch(block, torch.float32) for _ in range(2 + count + self.program.registers))
+        self.wides, self.scratch = rest[:count], rest[count:]
+        self.scalars = self.program.work_out_scalars([update.lr, update.step], exact, rounded)
         for number, keys in enumerate(self.keys.split(_KEYS)):
             if number in self.stochastic:
                 emit_key(call, update.seed, call.attributes.get("stream", 0) + number, keys)
@@ -178,7 +177,7 @@ class _Blocks:
             else:
                 self.emit(read[-1].copy_, state)
         scratch = [each[:size] for each in self.scratch]
-        results = self.program.work_out(self.call, [read[0], g, *read[1:]], self.scalars, scratch)
+        results = self.program.work_out([read[0], g, *read[1:]], self.scalars, scratch)
         for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
             if number in self.stochastic and state.dtype is torch.bfloat16:
                 self._round(result, number, first)

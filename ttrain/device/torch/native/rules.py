@@ -201,9 +201,8 @@ def _cache_write(request: Request, sizing: Sizing) -> Native:
     cache, rows = request.input(0), request.input(1)
     kind, (places, width) = c_type(cache), cache.shape[2:]
     pointers = [f"in<{kind}>(a, 1)", "in<i64>(a, 2)", f"out<{kind}>(a, 0)"]
-    return one_call(
-        request, "cache_write", (kind, prod(rows.shape[:2]), rows.shape[2], places, width), pointers=pointers
-    )
+    arguments = (kind, prod(rows.shape[:2]), rows.shape[2], places, width)
+    return one_call(request, "cache_write", arguments, pointers=pointers)
 
 
 def _cached_attention(request: Request, sizing: Sizing) -> Native | None:
