@@ -21,15 +21,7 @@ from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.config.validate import owner_of
-from ttrain.core.errors import (
-    EXIT_DONE,
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    ConfigError,
-    Interrupted,
-    RankFailed,
-    TtrainError,
-)
+from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, Interrupted, RankFailed, TtrainError
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
 from ttrain.parallel.settings import place, rank_here, rank_zero_only
@@ -71,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
     except KeyboardInterrupt:
         _say("interrupted", mark=False)
-        return EXIT_INTERRUPTED
+        return Interrupted.exit_code
     except TtrainError as error:
         return _failed(error)
     except OSError as error:  # a full disk, a folder that went away: the system's own words tell it best

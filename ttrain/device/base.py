@@ -384,9 +384,7 @@ def align(nbytes: int) -> int:
 
 
 # The host computes in fp32, which holds every bf16 and fp16 value exactly; numpy has no bf16.
-NUMPY_DTYPES = {
-    dtype: np.dtype("float32" if dtype.is_floating and dtype.itemsize < 4 else dtype.in_torch) for dtype in DType
-}
+NUMPY_DTYPES = {x: np.dtype("float32" if x.is_floating and x.itemsize < 4 else x.in_torch) for x in DType}
 
 
 def filled(spec: TensorSpec, numbers: float | Sequence[float]) -> np.ndarray:

@@ -78,16 +78,12 @@ class GPT(GPTWeights, Decoder):
         self.config, self.compute = config, compute
         self.layers, self.heads, self.width, self.context, self.vocabulary = config.required_sizes()
         self.length = self.context
-        std, norm = STD / math.sqrt(2 * self.layers), partial(LayerNorm, self.width, config.bias)
+        width, std, norm = self.width, STD / math.sqrt(2 * self.layers), partial(LayerNorm, self.width, config.bias)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.positions = Embedding(self.context, self.width, Normal(STD))
         self._dropout = Dropout(config.dropout, stream=0)
         self.blocks = [
-            Block(
-                norm,
-                Attention(self.width, self.heads, config, std, stream),
-                FeedForward(self.width, config, std, stream + 2),
-            )
+            Block(norm, Attention(width, self.heads, config, std, stream), FeedForward(width, config, std, stream + 2))
             for stream in range(1, 1 + _STREAMS_PER_BLOCK * self.layers, _STREAMS_PER_BLOCK)
         ]
         self.norm = norm()

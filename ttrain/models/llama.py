@@ -118,15 +118,12 @@ class Llama(LlamaWeights, Decoder):
         self.layers, self.heads, self.width, self.hidden_width, self.context, self.vocabulary = config.required_sizes()
         self.config, self.compute, self.length = config, compute, self.context
         assert config.head_width is not None and config.norm_eps is not None
-        std, norm = STD / math.sqrt(2 * self.layers), partial(RMSNorm, self.width, config.norm_eps)
+        width, hidden, std = self.width, self.hidden_width, STD / math.sqrt(2 * self.layers)
+        norm = partial(RMSNorm, width, config.norm_eps)
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.rotary = Rotary(config, _pairs(config, config.head_width), self.context)
         self.blocks = [
-            Block(
-                norm,
-                Attention(config, self.width, self.heads, std, stream=index),
-                FeedForward(config, self.width, self.hidden_width, std),
-            )
+            Block(norm, Attention(config, width, self.heads, std, index), FeedForward(config, width, hidden, std))
             for index in range(self.layers)
         ]
         self.norm = norm()

@@ -172,8 +172,8 @@ class Program:
             chosen[item] = free.pop()
         return chosen, count
 
-    def work_out_scalars(self, given: Sequence[Tensor], exact: Tensor, rounded: Tensor) -> dict[int, Tensor]:
-        """Emit the steps on scalars, in `exact` fp64, and return where vectors find them: `rounded` to fp32.
+    def work_out_scalars(self, given: Sequence[Tensor], exact: Tensor, rounded: Tensor) -> None:
+        """Emit the steps on scalars, in `exact` fp64. Vectors find them `rounded` to fp32.
 
         Where a device has no fp64, `exact` lies on the host.
         """
@@ -185,13 +185,11 @@ class Program:
             if number in places:
                 self._emit(step, places, places[number])
         self.emit(_move, exact, rounded)
-        return {item: rounded[at] for at, item in enumerate(items)}
+        self.scalars = {item: rounded[at] for at, item in enumerate(items)}
 
-    def work_out(
-        self, vectors: Sequence[Tensor], scalars: dict[int, Tensor], scratch: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def work_out(self, vectors: Sequence[Tensor], scratch: Sequence[Tensor]) -> list[Tensor]:
         """Emit the steps on vectors of one size, and return the scratch vectors that the results are in."""
-        known = {**dict(enumerate(vectors)), **scalars}
+        known = {**dict(enumerate(vectors)), **self.scalars}
         known |= {item: scratch[place] for item, place in self.register.items()}
         for number, step in enumerate(self.steps, start=self.inputs):
             if not self.is_scalar[number]:

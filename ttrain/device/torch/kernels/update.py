@@ -143,7 +143,7 @@ class _Blocks:
         count = sum(update.narrow)
         self.g, self.t, *rest = (call.scratch(block, torch.float32) for _ in range(2 + count + self.program.registers))
         self.wides, self.scratch = rest[:count], rest[count:]
-        self.scalars = self.program.work_out_scalars([update.lr, update.step], exact, rounded)
+        self.program.work_out_scalars([update.lr, update.step], exact, rounded)
         for number, keys in enumerate(self.keys.split(_KEYS)):
             if number in self.stochastic:
                 emit_key(call, update.seed, call.attributes.get("stream", 0) + number, keys)
@@ -177,7 +177,7 @@ class _Blocks:
             else:
                 self.emit(read[-1].copy_, state)
         scratch = [each[:size] for each in self.scratch]
-        results = self.program.work_out([read[0], g, *read[1:]], self.scalars, scratch)
+        results = self.program.work_out([read[0], g, *read[1:]], scratch)
         for number, (state, result) in enumerate(zip((parameter, *slots), results, strict=True)):
             if number in self.stochastic and state.dtype is torch.bfloat16:
                 self._round(result, number, first)
