@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -88,7 +87,7 @@ def _is_quoted(override: str) -> bool:
 def _is_python(override: str, hints: list[Any]) -> bool:
     """Return whether the key holds lists or mappings and the value has the brackets of one."""
     value = override.partition("=")[2].strip()
-    held = any(typing.get_origin(without_none(hint)) in (list, dict) for hint in hints)
+    held = any(get_origin(without_none(hint)) in (list, dict) for hint in hints)
     return held and len(value) > 1 and value[0] + value[-1] in ("[]", "{}", "()")
 
 

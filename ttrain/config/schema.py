@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ttrain.bench.settings import BenchConfig
@@ -222,4 +221,4 @@ def sections() -> list[str]:
 def to_dict(config: Config) -> dict[str, Any]:
     """The config as plain nested dicts, for a run record or YAML."""
     parts = {name: getattr(config, name) for name in sections()}
-    return {name: as_keys(part) if dataclasses.is_dataclass(part) else part for name, part in parts.items()}
+    return {name: as_keys(part) if is_dataclass(part) else part for name, part in parts.items()}

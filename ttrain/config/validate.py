@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import typing
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
@@ -165,7 +164,7 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
     hint, rules = hints_of(schema)[declared.name], declared.metadata
     section, bare = path.partition(".")[0], without_none(hint)
     if value == "???":
-        wanted = "[<value>]" if typing.get_origin(bare) is list else "<value>"
+        wanted = "[<value>]" if get_origin(bare) is list else "<value>"
         found.add(f"{path}: has no value{found.origin(path)}; give one with {path}={wanted}.", section)
         return _REFUSED
     if value is None or (isinstance(value, str) and not rules.get("verbatim")):
@@ -198,8 +197,8 @@ def _has_type(value: Any, hint: Any) -> bool:
     bare = without_none(hint)
     if value is None:
         return bare is not hint
-    if typing.get_origin(bare) is list:
-        return type(value) is list and all(type(each) is typing.get_args(bare)[0] for each in value)
+    if get_origin(bare) is list:
+        return type(value) is list and all(type(each) is get_args(bare)[0] for each in value)
     return bare in MANY and type(value) is bare
 
 
@@ -218,7 +217,7 @@ def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
         if bare is not hint:
             return None
         return declared.default if declared.default == "none" else text
-    if typing.get_origin(bare) in (list, dict) and str(text).strip()[:1] in ("[", "{", "("):
+    if get_origin(bare) in (list, dict) and str(text).strip()[:1] in ("[", "{", "("):
         given = re.sub(r"^\s*\((.*?),?\s*\)\s*$", r"[\1]", str(text), flags=re.DOTALL)  # a tuple of Python is a list
         try:
             return yaml.safe_load(given)
@@ -236,7 +235,7 @@ def _slot(hint: Any) -> type[Any]:
 def expected(hint: Any) -> str:
     """Return a type hint in words, such as `an integer or null`."""
     bare = without_none(hint)
-    kind, parts = typing.get_origin(bare), typing.get_args(bare)
+    kind, parts = get_origin(bare), get_args(bare)
     if kind is list:
         words = f"a list of {MANY[parts[0]]}"
     elif kind is dict:
@@ -252,14 +251,14 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 def hints_of(schema: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, evaluated once."""
     if schema not in _HINTS:
-        _HINTS[schema] = typing.get_type_hints(schema)
+        _HINTS[schema] = get_type_hints(schema)
     return _HINTS[schema]
 
 
 def without_none(hint: Any) -> Any:
     """Return `X` for the type hint `X | None`, any other hint as it is."""
-    if typing.get_origin(hint) in (UnionType, typing.Union):
-        rest = [part for part in typing.get_args(hint) if part is not NoneType]
+    if get_origin(hint) in (UnionType, Union):
+        rest = [part for part in get_args(hint) if part is not NoneType]
         return rest[0] if len(rest) == 1 else hint
     return hint
 
@@ -267,7 +266,7 @@ def without_none(hint: Any) -> Any:
 def _given(value: Any, hint: Any) -> str:
     """Return the kind of a value in words; of a list or a mapping, where one is wanted, also of what it holds."""
     inside: Any = ()
-    if typing.get_origin(without_none(hint)) is type(value):
+    if get_origin(without_none(hint)) is type(value):
         inside = value.values() if isinstance(value, dict) else value
     kinds = sorted({KINDS.get(type(each), type(each).__name__) for each in inside})
     return KINDS.get(type(value), type(value).__name__) + (f" with {' and '.join(kinds)} in it" if kinds else "")

@@ -17,6 +17,9 @@ _KINDS = ("", "accumulation", "any", *(dtype.label for dtype in DType))
 _INPUT = re.compile(r"(\w+) (\w*) ?(\[.*?\](?: or \[.*?\])*)")
 
 
+Sizes = dict[str, tuple[int, ...]]  # of a letter one, of `...` those of all its axes
+
+
 class Shapes:
     """Shapes as a text declares them. The inputs that `accumulation` names are fp32 at least, even in a bf16 step."""
 
@@ -47,7 +50,7 @@ class Shapes:
 
     def check(self, owner: str, given: Mapping[str, Sequence[TensorSpec]]) -> None:
         """Raise ShapeError unless inputs are as declared: by name, none where one is absent, several of a list."""
-        sizes: dict[str, tuple[int, ...]] = {}  # of a letter one, of `...` those of all its axes
+        sizes: Sizes = {}
         plain: DType | None = None  # the dtype of inputs of which none is named
         for name, kind, choices in self._inputs:
             for spec in given[name]:
@@ -63,9 +66,7 @@ class Shapes:
                 sizes = known[0]
 
 
-def _bound(
-    axes: Sequence[str], shape: tuple[int, ...], known: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]] | None:
+def _bound(axes: Sequence[str], shape: tuple[int, ...], known: Sizes) -> Sizes | None:
     """Return the known sizes with those of further axes; None where a shape does not match the axes."""
     parts: list[tuple[int, ...]] = [(size,) for size in shape]
     if axes[:1] == ["..."]:

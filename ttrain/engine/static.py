@@ -41,9 +41,7 @@ class StaticStep(Step):
             if take is not None:
                 take()  # brings what was written into the step's buffers
                 self._prefetched = None, {}
-                arrays = {
-                    key: x for key, x in arrays.items() if key not in written or not np.array_equal(written[key], x)
-                }
+                arrays = {k: x for k, x in arrays.items() if k not in written or not np.array_equal(written[k], x)}
             if arrays:
                 device.upload_inputs(bound.inputs, arrays)
             self.run(bound)

@@ -112,10 +112,7 @@ class Buffer:
     def spec(self) -> TensorSpec:
         return TensorSpec(self.shape, self.dtype)
 
-    @property
-    def stored_spec(self) -> TensorSpec:
-        """Spec of the values as checkpoints and files hold them."""
-        return self.spec
+    stored_spec = spec  # of the values as checkpoints and files hold them
 
     @property
     def kind(self) -> Kind:

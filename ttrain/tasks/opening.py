@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -153,11 +152,11 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
     content = read_file(path)
     if isinstance(config.model, AGILLMConfig):
         with raised_as(CheckpointError, str(path), of=CheckpointError):
-            sized = dataclasses.replace(config.model, preset=None, **sizes_of(content))
-        config = dataclasses.replace(config, model=sized)
+            sized = replace(config.model, preset=None, **sizes_of(content))
+        config = replace(config, model=sized)
     metadata, step = read_metadata(path, content), content.get("step")
     step = step if isinstance(step, int) and step >= 0 else None
-    alone, tokenizer = dataclasses.replace(config, lora=LoraConfig()), tokenizer_of(metadata.tokenizer)
+    alone, tokenizer = replace(config, lora=LoraConfig()), tokenizer_of(metadata.tokenizer)
     settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
     opened = OpenedModel(alone, {}, tokenizer, step, str(path), settings)
     if differences := differing(metadata.of(opened.model), opened.model.config):
@@ -180,7 +179,7 @@ def of_folder(config: Config, needs: str) -> OpenedModel:
         return text
 
     data = config.data if "data.template" in config.source.explicit else TextConfig()
-    return of_weights(dataclasses.replace(config, data=data), folder, required)
+    return of_weights(replace(config, data=data), folder, required)
 
 
 def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | None) -> Mapping[str, Array]:
@@ -190,5 +189,5 @@ def _with_added(config: Config, values: Mapping[str, Array], vocabulary: int | N
         raise ConfigError(f"lora.rank={lora.rank}: is for training. Give lora.from=<folder of adapters> to add them.")
     if lora.from_ is None:
         return values
-    model = build.build_model(dataclasses.replace(config, lora=lora), vocabulary)
+    model = build.build_model(replace(config, lora=lora), vocabulary)
     return PeftAdapter.open(lora.from_).added(values, model, lora.scale)

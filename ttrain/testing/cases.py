@@ -7,30 +7,23 @@ it there. So the op of a gradient needs no cases of its own.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 import torch
 
-import ttrain.ops
-import ttrain.optim.adafactor
-import ttrain.optim.adamw
-import ttrain.optim.averages
-import ttrain.optim.lion
-import ttrain.optim.muon
-import ttrain.optim.sgd  # noqa: F401 - their rules are ops too
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import REGISTRY, Case, Graph, Node, Op, Value
 from ttrain.graph.composite import Declared
 from ttrain.ops import add, cast, multiply, reduce_sum
 from ttrain.ops.elementwise import PLAIN_SHAPES
+from ttrain.optim import adafactor, adamw, averages, lion, muon, sgd  # noqa: F401 - their rules are ops too
 
 Arrays = dict[str, np.ndarray | None]  # by input name; None where an optional input is absent
 # Outputs that a loss may be formed from; the others are statistics that only the op's own backward reads.
@@ -241,7 +234,7 @@ def weighted_loss(outputs: Sequence[Value], feeds: dict[str, Any], name: str, pr
         feeds[key] = weight
         product = multiply(output, output.graph.input(key, output.spec))
         terms.append(reduce_sum(cast(product, product.spec.dtype.accumulation), range(product.spec.rank)))
-    return functools.reduce(add, terms)
+    return reduce(add, terms)
 
 
 def reference_gradients(

@@ -6,12 +6,11 @@ lm-evaluation-harness has it choose.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -183,7 +182,7 @@ def opened(config: Config) -> Iterator[Scorer]:
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
     if config.run.dir is None:
-        given = of_folder(dataclasses.replace(config, data=TextConfig()), "reads no text.")
+        given = of_folder(replace(config, data=TextConfig()), "reads no text.")
         named = given.tokenizer_config.get("bos_token") or given.end_token
     else:
         always = ("device", "engine", "logger", "sample")
@@ -191,7 +190,7 @@ def opened(config: Config) -> Iterator[Scorer]:
         named = given.end_token
     start = next(iter(given.tokenizer.start), end_id(given.tokenizer, named))
     if getattr(given.config.data, "attention", "") == "document":  # a row has one document here
-        given.config.data = dataclasses.replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
+        given.config.data = replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
         start = next(iter(given.tokenizer.start), None)
     model, rows = given.model, config.eval.batch_size
     if not hasattr(model, "logits"):

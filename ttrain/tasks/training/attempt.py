@@ -6,12 +6,11 @@ of its own, which is that of a plain run: it resumes, samples and reports like o
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -286,14 +285,14 @@ def replica_configs(config: Config) -> list[Config]:
     seeds = given.seed or [config.run.seed + number for number in range(count)]
     rates = given.lr or [config.optimizer.lr] * count
     explicit = {key for key, values in (("run.seed", given.seed), ("optimizer.lr", given.lr)) if values}
-    source = dataclasses.replace(config.source, explicit=config.source.explicit | explicit)
+    source = replace(config.source, explicit=config.source.explicit | explicit)
     shared: dict[str, Any] = {"device": info.replica(config.device), "replicas": ReplicasConfig(), "source": source}
     for number, name in enumerate(map(name_of, range(count))):
         folder = None if config.run.dir is None else str(Path(config.run.dir) / name)
         own = Path(config.resume) / name  # where resume= names a folder of several; else all start from one checkpoint
         changes = {"run.seed": seeds[number], "run.dir": folder, "optimizer.lr": rates[number]}
         resume = str(own) if own.is_dir() else config.resume
-        configs.append(dataclasses.replace(changed(config, changes), resume=resume, **shared))
+        configs.append(replace(changed(config, changes), resume=resume, **shared))
     return configs
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ttrain.core.errors import TtrainError
@@ -32,8 +31,8 @@ def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
     A device that tells what steps cost leaves a record, never a checkpoint. On another one each step is built, and one
     is launched; nothing stays.
     """
-    config = dataclasses.replace(run.config, train=without_phases(run.config.train))
-    run = dataclasses.replace(run, config=config)
+    config = replace(run.config, train=without_phases(run.config.train))
+    run = replace(run, config=config)
     if device.step_facts():
         _costed(run, device, say)
         return
@@ -136,7 +135,7 @@ def _others(run: Run, device: Device, say: Callable[[str], None]) -> dict[str, f
             continue
         gc.collect()  # the tensors of the engine before
         try:
-            other = dataclasses.replace(run, config=changed(run.config, {"engine": name}))
+            other = replace(run, config=changed(run.config, {"engine": name}))
             with closing(other.open(device)) as session:
                 stepper = run.stepper(session, session.build_training(further=False))
                 found[name] = round(min([_milliseconds(stepper, step) for step in range(1, _STEPS + 1)][1:]), 3)

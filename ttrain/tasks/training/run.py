@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
@@ -115,7 +114,7 @@ _CHARACTERS = 60  # at least of a held-out text that a sample continues, where t
 _TOKENS = 1024  # at most that are looked at for it
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Run:
     """The parts of a run that has passed all checks that need no device."""
 
@@ -161,7 +160,7 @@ class Run:
         rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
         session = build.build_session(self.model, device, config, ranks=ranks, resident=resident)
-        session.graph = dataclasses.replace(session.graph, writer=self._writer())
+        session.graph = replace(session.graph, writer=self._writer())
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
@@ -249,7 +248,7 @@ class Run:
         """Return the content of a checkpoint besides its tensors."""
         tokenizer = self.dataset.tokenizer
         told = (None, val_loss) if tokenizer is None else (tokenizer.to_json(), val_loss, tokenizer.config)
-        return CheckpointContent(progress.step, self.stored, dataclasses.asdict(progress), *told)
+        return CheckpointContent(progress.step, self.stored, asdict(progress), *told)
 
     def print_sample(self, logits: Step | None) -> bool:
         """Print a prompt and what the model writes after it. Return False where it writes no text."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,7 +82,7 @@ def tensors_in(shards: Iterable[Path]) -> dict[str, LazyTensor]:
         starts, stops = [part[0] for part in given], [part[1] for part in given]
         if [*starts, math.prod(found[name].shape)] != [0, *stops]:
             raise CheckpointError(f"{found[name].path} and the files beside it lack parts of {name}.")
-        found[name] = dataclasses.replace(found[name], parts=tuple(tensor for *_, tensor in given))
+        found[name] = replace(found[name], parts=tuple(tensor for *_, tensor in given))
     return found
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ class Written:
         if config.window is not None:
             told = "Transformers opens a model with biases and a window with Qwen2's tokenizer, and this one is another"
             raise ConfigError(f"export.form=huggingface: {told}. Give export.form=ttrain or gguf.")
-        return written_config(dataclasses.replace(config, projection_bias=True))
+        return written_config(replace(config, projection_bias=True))
 
     def weights(self) -> dict[str, Array]:
         """Weights by the names of the form; a bias that the model lacks is zero."""

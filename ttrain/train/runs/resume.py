@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: 
 
 def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None:
     """Raises CheckpointError where adapters are not those that a checkpoint has."""
-    before = {**dataclasses.asdict(LoraConfig()), **(stored.get("lora") or {})}
+    before = {**asdict(LoraConfig()), **(stored.get("lora") or {})}
     keys = ("rank", "alpha", "targets") if lora.rank or before["rank"] else ()
     pairs = {key: (before[key], getattr(lora, key)) for key in keys}
     if told := "; ".join(f"lora.{key}: {old} there, {new} given" for key, (old, new) in pairs.items() if old != new):
@@ -204,7 +203,7 @@ def branch_off(point: ResumePoint, run: RunDirectory) -> ResumePoint:
     target = run.checkpoints / step_name(point.checkpoint.step)
     beside.rename(target)
     copied = note_progress(target, {**point.checkpoint.progress, "wandb_id": None})  # another run of W&B as well
-    return dataclasses.replace(point, checkpoint=copied, source=source)
+    return replace(point, checkpoint=copied, source=source)
 
 
 def take_up(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -59,7 +58,7 @@ class StepsByLength:
         if self._key != (name, length):
             state, engine, graph = self.session.state, self.session.engine, self.session.graph
             if length != self.context:
-                graph = dataclasses.replace(graph, model=self._resized(length))
+                graph = replace(graph, model=self._resized(length))
             recorded = traces(graph)
             before, self._steps, self._key = self._key, {}, None
             engine.close()

@@ -19,6 +19,8 @@ from ttrain.core.processor import processor_features, processor_name
 from ttrain.device.base import Launch
 from ttrain.device.measured import Section
 
+Costs = Mapping[str, float]  # seconds by way
+
 
 def _entry(value: Any) -> dict[str, float]:
     return {way: float(cost) for way, cost in value.items()}
@@ -60,9 +62,7 @@ def multiplies_faster_in_fp32() -> bool:
     return fastest(f"products of bf16 {_SIDE}", ("bf16", "fp32"), ways) == "fp32"
 
 
-def recalled(
-    key: str, names: Collection[str], measure: Callable[[], Mapping[str, float]] | None
-) -> Mapping[str, float] | None:
+def recalled(key: str, names: Collection[str], measure: Callable[[], Costs] | None) -> Costs | None:
     """Seconds of each way by the table, or else as measured now and kept; None where neither can be."""
     key = f"{machine()}, {key}"
     known = KEPT.known().get(key)
@@ -75,7 +75,7 @@ def recalled(
     return KEPT.known().get(key, costs)  # another process may have measured meanwhile: all go by the same numbers
 
 
-def winner(costs: Mapping[str, float], first: str) -> str:
+def winner(costs: Costs, first: str) -> str:
     """Return the name of the cheapest way, or of the first where that does not cost more by TIE."""
     best = min(costs, key=lambda name: costs[name])
     return best if costs[first] > TIE * costs[best] else first

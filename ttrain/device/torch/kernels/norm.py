@@ -161,9 +161,8 @@ def _rms_norm_grad(call: Call) -> None:
     call.copy(weight, wide)
     call.emit(total.zero_)
     beside = None if residual is None else rows_of(residual)
-    for d, rows, root, more, out in _blocks(
-        (rows_of(dy), rows_of(x), rstd.view(-1, 1), beside, rows_of(call.outs[0])), len(normal)
-    ):
+    every = (rows_of(dy), rows_of(x), rstd.view(-1, 1), beside, rows_of(call.outs[0]))
+    for d, rows, root, more, out in _blocks(every, len(normal)):
         n, s, p, along = (scratch[: len(rows)] for scratch in (normal, scaled, product, dot))
         call.emit(n.copy_, rows)
         call.emit(s.copy_, d)

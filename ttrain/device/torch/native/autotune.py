@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ttrain.core.spec import DType
 from ttrain.core.waiting import Waiting, waited_for
-from ttrain.device.torch.kernels.costs import TIE, winner
+from ttrain.device.torch.kernels.costs import TIE, Costs, winner
 from ttrain.device.torch.kernels.matmul import LIBRARIES
 from ttrain.device.torch.native.codegen import Request
 
@@ -28,8 +28,8 @@ def backends_of(request: Request) -> tuple[str, ...]:
 
 def choose_backends(
     counts: Counter[Request],
-    alone: Callable[[Request], Mapping[str, float] | None],
-    together: Callable[[Mapping[str, Backends]], Mapping[str, float] | None],
+    alone: Callable[[Request], Costs | None],
+    together: Callable[[Mapping[str, Backends]], Costs | None],
     mixed_anyway: bool = False,
 ) -> Backends:
     """Return a backend for every product of a plan, which has each `counts` times; none where times are missing.

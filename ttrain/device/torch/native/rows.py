@@ -24,7 +24,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch, chain
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, spec_of
-from ttrain.device.torch.kernels.costs import recalled, seconds, warmed
+from ttrain.device.torch.kernels.costs import Costs, recalled, seconds, warmed
 from ttrain.device.torch.kernels.matmul import LIBRARIES, SMALLEST
 from ttrain.device.torch.native import products, rules, threads, updates
 from ttrain.device.torch.native.autotune import FASTEST, OWN, Backends, backends_of, choose_backends
@@ -139,7 +139,7 @@ class NativeKernels:
             self.prepare(nodes)
         self.share_threads(True)
 
-    def _alone(self, ready: Launch, request: Request) -> Mapping[str, float] | None:
+    def _alone(self, ready: Launch, request: Request) -> Costs | None:
         def measured() -> dict[str, float]:
             ready()
             ins, outs = [None if x is None else _ones(x) for x in request.inputs], [*map(_ones, request.outputs)]
@@ -153,7 +153,7 @@ class NativeKernels:
 
     def _together(
         self, counts: Counter[Request], trial: Callable[[], Launch], candidates: Mapping[str, Backends]
-    ) -> Mapping[str, float] | None:
+    ) -> Costs | None:
         before = self.backends
 
         def measured() -> dict[str, float]:
@@ -169,9 +169,7 @@ class NativeKernels:
         name = hashlib.sha256("\n".join(products).encode()).hexdigest()[:24]
         return self._recalled(f"step {name}", candidates, measured)
 
-    def _recalled(
-        self, what: str, names: Collection[str], measured: Callable[[], Mapping[str, float]]
-    ) -> Mapping[str, float] | None:
+    def _recalled(self, what: str, names: Collection[str], measured: Callable[[], Costs]) -> Costs | None:
         key = f"{what} code={code_version()} threads={self.sizing.threads}"
         return recalled(key, names, measured if self._measures else None)
 

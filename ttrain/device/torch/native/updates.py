@@ -27,9 +27,7 @@ def _table(
 
     With the `numbers` of the tensors' first elements, one more slot holds that of the block's in place of an address.
     """
-    columns: list[tuple[Sequence[int], int]] = []
-    for tensors in slots:
-        columns.append(([address(tensor) for tensor in tensors], tensors[0].element_size()))
+    columns: list[tuple[Sequence[int], int]] = [([*map(address, slot)], slot[0].element_size()) for slot in slots]
     columns += [] if numbers is None else [(numbers, 1)]
     rows = [
         [*(first[place] + start * size for first, size in columns), min(block, tensor.numel() - start)]
