@@ -116,15 +116,19 @@ def test_files_of_other_kinds_and_places(stranger: Path, train: Train, name: str
     refused(train, "its own folder only")
 
 
-PROGRESS = {"step": "2", "tokens": None, "read_samples": -1, "lr_factor": [], "val_loss": {}, "wandb_id": 1, "x": 1}
+PROGRESS = [
+    ("step", "2"), ("tokens", None), ("tokens", True), ("read_samples", -1), ("lr_factor", []), ("lr_factor", -0.5),
+    ("loss_scale", -2.0), ("loss_scale", float("nan")), ("loss_scale", float("inf")), ("loss_scale", "2"),
+    ("good_steps", 1.5), ("val_loss", {}), ("wandb_id", 1), ("x", 1),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROGRESS)
-def test_kinds_of_progress(name: str) -> None:
-    whole = vars(Progress(step=2, lr_factor=1, val_loss=-0.5, wandb_id="a"))
+@pytest.mark.parametrize(("name", "value"), PROGRESS)
+def test_kinds_of_progress(name: str, value: Any) -> None:
+    whole = vars(Progress(step=2, lr_factor=1, val_loss=-0.5, wandb_id="a", loss_scale=0.25))
     assert vars(Progress.from_dict(whole)) == whole
     with pytest.raises(CheckpointError, match=f"the progress holds '?{name}"):
-        Progress.from_dict({**whole, name: PROGRESS[name]})
+        Progress.from_dict({**whole, name: value})
 
 
 NAMED = [("train", "_target_", "os.system"), ("model", "name", "os:system"), ("data", "name", "../../evil")]
