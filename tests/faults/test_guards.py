@@ -225,6 +225,19 @@ def test_learning_check() -> None:
     assert asked(Tensors(DType.BF16), 0.5, 0)[0] == ["w has a gradient but did not move"]
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_skipped_step_is_none_of_those_that_the_check_waits_for(bad: float) -> None:
+    """Its gradients are still there, and no update has to have come of them."""
+    state = Tensors()
+    context, told = context_of(state)
+    guard, gradients = LearningGuard(GuardConfig(check_learning=2), context), state.arrays["w/gradient"].copy()
+    assert not guard(1, StepResult(1.0, 1.0, 4), {"lr": 0.1})
+    state.arrays["w/gradient"][:] = bad
+    assert not guard(2, StepResult(1.0, bad, 4, applied=False, loss_scale=8.0), {"lr": 0.1})
+    state.arrays["w/gradient"], state.arrays["w"] = gradients, state.arrays["w"] + 0.5
+    assert not guard(3, StepResult(1.0, 1.0, 4), {"lr": 0.1}) and not told
+
+
 def test_the_check_reads_a_bounded_part_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every 50th row of 4 Mi elements moves."""
     spec = TensorSpec((2**12, 2**10), DType.BF16)

@@ -90,9 +90,9 @@ class LearningGuard:
 
     def __call__(self, step: int, result: StepResult, rates: Rates) -> bool:
         """Warn of doubts after the last step of the check; always return False. Raises TtrainError for problems."""
-        if not self._left or result.loss is None:  # a step without targets has no gradient
+        if not (self._left and result.finite) or result.loss is None:  # a step without targets has no gradient
             return False
-        self._rate += min(rates.values()) if result.finite else 0.0
+        self._rate += min(rates.values())
         self._typical = result.grad_norm / math.sqrt(sum(self._state.spec(name).size for name in self._before) or 1)
         self._left -= 1
         if self._left:
