@@ -131,6 +131,15 @@ def test_a_compiler_that_fails_names_the_log(cache: Path) -> None:
     assert not entries(cache)
 
 
+def test_messages_of_a_compiler_need_not_be_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "g++"
+    program.write_bytes(b"#!/bin/sh\nprintf 'error: \\377' >&2\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("CXX", str(program))
+    with pytest.raises(CompileError, match="could not compile the generated kernels: error: "):
+        Toolchain(tmp_path).load(SOURCES)
+
+
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

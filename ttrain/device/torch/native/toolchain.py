@@ -162,7 +162,7 @@ class Toolchain:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+            done = subprocess.run(arguments, capture_output=True, text=True, errors="replace", check=False)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if done.returncode:
