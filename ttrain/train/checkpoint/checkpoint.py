@@ -20,7 +20,6 @@ Only safetensors and JSON are ever read, so a checkpoint can't run code.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -102,10 +101,9 @@ class Progress(LossScale):
         for name, value in stored.items():
             if name not in hints:
                 raise CheckpointError(f"the progress holds {name!r}, which this version of ttrain does not know.")
-            kinds = {hints[name], *get_args(hints[name])}
-            kinds |= {int} if float in kinds else set()
-            least = -math.inf if name.endswith("_loss") else 0  # losses may be below 0
-            if type(value) not in kinds or (isinstance(value, int | float) and not least <= value < math.inf):
+            kinds, least = {hints[name], *get_args(hints[name])}, -np.inf if name.endswith("_loss") else 0
+            known = type(value) in kinds or (type(value) is int and float in kinds)
+            if not known or (isinstance(value, int | float) and not least <= value < np.inf):
                 expected = getattr(hints[name], "__name__", hints[name])
                 raise CheckpointError(f"the progress holds {name}={value!r}, expected {expected}. It was changed.")
         return cls(**stored)
