@@ -40,6 +40,11 @@ class OnDevice(TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
 
+    @property
+    def launches(self) -> int:
+        """Count the calls that a GPU runs: not those that look at a tensor, view or allocate it."""
+        return sum(not name.startswith(("prim.", "aten.view", "aten.alias", "aten.transpose", "aten.empty")) for name in self.calls)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(str(func).removesuffix(".default"))
         result = func(*args, **(kwargs or {}))

@@ -43,6 +43,8 @@ from ttrain.testing.compare import Tolerance
 
 DTYPES = (DType.FP32, DType.BF16)
 LONG, PARTS = (2, 75, 1025), 100  # more rows than parts of sums, in columns that a tile does not divide
+CHUNK = 8  # rows of a head whose logits are formed at a time
+IDS = 9001  # more than a tile has columns
 STEP = (
     "model=nano-gpt model.layers=1 model.context=8 model.width=24 model.heads=3 model.dropout=0.1 train.batch_size=2 "
     "engine=static device=cpu"
@@ -66,6 +68,38 @@ def long_case(name: str) -> Case:
     attributes = {"bias": True} if name == "layer_norm_grad" else {}
     given = tuple(shapes.get(each.rstrip("?"), LONG) for each in op(name).inputs)
     return Case(given, attributes, positive=("rstd",))
+
+
+def wide_cases() -> dict[str, Case]:
+    """Losses of more ids than a tile has columns."""
+    given, drawn = ((17, IDS), (17,), ()), ({"targets": IDS}, ("weight",), ("targets",))
+    head = ((17, 4), (IDS + 3, 4), (17,), (17,), None)
+    return {
+        "cross_entropy": Case(given, {}, *drawn),
+        "cross_entropy_grad": Case((*given[:2], (17,), ()), {}, *drawn),
+        "head_cross_entropy": Case(head, {"smoothing": 0.1, "live": IDS, "gradients": False}, *drawn),
+    }
+
+
+def far_logits(device: TorchDevice) -> None:
+    """Nothing overflows or is lost where logits lie far apart, and a target that there is no logit of gives NaN."""
+    logits = torch.tensor([[3e4, -3e4, 0.0], [-torch.inf, 0.0, 5.0], [-3e4, -3e4, -3e4 - 50]])
+    for targets in (torch.tensor([1, 2, 2]), torch.tensor([0, 3, -1])):
+        given = [logits, targets, torch.tensor(0.5)]
+        launch, (loss, total) = bind_node(device, node_of("cross_entropy", given, {}), given)
+        launch()
+        wide = logits.double().requires_grad_()
+        np.testing.assert_allclose(total.double().numpy(), wide.logsumexp(1).detach().numpy(), rtol=1e-6)
+        if targets.max() < 3:
+            expected = 0.5 * torch.nn.functional.cross_entropy(wide, targets, reduction="sum")
+            np.testing.assert_allclose(loss.item(), expected.item(), rtol=1e-6)
+            given.insert(2, total)
+            launch, (found,) = bind_node(device, node_of("cross_entropy_grad", given, {}), given)
+            launch()
+            (slope,) = torch.autograd.grad(expected, wide)
+            np.testing.assert_allclose(found.double().numpy(), slope.numpy(), atol=1e-3)
+        else:
+            assert loss.isnan()
 
 
 def alone(device: TorchDevice, op_: Op, case: Case, dtype: DType) -> None:
@@ -113,6 +147,7 @@ def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
     made: dict[str, Callable[[], Any]] = {
         "a step": lambda: steps_alike(device),
         "any program": lambda: any_program(device),  # type: ignore[call-arg]
+        "far logits": lambda: far_logits(device),
     }
     for parameter in all_cases(*DTYPES, where=lambda op: op.name in RULES):
         of = parameter.values
@@ -122,6 +157,8 @@ def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
             made[f"{parameter.id} over"] = lambda of=of, over=over: assert_same_over(device, *of, over)
     for name in ("layer_norm_grad", "rms_norm_grad"):
         made[f"long {name}"] = lambda name=name: assert_equals_reference(device, op(name), long_case(name), DType.FP32)
+    for of in ((op(name), case, dtype) for name, case in wide_cases().items() for dtype in DTYPES):
+        made[f"wide {of[0].name} {of[2]}"] = lambda of=of: assert_equals_reference(device, *of)
     for parameter in all_cases(*DTYPES, where=lambda op: op.name in EXPRESSIONS and op.name not in RULES):
         made[f"alone {parameter.id}"] = lambda of=parameter.values: alone(device, *of)
     return made
@@ -131,7 +168,7 @@ def main() -> None:
     assert knobs.runtime.interpret, "TRITON_INTERPRET=1 was not set"
     interpreter._convert_float, rows.PARTS = rounding, PARTS
     device = TorchDevice("cpu", threads=1)
-    device.context = replace(device.context, kind="cuda", explicit_up_to=10**6, triton=True)
+    device.context = replace(device.context, kind="cuda", explicit_up_to=10**6, logits=CHUNK, triton=True)
     device.groups = True
     found = {name: outcome(lambda check=check: check(), {}) for name, check in checks(device).items()}
     print(json.dumps({name: error and f"{type(error).__name__}: {error}" for name, error in found.items()}))

@@ -29,6 +29,7 @@ from ttrain.device.torch.triton.rows import RULES, triton_rows
 CAPABILITIES = (75, 80, 90, 100, 120)
 COUNTS = ("COUNT", "PART", "PARTS", "PLACES", "SIZE")  # that a kernel takes at each launch
 WIDEST = 2**13
+IDS = 50_257
 SPILLED = 64  # bytes of a thread that may lie in the caches, of 512 in registers
 SHARED_MEMORY = 2**16  # bytes that a block of threads may take on a GPU of capability 7.5, the least of all
 
@@ -65,9 +66,9 @@ class Noted:
         work = [self.device.allocate(spec) for spec in self.rows[op].workspace(specs, made, attributes)]
         bound = self.rows[op].bind(ins, outs, attributes, work)
         for each in getattr(bound, "launches", (bound,)):
-            assert each.func is torch.ops.ttrain.triton.default
-            number, read, written = each.args
-            yield launch.WORKS[number], [x.dtype for x in (*read, *written)]
+            if each.func is torch.ops.ttrain.triton.default:
+                number, read, written = each.args
+                yield launch.WORKS[number], [x.dtype for x in (*read, *written)]
 
     def made(self) -> list[tuple[launch.Work, list[torch.dtype]]]:
         """What rows launch: norms of the widest rows that they take, others of sizes that nothing divides."""
@@ -83,11 +84,17 @@ class Noted:
             ("gelu_grad", (9, 0), (("approximate", "none"),)), ("dropout", (10, 2), (("p", 0.1), ("stream", 3))),
         )  # fmt: skip
         inputs = [short, column, seed, ids, rows]
+        hidden, head = self.tensor(40, 8, dtype=DType.BF16), self.tensor(IDS, 8, dtype=DType.BF16)
+        logits, targets, one = self.tensor(40, IDS), self.tensor(40, dtype=DType.INT64), self.tensor()
+        made = [self.tensor(), self.tensor(), hidden, head]
+        smoothed = {"smoothing": 0.1, "live": IDS, "gradients": True}
         return [
             *self.launches("add_layer_norm", [x, residual, weight, weight], [total, y, mean, rstd], eps=1e-5),
             *self.launches("layer_norm_grad", [y, x, mean, rstd, weight, residual], [dx, dweight, dbias], bias=True),
             *self.launches("rotary", [short, table, table], [turned], heads=9, inverse=False),
             *self.launches("fused", inputs, [turned], program=program, results=(6,)),
+            *self.launches("head_cross_entropy", [hidden, head, targets, one, None], made, **smoothed),
+            *self.launches("cross_entropy_grad", [logits, targets, self.tensor(40), one], [logits]),
         ]
 
     def tensor(self, *shape: int, dtype: DType = DType.FP32) -> torch.Tensor:
@@ -103,7 +110,7 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
     with fake_cuda() as device:
         works = Noted(device).made()
-    assert len(works) == 5
+    assert len(works) == 7
     for work, dtypes in works:
         kernel = launch.function(work.kernel)
         kinds = {name: names[kind] for name, kind in zip(work.names, dtypes, strict=True)}

@@ -77,6 +77,27 @@ def under_way(rank: int, number: int, fault: Callable[[], object]) -> Change:
     return change
 
 
+def _stopped(rank: int) -> None:
+    """A signal to rank 1. Between two steps with nothing due, ranks exchange the numbers of a step and no more."""
+    asked: list[str] = []
+
+    def note(name: str) -> None:
+        def exchange(exchange: Any, *given: Any) -> Any:
+            asked.append(name)
+            return exchange(*given)
+
+        wrap(f"ttrain.parallel.distributed:DistributedWorld.{name}", exchange)
+
+    def check() -> None:
+        assert asked == ["gather"], asked
+
+    for name in ("gather", "broadcast"):
+        note(name)
+    at_step(rank, 1, asked.clear)(rank)
+    at_step(rank, 2, check)(rank)
+    under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT))(rank)
+
+
 def _late(rank: int) -> None:
     """Rank 1 fails while rank 0, which it exchanges gradients with, has yet to come."""
     under_way(1, 3, _raise)(rank)
@@ -134,7 +155,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "killed": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
     "leader_killed": (at_step(0, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
     "late": (_late, [[], []]),
-    "stopped": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGINT)), [[], []]),
+    "stopped": (_stopped, [[], []]),
     "config": (lambda rank: None, [[], ["optimizer.lr=0.5"]]),
     "mistake": (lambda rank: None, [["train.gradient_accumulation=4"]] * 2),
     "own_mistake": (lambda rank: None, [[], ["train.stepz=3"]]),

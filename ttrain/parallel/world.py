@@ -79,9 +79,14 @@ class World:
         """Around a wait for another thread of this process, which may itself wait for other ranks."""
         return nullcontext()
 
-    def sum_slices(self, records: Sequence[Numbers]) -> dict[str, float]:
-        """The sums over all slices of numbers that this rank has for its own, added in one order."""
-        return tree_sum(self.gather(records), lambda x, y: {name: value + y[name] for name, value in x.items()})
+    def sum_slices(self, records: Sequence[Numbers], beside: Numbers) -> tuple[dict[str, float], dict[str, float]]:
+        """The sums over all slices of numbers that this rank has for its own, added in one order.
+
+        Numbers of the rank itself travel `beside` them: the second result is as that of `largest`.
+        """
+        gathered = self.gather([{**record, **beside} for record in records])
+        most = {name: largest([record.pop(name) for record in gathered]) for name in beside}
+        return tree_sum(gathered, lambda x, y: {name: value + y[name] for name, value in x.items()}), most
 
     def first(self, found: tuple[int, str] | None) -> str | None:
         """Return the text that comes first by its place among those that ranks have found, and say whose it is."""
@@ -93,6 +98,10 @@ class World:
         return f"{text} on rank {rank}" if len(places) > 1 else text
 
     def largest(self, numbers: Numbers) -> dict[str, float]:
-        """Return the largest number that any rank has, by name."""
-        gathered = self.gather([numbers])
-        return {name: max(record[name] for record in gathered) for name in numbers}
+        """Return the largest number that any rank has, by name; NaN where one is."""
+        return self.sum_slices([{}], numbers)[1]
+
+
+def largest(numbers: Sequence[float]) -> float:
+    """Return the largest number, or NaN where one is."""
+    return next((number for number in numbers if math.isnan(number)), max(numbers))

@@ -19,7 +19,7 @@ from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
-from ttrain.parallel.world import World
+from ttrain.parallel.world import Numbers, World
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.metrics import Meter, Metrics
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext
@@ -160,6 +160,9 @@ class Loop:
     def __post_init__(self) -> None:
         self._started = False
         self._signal = 0  # number of the signal that stops all ranks
+        self._asked: Numbers = {}  # what ranks asked with the last step
+        # One that is alone need not wait for a step to be heard.
+        self.train_step.asks = self._wishes if self.context.world.ranks.count > 1 else dict
         self.ending = "All steps are done."  # says why the run ended
 
     def run(self) -> Progress:
@@ -200,6 +203,7 @@ class Loop:
     def _after(self, step: int, result: StepResult, rates: Rates) -> None:
         """Log a step and ask the guards. A step counts unless one of them went back to a checkpoint."""
         context, progress = self.context, self.context.progress
+        self._asked = result.asked
         self._log(step, result, rates)
         if any(guard(step, result, rates) for guard in self.guards):
             for guard in self.guards:
@@ -277,12 +281,17 @@ class Loop:
         return self.stop.requested is not None
 
     def _ask(self) -> tuple[bool, bool]:
-        """Ask all ranks for saves due by the clock and by SIGUSR1, and for the signal to stop. All get one answer."""
-        world = self.context.world
-        due = world.leads and self.checkpoints.due_by_time()
-        found = world.largest({"stop": self.stop.requested or 0, "due": due, "save": self.stop.take_save()})
+        """Take saves due by the clock and by SIGUSR1, and the signal to stop: all ranks get one answer.
+
+        It came with the last step, or is asked for where there was none.
+        """
+        found, self._asked = self._asked or self.context.world.largest(self._wishes()), {}
         self._signal = int(found["stop"])
         return found["due"] > 0, found["save"] > 0
+
+    def _wishes(self) -> Numbers:
+        due = self.context.world.leads and self.checkpoints.due_by_time()
+        return {"stop": self.stop.requested or 0, "due": due, "save": self.stop.take_save()}
 
     def _stopped_early(self) -> bool:
         progress, patience = self.context.progress, self.context.config.early_stop

@@ -28,7 +28,7 @@ from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.ranks import Ranks
-from ttrain.parallel.world import World
+from ttrain.parallel.world import Numbers, World, largest
 from ttrain.train.protocols import Array, Inputs, Outputs
 
 NOISE_NORM = "noise_norm"  # output of a step: norm of what the first micro-batch adds to the gradient
@@ -99,6 +99,7 @@ class StepResult:
     activation_norm: float | None = None  # largest of the micro-batches, where it is watched
     metrics: dict[str, float | None] = field(default_factory=dict)  # further numbers that the model names, by name
     loss_scale: float | None = None  # of a step in fp16
+    asked: Numbers = field(default_factory=dict)  # what ranks `ask`, the largest number of any by name
 
     @property
     def overflowed(self) -> bool:
@@ -139,6 +140,7 @@ class TrainStep:
     noise: NoiseScale | None = None  # where the steps measure the noise scale
     ahead: Ahead = lambda step: None
     scale: LossScale = field(default_factory=LossScale)
+    asks: Callable[[], Numbers] = dict  # what this rank tells the others of itself, with the numbers of a step
 
     def __post_init__(self) -> None:
         self.guarded = "norm" in self.steps or {"train", "update"} <= self.steps.keys()
@@ -231,10 +233,11 @@ class TrainStep:
         norms = {name: float(value) / scale for name, value in outputs[-1].items() if name in NORMS}
         parts = [each for each in outputs if "loss" in each]
         count = len(parts) // len(self.world.ranks.own)
-        sums = self.world.sum_slices([_summed(parts[at : at + count]) for at in range(0, len(parts), count)])
         own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
-        records = self.world.gather([{"activation_norm": _largest(own)}]) if own else []
-        activation = _largest([record["activation_norm"] for record in records]) if own else None
+        beside = {**self.asks(), **({"activation_norm": largest(own)} if own else {})}
+        slices = [_summed(parts[at : at + count]) for at in range(0, len(parts), count)]
+        sums, asked = self.world.sum_slices(slices, beside)
+        activation = asked.pop("activation_norm", None)
         metrics = means({name: value / scale for name, value in sums.items()}, counts)
         loss = metrics.pop("loss")
         metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
@@ -242,8 +245,8 @@ class TrainStep:
         if self.noise is not None and first:  # a first micro-batch without targets tells nothing of the noise
             noise = self.noise.add(first, norms["grad_norm"], count * self.world.ranks.slices)
             metrics |= {} if noise is None else {"noise_scale": noise}
-        given = loss, norms["grad_norm"], counts[LOSS_WEIGHT]
-        found = StepResult(*given, activation_norm=activation, metrics=metrics, loss_scale=self.scale.loss_scale)
+        given = loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics
+        found = StepResult(*given, loss_scale=self.scale.loss_scale, asked=asked)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
     def _whole(self, name: str, inputs: Inputs, step: int, micro_batch: int = 0, slice_: int = 0) -> Inputs:
@@ -281,11 +284,6 @@ class Stepper:
 def reads_ahead(reader: Callable[[int], Batch], rates: Callable[[int], Rates], last: int) -> Ahead:
     """Return what reads batch and learning rates of a step, up to step `last`."""
     return lambda step: (reader(step), rates(step)) if step <= last else None
-
-
-def _largest(norms: Sequence[float]) -> float:
-    """Return the largest norm, or NaN where one is."""
-    return next((norm for norm in norms if math.isnan(norm)), max(norms))
 
 
 def _summed(parts: Sequence[Outputs]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -135,75 +135,83 @@ def _cross_entropy_grad(call: Call) -> None:
 
 @row("head_cross_entropy", widens=True)
 def _head_cross_entropy(call: Call) -> None:
-    """Ids that only pad the vocabulary are left out of every product: heads are sliced, not masked."""
-    (hidden, head, targets, weight, bias), live, rows = call.ins, call.attributes["live"], _TargetRows(call)
-    made, wide = call.outs[2 if rows.smoothing else 1 :], accumulation(hidden.dtype)
-    summed = 2 * wide.itemsize * hidden.shape[1] if made[1:] and wide is not hidden.dtype else 0
-    logits = call.scratch((chunk_rows(len(hidden), live, call.context.logits, summed), live), hidden.dtype)
-    block_rows = _block_rows(call.context, *logits.shape)
-    wide_logits = None if wide is hidden.dtype else call.scratch((block_rows, live), wide)
-    gradients = _HeadGradients(call, made, len(logits)) if made else None
-    rows.begin(targets, weight.view(-1, 1))
-    if gradients is not None:
-        gradients.begin()
-    for chunk in _row_blocks(hidden.shape[0], logits.shape[0]):
-        part = logits[: chunk.stop - chunk.start]
-        if bias is None:
-            call.emit(torch.mm, hidden[chunk], head[:live].t(), out=part)
-        else:
-            call.emit(torch.addmm, bias[:live], hidden[chunk], head[:live].t(), out=part)
+    rows = _TargetRows(call)
+    head = HeadProducts(call, rows.weights)
+    block_rows = _block_rows(call.context, *head.logits.shape)
+    wide = call.wide(head.logits[:block_rows])
+    narrow = wide.dtype is not head.logits.dtype
+    rows.begin(call.ins[2], call.ins[3].view(-1, 1))
+    for chunk, part in head.chunks():
         for block in _row_blocks(len(part), block_rows):
             at = slice(chunk.start + block.start, chunk.start + block.stop)
-            source, target = part[block], part[block]
-            if wide_logits is not None:
-                target = wide_logits[: block.stop - block.start]
-                call.emit(target.copy_, source)
+            source = part[block]
+            target = wide[: len(source)] if narrow else source
+            call.copy(source, target)
             rows.measure(target, at)
-            if gradients is None:
+            if not head.made:
                 rows.log_probabilities(target, target, at)
                 continue
             rows.probabilities(target, at)
             rows.subtract_targets(target, at)
-            if wide_logits is not None:
-                call.emit(source.copy_, target)
-        if gradients is not None:
-            gradients.multiply(part, rows, chunk)
-    rows.sum(call.outs[0], call.outs[-1 if gradients is None else 1])
-    if gradients is not None:
-        gradients.finish()
+            call.copy(target, source)
+    rows.sum(call.outs[0], call.outs[1 if rows.smoothing else 0])
 
 
-class _HeadGradients:
-    """dhidden, dhead and dbias of the head's product. The rows' weights scale hidden states, never the wide logits."""
+class HeadProducts:
+    """The logits of a head, a chunk of rows at a time, and the gradients of hidden states, head and bias.
 
-    def __init__(self, call: Call, outputs: Sequence[Tensor], chunk: int) -> None:
-        self.emit, self.live = call.emit, call.attributes["live"]
-        self.hidden, self.head, self.dhidden = call.ins[0], call.ins[1][: self.live], outputs[0]
-        self.parameters = outputs[1:]  # dhead, and dbias where there is one
-        self.scaled = call.scratch((chunk, self.hidden.shape[1]), self.hidden.dtype)
-        self.narrow: Tensor | None = None
-        self.sums: list[tuple[Tensor, Tensor]] = []
-        if accumulation(self.hidden.dtype) is not self.hidden.dtype:
-            self.narrow = call.scratch((len(self.hidden), 1), self.hidden.dtype)
-            if chunk < len(self.hidden):
-                self.sums = [(call.wide(gradient), call.wide(gradient)) for gradient in self.parameters]
+    Ids that only pad the vocabulary are left out of every product: heads are sliced, not masked. The rows' weights
+    scale hidden states, never the wide logits; where there are none here, the gradients of the logits have them.
+    """
 
-    def begin(self) -> None:
+    def __init__(self, call: Call, weights: Tensor | None) -> None:
+        (self.hidden, head, _, _, self.bias), self.live = call.ins, call.attributes["live"]
+        self.emit, self.head, self.weights = call.emit, head[: self.live], weights
+        self.made = call.outs[2 if call.attributes["smoothing"] else 1 :]  # the gradients, if any
+        self.parameters = self.made[1:]  # dhead, and dbias where there is one
+        dtype, (count, width) = self.hidden.dtype, self.hidden.shape
+        narrow = accumulation(dtype) is not dtype
+        summed = 2 * accumulation(dtype).itemsize * width if self.parameters and narrow else 0
+        rows = chunk_rows(count, self.live, call.context.logits, summed)
+        self.logits = call.scratch((rows, self.live), dtype)
+        self.scaled = call.scratch((rows, width), dtype) if self.made and weights is not None else self.hidden
+        self.factors = call.scratch((count, 1), dtype)  # the weights, or ones
+        self.sums = [(call.wide(each), call.wide(each)) for each in self.parameters if narrow and rows < count]
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield a chunk of rows and its logits; once the gradients are in their place, multiply by those."""
+        if self.made:
+            self._begin()
+        for chunk in _row_blocks(len(self.hidden), len(self.logits)):
+            part = self.logits[: chunk.stop - chunk.start]
+            if self.bias is None:
+                self.emit(torch.mm, self.hidden[chunk], self.head.t(), out=part)
+            else:
+                self.emit(torch.addmm, self.bias[: self.live], self.hidden[chunk], self.head.t(), out=part)
+            yield chunk, part
+            if self.made:
+                self._multiply(part, chunk)
+        for gradient, (total, _) in zip(self.parameters, self.sums, strict=False):  # rounded once
+            self.emit(gradient[: self.live].copy_, total[: self.live])
+
+    def _begin(self) -> None:
         for gradient in self.parameters:  # rows that pad the vocabulary get zeros
             if (pad := gradient[self.live :]).numel():
                 self.emit(pad.zero_)
+        if self.weights is not None:
+            self.emit(self.factors.copy_, self.weights)
+        elif self.bias is not None:
+            self.emit(self.factors.fill_, 1.0)
 
-    def multiply(self, dlogits: Tensor, rows: _TargetRows, chunk: slice) -> None:
-        weights = rows.weights[chunk]
-        if self.narrow is not None:
-            self.emit(self.narrow[chunk].copy_, weights)
-            weights = self.narrow[chunk]
-        scaled, dhidden = self.scaled[: dlogits.shape[0]], self.dhidden[chunk]
-        self.emit(torch.mul, self.hidden[chunk], weights, out=scaled)
+    def _multiply(self, dlogits: Tensor, chunk: slice) -> None:
+        given, factors, dhidden = self.hidden[chunk], self.factors[chunk], self.made[0][chunk]
         self.emit(torch.mm, dlogits, self.head, out=dhidden)
-        self.emit(torch.mul, dhidden, weights, out=dhidden)
+        if self.weights is not None:
+            given = self.scaled[: len(dlogits)]
+            self.emit(torch.mul, self.hidden[chunk], factors, out=given)
+            self.emit(torch.mul, dhidden, factors, out=dhidden)
         first = chunk.start == 0
-        for index, (gradient, other) in enumerate(zip(self.parameters, (scaled, weights), strict=False)):
+        for index, (gradient, other) in enumerate(zip(self.parameters, (given, factors), strict=False)):
             live = gradient[: self.live].view(self.live, -1)
             if first or self.sums:
                 self.emit(torch.mm, dlogits.t(), other, out=live)
@@ -214,11 +222,6 @@ class _HeadGradients:
                 self.emit((total if first else widened).copy_, live)
                 if not first:
                     self.emit(torch.add, total, widened, out=total)
-
-    def finish(self) -> None:
-        """Sums of several chunks, rounded once."""
-        for gradient, (total, _) in zip(self.parameters, self.sums, strict=False):
-            self.emit(gradient[: self.live].copy_, total[: self.live])
 
 
 @row("squared_error")

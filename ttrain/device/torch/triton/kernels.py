@@ -107,6 +107,47 @@ def rotary(
 
 
 @triton.jit
+def cross_entropy(
+    logits, targets, weight, log_sum_exp, loss, plain, dlogits,
+    COUNT, WIDTH: tl.constexpr, EACH: tl.constexpr, SMOOTHING: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The weighted losses [COUNT] of logits [COUNT, WIDTH], and their gradient, which may take the logits' place.
+
+    Without a loss to form, `log_sum_exp` is given. A target beyond the ids gives NaN.
+    """
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)[None, :]
+    known, start = row < COUNT, row.to(tl.int64)[:, None] * WIDTH
+    target = tl.load(targets + row, known, -1)
+    factor = tl.where(target < 0, 0.0, tl.load(weight + row * EACH, known, 0.0))
+    if loss is None:
+        most, total = tl.load(log_sum_exp + row, known, 0.0), tl.full([ROWS], 1.0, tl.float32)
+    else:
+        most, total = tl.full([ROWS], -3e38, tl.float32), tl.zeros([ROWS], tl.float32)
+        picked, mean = tl.where(target < WIDTH, 0.0, float("nan")), tl.zeros([ROWS], tl.float32)
+        for first in range(0, WIDTH, COLUMNS):
+            inside = known[:, None] & (first + column < WIDTH)
+            value = tl.load(logits + start + first + column, inside, float("-inf")).to(tl.float32)
+            higher = tl.maximum(most, tl.max(value, 1))
+            most, total = higher, total * tl.exp(most - higher) + tl.sum(tl.exp(value - higher[:, None]), 1)
+            picked += tl.sum(tl.where(first + column == target[:, None], value, 0.0), 1)
+            mean += tl.sum(tl.where(inside, value, 0.0), 1) / WIDTH
+        cost = factor * (tl.log(total) - (picked - most))
+        if plain is not None:
+            tl.store(plain + row, cost, known)
+            cost += SMOOTHING * factor * (picked - mean)
+        tl.store(loss + row, cost, known)
+        if log_sum_exp is not None:
+            tl.store(log_sum_exp + row, most + tl.log(total), known)
+    if dlogits is not None:
+        for first in range(0, WIDTH, COLUMNS):
+            inside = known[:, None] & (first + column < WIDTH)
+            value = tl.load(logits + start + first + column, inside, 0.0).to(tl.float32)
+            hot = tl.where(first + column == target[:, None], 1.0 - SMOOTHING, 0.0) + SMOOTHING / WIDTH
+            made = factor[:, None] * (tl.exp(value - most[:, None]) / total[:, None] - hot)
+            tl.store(dlogits + start + first + column, made.to(dlogits.dtype.element_ty), inside)
+
+
+@triton.jit
 def v_sigmoid(x):
     """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-x))

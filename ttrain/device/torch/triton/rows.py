@@ -10,6 +10,7 @@ import torch
 
 from ttrain.device.base import Kernel
 from ttrain.device.torch.kernels.common import NARROW, ROWS, Bind, Call, Context, Tensor, kernel, spec_of
+from ttrain.device.torch.kernels.loss import HeadProducts
 from ttrain.device.torch.loops import program_of
 from ttrain.device.torch.triton.elementwise import BLOCK, EXPRESSIONS, TritonNest
 from ttrain.device.torch.triton.launch import emit
@@ -32,13 +33,10 @@ def _takes(*tensors: Tensor | None) -> bool:
 def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
     """Return rows and width of x [..., width], and the constants of kernels that work on its tiles."""
     width = x.shape[-1]
-    count, columns = x.numel() // width, max(_power(width), 32)
+    count, columns = x.numel() // width, min(max(_power(width), 32), _WIDEST)
     rows = max(1, _TILE // columns)
-    return (
-        count,
-        width,
-        {"COUNT": count, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "warps": rows * columns // 512},
-    )
+    sizes = {"COUNT": count, "WIDTH": width, "ROWS": rows, "COLUMNS": columns, "warps": rows * columns // 512}
+    return count, width, sizes
 
 
 def _power(size: int) -> int:
@@ -94,6 +92,44 @@ def _rotary(call: Call) -> bool:
     return True
 
 
+def _losses(call: Call, x: Tensor, targets: Tensor, weight: Tensor, smoothing: float = 0, **others: Tensor) -> None:
+    """Losses of rows of logits x, their gradients, or both: what `others` name of the kernel's tensors."""
+    (count, _, sizes), each = _sizes(x), int(weight.numel() > 1)
+    read = {"logits": x, "targets": targets, "weight": weight}
+    written = {name: others.get(name) for name in ("log_sum_exp", "loss", "plain", "dlogits")}
+    emit(call, "cross_entropy", read, written, [_parts(count, sizes["ROWS"])], EACH=each, SMOOTHING=smoothing, **sizes)
+
+
+def _cross_entropy(call: Call) -> None:
+    losses = call.scratch(call.ins[1].shape, torch.float32)
+    _losses(call, *call.ins, loss=losses, log_sum_exp=call.outs[1])
+    call.emit(torch.sum, losses, (0,), out=call.outs[0])
+
+
+def _cross_entropy_grad(call: Call) -> None:
+    logits, targets, log_sum_exp, weight = call.ins
+    _losses(call, logits, targets, weight, log_sum_exp=log_sum_exp, dlogits=call.outs[0])
+
+
+def _head_cross_entropy(call: Call) -> None:
+    """Losses of a chunk of rows, and the gradients of its logits in their place, in one launch."""
+    (_, _, targets, weight, _), smoothing = call.ins, call.attributes["smoothing"]
+    losses = {name: call.scratch(targets.shape, torch.float32) for name in ("loss", "plain")[: 1 + bool(smoothing)]}
+    head = HeadProducts(call, None)
+    for chunk, logits in head.chunks():
+        others = {name: each[chunk] for name, each in losses.items()} | ({"dlogits": logits} if head.made else {})
+        own = weight[chunk] if weight.numel() > 1 else weight
+        _losses(call, logits, targets[chunk], own, smoothing, **others)
+    for total, each in zip(call.outs, losses.values(), strict=False):
+        call.emit(torch.sum, each, (0,), out=total)
+
+
+def _loss(call: Call, rule: Bind) -> bool:
+    if taken := _takes(call.ins[0]):
+        rule(call)
+    return taken
+
+
 def _program(call: Call, op: str) -> bool:
     """Op fused, or one other op as a program of one step."""
     ins, specs = call.ins, [None if x is None else spec_of(x) for x in call.ins]
@@ -121,6 +157,9 @@ RULES: dict[str, Rule] = {
     "layer_norm_grad": partial(_norm_grad, centred=True),
     "rms_norm_grad": partial(_norm_grad, centred=False),
     "rotary": _rotary,
+    "cross_entropy": partial(_loss, rule=_cross_entropy),
+    "cross_entropy_grad": partial(_loss, rule=_cross_entropy_grad),
+    "head_cross_entropy": partial(_loss, rule=_head_cross_entropy),
     **{op: partial(_program, op=op) for op in ("fused", *_SINGLE)},
 }
 
