@@ -43,7 +43,8 @@ class OnDevice(TorchDispatchMode):
     @property
     def launches(self) -> int:
         """Count the calls that a GPU runs: not those that look at a tensor, view or allocate it."""
-        return sum(not name.startswith(("prim.", "aten.view", "aten.alias", "aten.transpose", "aten.empty")) for name in self.calls)
+        others = ("prim.", "aten.view", "aten.alias", "aten.transpose", "aten.empty")
+        return sum(not name.startswith(others) for name in self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(str(func).removesuffix(".default"))
