@@ -60,6 +60,13 @@ def test_operations_of_a_linear_model_by_hand() -> None:
     assert sum(cost.flops.values()) == flops_per_step(graph)
 
 
+def test_what_backward_reads_of_forward_is_told_of_compiled_steps_too() -> None:
+    """Their graphs have views of backward in the middle of forward."""
+    engines = StaticEngine, TracedEngine
+    static, traced = (report(planned(DeviceConfig("cpu")), engine=engine).costs["train"]["kept"] for engine in engines)
+    assert 0.5 * static < traced <= static
+
+
 def test_bytes_moved_by_hand() -> None:
     graph = Graph()
     x, weight = graph.input("x", TensorSpec((4, 3))), graph.state_value("w", TensorSpec((5, 3)), Kind.PARAMETER)

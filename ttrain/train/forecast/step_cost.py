@@ -121,8 +121,11 @@ def peak(blocks: Sequence[Block]) -> tuple[int, int]:
 
 
 def activation_bytes(plan: Plan) -> int:
-    """Bytes alive between forward and backward, which there has to be: what backward reads of forward."""
-    boundary = next(time for time, node in enumerate(plan.graph.nodes) if node.stage is Stage.BACKWARD)
+    """Bytes alive after the last node of forward, which there has to be: what backward reads of forward.
+
+    A view that only backward reads may stand in the middle of forward.
+    """
+    boundary = 1 + max(time for time, node in enumerate(plan.graph.nodes) if node.stage is Stage.FORWARD)
     return sum(block.nbytes for block in plan.blocks if block.start < boundary <= block.end)
 
 
