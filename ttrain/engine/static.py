@@ -41,7 +41,9 @@ class StaticStep(Step):
             if take is not None:
                 take()  # brings what was written into the step's buffers
                 self._prefetched = None, {}
-                arrays = {k: x for k, x in arrays.items() if k not in written or not np.array_equal(written[k], x)}
+                arrays = {
+                    key: x for key, x in arrays.items() if key not in written or not np.array_equal(written[key], x)
+                }
             if arrays:
                 device.upload_inputs(bound.inputs, arrays)
             self.run(bound)

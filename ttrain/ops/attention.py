@@ -336,13 +336,15 @@ for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
     cases(cache_write, Case((_cache, _new, (_rows,)), values=_places(_rows, _cache[2])))
 
 
-def _cached_in_torch(positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask) -> Any:
+def _cache_bias_in_torch(
+    positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask
+) -> Any:
     query, key = positions.numpy()[:, None], np.arange(context)
     hidden = (key >= visible.numpy()[:, None]) | (key <= query - (mask.window or context))
     return positions.double().new_tensor(np.where(hidden, HIDDEN, mask.preference(heads, query, key)))[None]
 
 
-@primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_cached_in_torch)
+@primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_cache_bias_in_torch)
 def cache_bias(
     positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
 ) -> TensorSpec:

@@ -98,7 +98,8 @@ class TorchDevice(Device):
         if self.kind == "cpu":  # numpy's zeros take memory when they are first written, torch's at once
             raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
             first = -raw.ctypes.data % ALIGNMENT
-            _ask_for_huge_pages(raw)
+            if nbytes >= _HUGE_PAGE:
+                _ask_for_huge_pages(raw)
             return torch.from_numpy(raw[first : first + nbytes])
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 

@@ -192,8 +192,15 @@ def op_table(step: str, nodes: Sequence[Node]) -> Table:
     costs = op_costs(nodes)
     moved, flops = (sum(cost[key] for cost in costs) for key in ("nbytes", "flops"))
     rows = [
-        (op, str(count), format_bytes(size), _share(size, moved), format_count(work), _share(work, flops))
-        for op, count, size, work in (cost.values() for cost in costs)
+        (
+            cost["op"],
+            str(cost["count"]),
+            format_bytes(cost["nbytes"]),
+            _share(cost["nbytes"], moved),
+            format_count(cost["flops"]),
+            _share(cost["flops"], flops),
+        )
+        for cost in costs
     ]
     rows.append(("all", str(len(nodes)), format_bytes(moved), "", format_count(flops), ""))
     return Table(f"Ops of step {step}", ("op", "launches", "bytes moved", "share", "FLOP", "share"), rows)

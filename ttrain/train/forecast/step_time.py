@@ -30,7 +30,7 @@ import numpy as np
 
 from ttrain.core.errors import UserError
 from ttrain.core.folders import cache_folder
-from ttrain.core.spec import flat_offsets
+from ttrain.core.spec import DType, flat_offsets
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.device.base import Device, Kernel, StepCompiler, chain, filled
@@ -132,7 +132,7 @@ def _measure(device: str, dtype: str, index: int, seconds: float) -> float:
 
     size = _SIZES[device]
     place = torch.device(device, index)
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    kind = getattr(torch, DType.parse(dtype).in_torch)
     x, y, out = (torch.full((size, size), 0.5, dtype=kind, device=place) for _ in range(3))
     products = [lambda: torch.mm(x, y, out=out)]
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -32,7 +32,7 @@ from ttrain.parallel.world import Numbers, World, largest
 from ttrain.train.protocols import Array, Inputs, Outputs
 
 NOISE_NORM = "noise_norm"  # output of a step: norm of what the first micro-batch adds to the gradient
-NORMS = ("grad_norm", "clipped_norm")  # outputs of a step, see step_graph.py
+NORMS = GRAD_NORM, CLIPPED_NORM = "grad_norm", "clipped_norm"  # outputs of a step, see step_graph.py
 LOSS_SCALE = "loss_scale"  # input of an update: what its gradients were multiplied by
 FIRST_SCALE = 2.0**16
 _GOOD_STEPS = 2000  # in a row, after which the scale doubles
@@ -160,7 +160,7 @@ class TrainStep:
         outputs.append(self._run(calls[-1], () if self.guarded else following))
         result, norms = self._result(outputs, counts)
         if self.guarded and result.applied:
-            update = self.update(rates, norms, step)
+            update = self.update(rates, norms, step)  # by the scale that its gradients have
             self.scale.adjust(good=True)
             self._run(update, following)
         elif result.overflowed:
@@ -240,12 +240,12 @@ class TrainStep:
         activation = asked.pop("activation_norm", None)
         metrics = means({name: value / scale for name, value in sums.items()}, counts)
         loss = metrics.pop("loss")
-        metrics |= {name: value for name, value in norms.items() if name != "grad_norm"}
+        metrics |= {name: value for name, value in norms.items() if name != GRAD_NORM}
         first = float(outputs[0].get(NOISE_NORM, 0)) / scale
         if self.noise is not None and first:  # a first micro-batch without targets tells nothing of the noise
-            noise = self.noise.add(first, norms["grad_norm"], count * self.world.ranks.slices)
+            noise = self.noise.add(first, norms[GRAD_NORM], count * self.world.ranks.slices)
             metrics |= {} if noise is None else {"noise_scale": noise}
-        given = loss, norms["grad_norm"], counts[LOSS_WEIGHT], True, activation, metrics
+        given = loss, norms[GRAD_NORM], counts[LOSS_WEIGHT], True, activation, metrics
         found = StepResult(*given, loss_scale=self.scale.loss_scale, asked=asked)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 

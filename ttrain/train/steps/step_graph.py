@@ -28,12 +28,10 @@ from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
-from ttrain.train.steps.step import LOSS_SCALE, NOISE_NORM, in_order
+from ttrain.train.steps.step import CLIPPED_NORM, GRAD_NORM, LOSS_SCALE, NOISE_NORM, in_order
 
-COPY = "/compute"  # likewise, of what layers read
-GRADIENT = "/gradient"  # after the path of a parameter
-GRAD_NORM = "grad_norm"
-CLIPPED_NORM = "clipped_norm"
+COPY = "/compute"  # ends the name of a copy in the compute dtype, after the path of a parameter
+GRADIENT = "/gradient"  # ends the name of a gradient
 ACTIVATION_NORM = "activation_norm"
 FREED = 2**23  # bytes of gradients at least that an update of their own frees: it takes a launch more
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ttrain.core.errors import TtrainError
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Launch
 from ttrain.device.torch.kernels.common import DTYPES
-from ttrain.device.torch.native.codegen import call, function_name, library_sources, template
+from ttrain.device.torch.native.codegen import c_type, call, function_name, library_sources, template
 from ttrain.device.torch.native.native import Sizing, address, launch
 from ttrain.device.torch.native.products import scratch_size, threads_of
 from ttrain.device.torch.native.threads import address_of, use_openmp
@@ -50,7 +51,7 @@ def _body(form: _Form, kind: str) -> str:
 @lru_cache(maxsize=2)
 def _functions(dtype: torch.dtype) -> Mapping[_Form, int]:
     """Compile or load the library. Return addresses by form, or none if there is no compiler or it fails."""
-    bodies = {form: _body(form, "bf16" if dtype is torch.bfloat16 else "float") for form in _FORMS}
+    bodies = {form: _body(form, c_type(TensorSpec((), DTYPES[dtype]))) for form in _FORMS}
     try:
         library = Toolchain().load(library_sources([*bodies.values()], 1))
     except TtrainError as error:
