@@ -14,10 +14,12 @@ import torch
 
 from tests import forked
 from tests.device.fake_cuda import FakeCuda, fake_cuda
+from tests.ttnn.runs import adamw
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.triton.installed import has_triton, lacking_triton
 from ttrain.graph.passes.group import ELEMENTWISE
+from ttrain.optim.base import EXAMPLE
 
 if not has_triton():
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -27,9 +29,10 @@ from ttrain.device.torch.triton.elementwise import EXPRESSIONS
 from ttrain.device.torch.triton.rows import RULES, triton_rows
 
 CAPABILITIES = (75, 80, 90, 100, 120)
-COUNTS = ("COUNT", "PART", "PARTS", "PLACES", "SIZE")  # that a kernel takes at each launch
+COUNTS = ("COUNT", "PART", "PARTS", "PLACES", "SIZE", "START")  # that a kernel takes at each launch
 WIDEST = 2**13
 IDS = 50_257
+RULE = adamw(cautious=True).rule(EXAMPLE, True)
 SPILLED = 64  # bytes of a thread that may lie in the caches, of 512 in registers
 SHARED_MEMORY = 2**16  # bytes that a block of threads may take on a GPU of capability 7.5, the least of all
 
@@ -87,6 +90,8 @@ class Noted:
         hidden, head = self.tensor(40, 8, dtype=DType.BF16), self.tensor(IDS, 8, dtype=DType.BF16)
         logits, targets, one = self.tensor(40, IDS), self.tensor(40, dtype=DType.INT64), self.tensor()
         made = [self.tensor(), self.tensor(), hidden, head]
+        narrow = [self.tensor(1000, dtype=dtype) for dtype in (DType.INT16, *[DType.BF16] * (len(RULE.slots) + 2))]
+        rounding = {"count": 1, "copies": True, "stochastic": (1, 2), "stream": 8}
         smoothed = {"smoothing": 0.1, "live": IDS, "gradients": True}
         return [
             *self.launches("add_layer_norm", [x, residual, weight, weight], [total, y, mean, rstd], eps=1e-5),
@@ -95,6 +100,7 @@ class Noted:
             *self.launches("fused", inputs, [turned], program=program, results=(6,)),
             *self.launches("head_cross_entropy", [hidden, head, targets, one, None], made, **smoothed),
             *self.launches("cross_entropy_grad", [logits, targets, self.tensor(40), one], [logits]),
+            *self.launches("update", [*narrow, one, one, one, seed], [], rule=RULE, **rounding),
         ]
 
     def tensor(self, *shape: int, dtype: DType = DType.FP32) -> torch.Tensor:
@@ -107,10 +113,10 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int16: "*i16"}
     with fake_cuda() as device:
         works = Noted(device).made()
-    assert len(works) == 7
+    assert len(works) == 9
     for work, dtypes in works:
         kernel = launch.function(work.kernel)
         kinds = {name: names[kind] for name, kind in zip(work.names, dtypes, strict=True)}

@@ -52,13 +52,14 @@ def _aligned_slots(slots: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     return [[view] for view in flat] if flat is not None else [[tensor.view(-1) for tensor in slot] for slot in slots]
 
 
-class _Update:
+class Update:
     """The inputs of one update, sorted: parameters, gradients and slots, and the copies of parameters if there are."""
 
     def __init__(self, call: Call) -> None:
         self.lists: list[Sequence[Tensor]]
         *self.lists, (self.lr, self.step, self.factor, self.seed) = split_update(call.ins, call.attributes["count"])
         self.copies = self.lists.pop() if call.attributes.get("copies") else []
+        self.numbers = call.attributes.get("numbers", ())
         self.low_bits = self.lists[0][0].dtype is torch.int16  # parameters are what fp32 weights have beyond the copies
 
     @property
@@ -67,13 +68,23 @@ class _Update:
         few = [any(each.dtype.itemsize < 4 for each in given) for given in self.lists]
         return [short and number != 1 for number, short in enumerate(few)]
 
+    def vectors(self, copies: bool) -> Iterator[tuple[Sequence[Tensor], int]]:
+        """One vector per list, that of the copies at last, with the number of its first element.
 
-def _adamw(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
+        Whole lists are one vector where they lie side by side.
+        """
+        lists = [*self.lists, *([self.copies] if copies else [])]
+        offsets = self.numbers or flat_offsets([tensor.numel() for tensor in lists[0]])[0]
+        vectors = [[tensor.view(-1) for tensor in given] for given in lists] if self.numbers else _aligned_slots(lists)
+        return zip(zip(*vectors, strict=True), offsets, strict=False)
+
+
+def _adamw(call: Call, update: Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
     steps = [update.step] * len(vectors[0])
     call.emit(torch._fused_adamw_, *vectors, [], steps, lr=update.lr, amsgrad=False, maximize=False, **settings)
 
 
-def _sgd(call: Call, update: _Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
+def _sgd(call: Call, update: Update, vectors: list[list[Tensor]], settings: Mapping[str, float]) -> None:
     given = {"momentum": 0.0, **settings, "nesterov": bool(settings.get("nesterov"))}
     call.emit(
         torch._fused_sgd_, *vectors[:2], vectors[2] if vectors[2:] else [], lr=update.lr, dampening=0.0,
@@ -86,7 +97,7 @@ _FUSED = {"adamw": _adamw, "sgd": _sgd, "sgd_momentum": _sgd}
 
 @row("update", delivery=Delivery.INPLACE)
 def _update(call: Call) -> None:
-    update = _Update(call)
+    update = Update(call)
     rule = call.attributes["rule"]
     if rule.name in _FUSED and "cautious" not in dict(rule.settings) and not any(update.narrow):
         _in_one_pass(call, update)
@@ -97,7 +108,7 @@ def _update(call: Call) -> None:
             call.emit(copy.copy_, parameter)
 
 
-def _in_one_pass(call: Call, update: _Update) -> None:
+def _in_one_pass(call: Call, update: Update) -> None:
     """The update of all slots by aten: in one call, or chunk by chunk through scratch that holds prepared gradients."""
     (parameters, gradients, *_), rule = update.lists, call.attributes["rule"]
     fused, settings, scratch = _FUSED[rule.name], dict(rule.settings), None
@@ -128,9 +139,9 @@ class _Blocks:
     for torch.sqrt, whose last bit is a library's.
     """
 
-    def __init__(self, call: Call, update: _Update) -> None:
+    def __init__(self, call: Call, update: Update) -> None:
         self.emit, self.call, self.update = call.emit, call, update
-        self.stochastic, self.numbers = call.attributes.get("stochastic", ()), call.attributes.get("numbers", ())
+        self.stochastic = call.attributes.get("stochastic", ())
         self.program = Program(call)
         _, total = flat_offsets([tensor.numel() for tensor in update.lists[0]])
         most = _CPU_BLOCK if call.context.on_cpu else _GPU_BLOCK
@@ -147,16 +158,9 @@ class _Blocks:
         for number, keys in enumerate(self.keys.split(_KEYS)):
             if number in self.stochastic:
                 emit_key(call, update.seed, call.attributes.get("stream", 0) + number, keys)
-        for vectors, first in self._vectors():
+        for vectors, first in update.vectors(update.low_bits):
             for start in range(0, vectors[0].numel(), self.g.numel()):
                 self._block([vector[start : start + self.g.numel()] for vector in vectors], first + start)
-
-    def _vectors(self) -> Iterator[tuple[Sequence[Tensor], int]]:
-        """One vector per list with the number of its first element; whole lists where they lie side by side."""
-        lists = [*self.update.lists, *([self.update.copies] if self.update.low_bits else [])]
-        offsets = self.numbers or flat_offsets([tensor.numel() for tensor in lists[0]])[0]
-        vectors = [[tensor.view(-1) for tensor in given] for given in lists] if self.numbers else _aligned_slots(lists)
-        return zip(zip(*vectors, strict=True), offsets, strict=False)
 
     def _block(self, parts: list[Tensor], first: int) -> None:
         parameter, gradient, *slots = parts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from math import isfinite
+from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix
 from ttrain.device.torch.loops import EXPRESSIONS as SHARED
-from ttrain.device.torch.loops import LoopNest
+from ttrain.device.torch.loops import LoopNest, Step
 
 EXPRESSIONS = {
     **SHARED,
@@ -39,18 +41,16 @@ class TritonNest(LoopNest):
         names = [*(f"x{item}" for item in self.read), *(f"y{item}" for item in range(len(self.outputs))), "SIZE"]
         start = "tl.program_id(0)" if size + BLOCK < 2**31 else "tl.program_id(0).to(tl.int64)"
         lines = [f"e = {start} * {BLOCK} + tl.arange(0, {BLOCK})", "inside = e < SIZE", *self._loads()]
-        for number, (name, operands, attributes) in enumerate(self.program):
-            words = {key: _number(value) for key, value in attributes if isinstance(value, float)}
+        for number, made in enumerate(self.program):
+            words = {}
             if number in self.seeds:
-                p, stream = dict(attributes)["p"], mix(dict(attributes)["stream"] & 0xFFFFFFFF)
+                attributes = dict(made[2])
+                p, stream = attributes["p"], mix(attributes["stream"] & 0xFFFFFFFF)
                 words["random"] = f"{stream}, {keep_threshold(p)}, {1 / (1 - p)}"
-            form = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
-            values = [f"v{item}" for item in operands]
-            made = EXPRESSIONS[name].format(*values, step=number, form=form, **words)
-            lines.append(f"v{count + number} = {made}")
+            lines.append(f"v{count + number} = {spelled(made, EXPRESSIONS, step=number, **words)}")
         for item, step in enumerate(self.results):
             lines.append(f"tl.store(y{item} + e, v{count + step}, inside)")
-        return "\n    ".join([f"def generated({', '.join(names)}):", *lines, ""])
+        return generated(names, lines)
 
     @property
     def read(self) -> list[int]:
@@ -73,6 +73,19 @@ class TritonNest(LoopNest):
             place = f"x{weight} + id{step} * {width} + e % {width}"
             lines.append(f"row{step} = tl.load({place}, known{step}, float('nan')).to(tl.float32)")
         return lines
+
+
+def generated(names: Iterable[str], lines: Iterable[str]) -> str:
+    """Return the text of a kernel with arguments of these names."""
+    return "\n    ".join([f"def generated({', '.join(names)}):", *lines, ""])
+
+
+def spelled(made: Step, table: Mapping[str, str], **words: Any) -> str:
+    """Return the expression of a step on values v0, v1 ..., by its op's in a table."""
+    name, operands, attributes = made
+    words |= {key: _number(value) for key, value in attributes if isinstance(value, float)}
+    words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
+    return table[name].format(*(f"v{item}" for item in operands), **words)
 
 
 def _number(value: float) -> str:

@@ -207,8 +207,31 @@ def mixed(x):
 
 
 @triton.jit
+def stream_key(seed, STREAM: tl.constexpr):
+    """The key of a stream of random bits, see core/random_bits.py; STREAM is mixed already."""
+    return mixed(seed.to(tl.uint32) ^ mixed((seed >> 32).to(tl.uint32) ^ STREAM))
+
+
+@triton.jit
 def v_dropout(x, seed, index, STREAM: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr):
-    """Dropout of elements by their numbers, see core/random_bits.py; STREAM is mixed already."""
-    high, low = (seed >> 32).to(tl.uint32), seed.to(tl.uint32)
-    key = mixed(low ^ mixed(high ^ STREAM))
-    return x * tl.where(mixed(index.to(tl.uint32) + key) >= THRESHOLD, FACTOR, 0.0)
+    """Dropout of elements by their numbers."""
+    return x * tl.where(mixed(index.to(tl.uint32) + stream_key(seed, STREAM)) >= THRESHOLD, FACTOR, 0.0)
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of fp32 numbers as int32, those of a NaN without any that bf16 lacks."""
+    return tl.where(x == x, x, float("nan")).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, seed, index, STREAM: tl.constexpr):
+    """One of the two bf16 numbers beside x, as fp32; the nearer one is as much more likely as it is nearer."""
+    hashes = mixed(index.to(tl.uint32) + stream_key(seed, STREAM)) & 0xFFFF
+    return ((bits_of(x).to(tl.uint32) + hashes) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def joined(upper, lower):
+    """fp32 numbers of bf16 copies and int16 low bits."""
+    return ((upper.to(tl.int16, bitcast=True).to(tl.int32) << 16) + lower.to(tl.int32)).to(tl.float32, bitcast=True)

@@ -14,6 +14,7 @@ from ttrain.device.torch.kernels.loss import HeadProducts
 from ttrain.device.torch.loops import program_of
 from ttrain.device.torch.triton.elementwise import BLOCK, EXPRESSIONS, TritonNest
 from ttrain.device.torch.triton.launch import emit
+from ttrain.device.torch.triton.updates import emit_update
 
 _STORED = (torch.float32, *NARROW)
 _WIDEST = 2**13  # elements of a row that the registers of a block of threads hold
@@ -157,6 +158,7 @@ RULES: dict[str, Rule] = {
     "layer_norm_grad": partial(_norm_grad, centred=True),
     "rms_norm_grad": partial(_norm_grad, centred=False),
     "rotary": _rotary,
+    "update": emit_update,
     "cross_entropy": partial(_loss, rule=_cross_entropy),
     "cross_entropy_grad": partial(_loss, rule=_cross_entropy_grad),
     "head_cross_entropy": partial(_loss, rule=_head_cross_entropy),
