@@ -64,22 +64,27 @@ def _rows(section: str, schema: type[Any]) -> dict[str, str]:
 
 
 def _table(rows: Iterable[str]) -> str:
-    return "\n".join(["| key | default | type | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    return "\n".join(["| key | default: values | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
-    kind = expected(hints_of(schema)[name]).removeprefix("an ").removeprefix("a ").replace("true or false", "boolean")
-    kind += _bounds(declared.metadata)
-    cells = (f"`{key}`", f"`{shown(default_of(declared))}`", kind, declared.metadata["help"])
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    values = f"`{shown(default_of(declared))}`" + _others(default_of(declared), hints_of(schema)[name], declared.metadata)
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", values, declared.metadata["help"])) + " |"
 
 
-def _bounds(rules: Any) -> str:
+def _others(default: Any, hint: Any, rules: Any) -> str:
+    """What may be given in place of the default: nothing that the default itself tells."""
+    if isinstance(default, bool):
+        return ""
+    kind = expected(hint).removeprefix("an ").removeprefix("a ").replace("true or false", "boolean")
+    if default is None:
+        kind = kind.removesuffix(" or null")
     if rules["choices"]:
-        return f": {', '.join(rules['choices'])}"
+        kind = kind.replace("texts", "text").replace("text", ", ".join(rules["choices"]))
     words = {"minimum": "≥", "above": ">", "maximum": "≤", "below": "<"}
-    return "".join(f", {sign} {rules[rule]}" for rule, sign in words.items() if rules[rule] is not None)
+    bounds = [f"{sign} {rules[rule]}" for rule, sign in words.items() if rules[rule] is not None]
+    return f": {kind} {', '.join(bounds)}".rstrip()
 
 
 if __name__ == "__main__":
