@@ -69,8 +69,9 @@ def _table(rows: Iterable[str]) -> str:
 
 def _row(key: str, schema: type[Any], name: str) -> str:
     declared = schema.__dataclass_fields__[name]
-    values = f"`{shown(default_of(declared))}`" + _others(default_of(declared), hints_of(schema)[name], declared.metadata)
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in (f"`{key}`", values, declared.metadata["help"])) + " |"
+    default, rules = default_of(declared), declared.metadata
+    cells = (f"`{key}`", f"`{shown(default)}`" + _others(default, hints_of(schema)[name], rules), rules["help"])
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
 def _others(default: Any, hint: Any, rules: Any) -> str:
