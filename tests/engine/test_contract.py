@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.recording_device import RecordingDevice
 from tests.models.session import ENGINES
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery
-from ttrain.device.null import NullDevice
 from ttrain.engine.base import Engine
 from ttrain.engine.state import State, StateTensor
 from ttrain.engine.static import StaticStep
@@ -31,8 +31,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return open_engine(request.param)
 
 
-def open_engine(name: str, device: NullDevice | None = None, state: list[StateTensor] = STATE) -> Engine:
-    device = device or NullDevice()
+def open_engine(name: str, state: list[StateTensor] = STATE) -> Engine:
+    device = RecordingDevice()
     return ENGINES[name](device, State(device, state))
 
 
@@ -147,7 +147,7 @@ def test_a_step_that_reads_what_it_overwrote_is_refused(engine: Engine) -> None:
 
 
 def test_a_fresh_result_is_copied_into_its_slot(engine: Engine) -> None:
-    assert isinstance(engine.device, NullDevice)
+    assert isinstance(engine.device, RecordingDevice)
     engine.device.deliveries["linear"] = Delivery.RETURNS
     engine.build("predict", predict)({"x": INPUTS["x"]})
     assert engine.device.launched == ["linear", "copy"]  # the activation is joined to the product

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.recording_device import RecordingDevice
 from tests.models.session import Session, tensor_by_tensor_equal, token_batch
 from tests.native.conftest import require_compiler
 from tests.ttnn.runs import adamw, batch, gpt, mlp, sgd
@@ -160,8 +161,8 @@ def null_engine(device: NullDevice) -> StaticEngine:
 INPUTS = {"x": np.zeros((4, 4), np.float32)}
 
 
-def captured(runs: int = 2) -> tuple[NullDevice, StaticEngine]:
-    device = NullDevice()
+def captured(runs: int = 2) -> tuple[RecordingDevice, StaticEngine]:
+    device = RecordingDevice()
     engine = null_engine(device)
     step = engine.build("train", doubling)
     for _ in range(runs):
@@ -172,7 +173,7 @@ def captured(runs: int = 2) -> tuple[NullDevice, StaticEngine]:
 def test_one_capture_however_often_it_runs_and_none_is_left_behind() -> None:
     """RAISES or hangs at exit elsewhere, where a device is closed before its captures."""
     device, engine = captured(runs=5)
-    assert (device.counters.captures, device.counters.replays) == (1, 4)
+    assert (device.captures, device.replays) == (1, 4)
     engine.close()
     device.close()
     with pytest.raises(CaptureError, match="closed"):
@@ -204,7 +205,7 @@ def test_allocation_after_a_capture_is_refused_with_its_purpose() -> None:
 )
 def test_what_would_happen_once_inside_a_capture_is_refused(inside: Callable[..., Any], said: str) -> None:
     """RAISES: a host write would happen once, at capture time."""
-    device = NullDevice()
+    device = RecordingDevice()
     buffer = device.allocate(TensorSpec((4, 4)))
     with pytest.raises(CaptureError, match=said):
         device.capture([lambda: inside(device, buffer)], "train")

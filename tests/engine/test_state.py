@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.engine.recording_device import RecordingDevice
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import FLAT_ALIGNMENT, DType, TensorSpec
 from ttrain.device.null import NullDevice
@@ -45,7 +46,7 @@ def test_a_name_is_given_once() -> None:
 
 
 def test_slots_of_a_run_lie_side_by_side_at_equal_element_offsets() -> None:
-    state = State(NullDevice(), tensors(DType.BF16))
+    state = State(RecordingDevice(), tensors(DType.BF16))
     offsets = {}
     for slot, itemsize in (("", 4), ("/compute", 2), ("/first_moment", 4), ("/second_moment", 4)):
         placed = [state.placed(f"{path}{slot}") for path in SHAPES]

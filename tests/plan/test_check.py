@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.engine.recording_device import RecordingDevice
 from ttrain import ops
 from ttrain.core.errors import PlanError
 from ttrain.core.spec import TensorSpec
 from ttrain.device.base import ALIGNMENT, Delivery, align
-from ttrain.device.null import NullDevice
 from ttrain.graph import Graph, Kind, Value
 from ttrain.plan import build_plan
 from ttrain.plan.arena import Block, check_overlap, pack
@@ -40,7 +40,7 @@ class Example:
         self.last = ops.add(self.tanh, self.kept)
         ops.accumulate(graph.state_value("t", PAIR, Kind.OPTIMIZER), self.last)
         self.small = Value(graph, TensorSpec((2,)), Kind.NODE, "small")
-        self.device = NullDevice()
+        self.device = RecordingDevice()
         self.plan = build_plan(graph, self.device.kernels)
 
     def turned(self, x: Value) -> Value:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.recording_device import RecordingDevice
 from tests.graph.tools import PAIR, recorded
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Delivery, Kernel
-from ttrain.device.null import NullDevice
 from ttrain.graph import Graph, Kind, Value
 from ttrain.graph.verify import verify
 from ttrain.plan import Plan, build_plan
@@ -24,7 +24,7 @@ KNOWN = {
 
 
 def planned(graph: Graph, fresh: tuple[str, ...] = ()) -> Plan:
-    device = NullDevice()
+    device = RecordingDevice()
     device.deliveries.update(dict.fromkeys(fresh, Delivery.RETURNS))
     return build_plan(verify(graph, "recording"), device.kernels)
 

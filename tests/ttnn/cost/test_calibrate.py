@@ -56,7 +56,7 @@ class Chip(NullDevice):
     @property
     def kernels(self) -> dict[str, Kernel]:  # type: ignore[override]
         def row(programs: Callable[..., list[Program]]) -> Kernel:
-            return Kernel(lambda ins, *_: lambda: self.queue.extend(programs(*(buffer.spec.shape for buffer in ins))))
+            return Kernel(lambda ins, *_: lambda: self.queue.extend(programs(*(buffer.shape for buffer in ins))))
 
         return {
             "add": row(lambda a, b: [stream(a, b, a)]),

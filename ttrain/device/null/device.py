@@ -1,54 +1,35 @@
-"""A device that knows only shapes. It tests graph, plan and capture rules without arithmetic."""
+"""A device that knows only shapes: steps are planned and placed on it, and nothing is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ttrain.core.errors import CaptureError, ShapeError
+from ttrain.core.errors import ShapeError
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import NUMPY_DTYPES, Buffer, Delivery, Device, Kernel, Launch, Table
-
-Buffers = Sequence[Buffer | None]
+from ttrain.device.base import NUMPY_DTYPES, Buffer, Device, Kernel, Launch, Table, chain
 
 
-@dataclass
-class NullArena:
-    """A range of bytes that does not exist."""
-
-    number: int
-    nbytes: int
-
-
-@dataclass
-class NullBuffer:
-    """The place where a tensor would lie."""
-
-    arena: NullArena
-    offset: int
-    spec: TensorSpec
+def _idle(ins: Sequence[Buffer | None], outs: Sequence[Buffer], *_: object) -> Launch:
+    """Bind a kernel that leaves its outputs as they are."""
+    return lambda: outs
 
 
 class _EveryOp(dict[str, Kernel]):
-    """A kernel for every op; it only records its launches."""
-
-    def __init__(self, device: NullDevice) -> None:
-        super().__init__()
-        self._device = device
+    """A kernel for every op."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
     def __missing__(self, name: str) -> Kernel:
-        return Kernel(self._device.binding(name), self._device.deliveries.get(name, Delivery.OUT))
+        return Kernel(_idle)
 
 
 class NullDevice(Device):
-    """Computes nothing, counts everything. All values read as zero.
+    """Computes nothing. All values read as zero. An arena is known by its bytes, a buffer by its spec.
 
     Accepts every op. With the `rows` of another device's table it plans as that device does: by the ops it has kernels
     for, how they deliver, and the workspace they want.
@@ -57,58 +38,31 @@ class NullDevice(Device):
     name = "null"
     computes = False
     supports_capture = True
+    kernels: Mapping[str, Kernel] = _EveryOp()
 
     def __init__(self, rows: Mapping[str, Kernel] | None = None) -> None:
         super().__init__()
-        self.deliveries: dict[str, Delivery] = {}  # tests set rows here to play another device
-        self.launched: list[str] = []
-        self.capturing: str | None = None
-        self.closed = False
-        host = rows.host if isinstance(rows, Table) else None
-        self._table: Mapping[str, Kernel] = _EveryOp(self)
         if rows is not None:
-            self._table = Table(self._recording(rows), None if host is None else self._recording(host))
+            host = rows.host if isinstance(rows, Table) else None
+            self.kernels = Table(_without_work(rows), None if host is None else _without_work(host))
 
-    @property
-    def kernels(self) -> Mapping[str, Kernel]:
-        return self._table
+    def _allocate(self, nbytes: int) -> int:
+        return nbytes
 
-    def _recording(self, rows: Mapping[str, Kernel]) -> dict[str, Kernel]:
-        return {name: replace(kernel, bind=self.binding(name)) for name, kernel in rows.items()}
+    def place(self, arena: int, offset: int, spec: TensorSpec) -> TensorSpec:
+        if offset + spec.nbytes > max(arena, 1):
+            raise ShapeError(f"{spec} at byte {offset} does not fit an arena of {arena} bytes")
+        return spec
 
-    def binding(self, name: str) -> Callable[..., Launch]:
-        """Return the bind of a kernel whose launches are only recorded."""
-        return lambda ins, outs, attributes, work: partial(self.log, name, ins, outs)
+    def upload(self, buffer: TensorSpec, array: np.ndarray) -> None:
+        if tuple(array.shape) != buffer.shape:
+            raise ShapeError(f"upload: got {array.shape}, expected {buffer.shape}")
 
-    def log(self, name: str, inputs: Buffers, outputs: Buffers) -> list[Buffer]:
-        if self.closed:
-            raise CaptureError(f"{name} launched on a closed device")
-        self.launched.append(name)
-        return list(outputs)
+    def download(self, buffer: TensorSpec) -> np.ndarray:
+        return np.zeros(buffer.shape, NUMPY_DTYPES[buffer.dtype])
 
-    def _allocate(self, nbytes: int) -> NullArena:
-        if self.capturing is not None:
-            raise CaptureError(f"{nbytes} bytes allocated while {self.capturing} is being captured")
-        return NullArena(self.counters.allocations, nbytes)
-
-    def place(self, arena: NullArena, offset: int, spec: TensorSpec) -> NullBuffer:
-        if offset + spec.nbytes > max(arena.nbytes, 1):
-            raise ShapeError(f"{spec} at byte {offset} does not fit an arena of {arena.nbytes} bytes")
-        return NullBuffer(arena, offset, spec)
-
-    def upload(self, buffer: NullBuffer, array: np.ndarray) -> None:
-        if self.capturing is not None:
-            raise CaptureError(f"host write while {self.capturing} is being captured")
-        if tuple(array.shape) != buffer.spec.shape:
-            raise ShapeError(f"upload: got {array.shape}, expected {buffer.spec.shape}")
-        self.counters.uploads += 1
-
-    def download(self, buffer: NullBuffer) -> np.ndarray:
-        self.counters.downloads += 1
-        return np.zeros(buffer.spec.shape, NUMPY_DTYPES[buffer.spec.dtype])
-
-    def copy(self, source: NullBuffer, destination: NullBuffer) -> None:
-        self.log("copy", [source], [destination])
+    def copy(self, source: TensorSpec, destination: TensorSpec) -> None:
+        return
 
     def synchronize(self) -> None:
         return
@@ -120,24 +74,8 @@ class NullDevice(Device):
         return {"name": "null", "computes": False}
 
     def capture(self, launches: Sequence[Launch], name: str) -> Launch:
-        self.capturing = name
-        try:
-            recorded = len(self.launched)
-            for launch in launches:
-                launch()
-            captured = self.launched[recorded:]
-            del self.launched[recorded:]
-        finally:
-            self.capturing = None
-        self.counters.captures += 1
+        return chain(*launches)
 
-        def replay() -> None:
-            if self.closed:
-                raise CaptureError(f"{name} replayed on a closed device")
-            self.counters.replays += 1
-            self.launched.extend(captured)
 
-        return replay
-
-    def close(self) -> None:
-        self.closed = True
+def _without_work(rows: Mapping[str, Kernel]) -> dict[str, Kernel]:
+    return {name: replace(row, bind=_idle) for name, row in rows.items()}
