@@ -231,7 +231,7 @@ def test_a_process_builds_compares_and_times(tmp_path: Path, forked: None) -> No
         assert len(ours.ask("turn", 1, 3, True)) == 3 and len(ours.ask("turn", 1, 3, False)) == 1
         facts = ours.ask("facts", False)
         assert facts["device"]["threads"] == 1 and facts["facts"]["peak_flops"] > 1e6
-        assert facts["facts"]["counters"]["allocations_after_first"] == 0 and facts["facts"]["roof_ms"] > 0
+        assert facts["facts"]["counters"]["compilations"] == 0 and facts["facts"]["roof_ms"] > 0
     finally:
         for worker in workers:
             worker.close()

@@ -89,19 +89,19 @@ def test_a_captured_step_equals_the_static_one(device: Device, trap: str) -> Non
     traced, static = (session(device, engine, **TRAPS[trap]) for engine in ("traced", "static"))
     moments, rows = traced.state.names(Kind.OPTIMIZER), ROWS * TRAPS[trap].get("gradient_accumulation", 1)
     assert moments and not any(traced.state.read(name).any() for name in moments)
-    plateau, best = 1e-2, np.inf
+    plateau, best, allocations = 1e-2, np.inf, set()
     for step in range(1, STEPS // 2):
         rate = plateau * 0.5 * (1 + np.cos(np.pi * step / STEPS))
         inputs = batch(traced.graph.model, rows, step), step, {"lr": rate}, step
         loss = traced.train(*inputs)["loss"]
         assert loss == pytest.approx(static.train(*inputs)["loss"], rel=1e-5)
         plateau, best = (plateau, loss) if loss < best else (plateau * 0.5, best)
+        allocations.add(traced.engine.device.counters.allocations)
     for name in (*traced.parameters(), *moments) if "optimizer" in TRAPS[trap] else ():
         np.testing.assert_allclose(traced.state.read(name), static.state.read(name), rtol=1e-3, atol=2e-5)
     assert all(traced.state.read(name).any() for name in moments)
-    counters = traced.engine.counters
-    assert counters.captures == len(traced.steps) and counters.allocations_after_first == 0
-    assert counters.nodes_after_first == 0
+    assert traced.engine.counters.captures == len(traced.steps)
+    assert len(allocations) == 1  # all before the end of the first step
 
 
 def test_results_and_inputs_do_not_alias_the_step(device: Device) -> None:

@@ -68,8 +68,6 @@ def test_numbers_are_those_of_one_queue(engine: str, prefetch: bool) -> None:
     one = run(small(dropout=0.1), adamw(), golden(fused=False), engine=engine, rows=1)
     two = run(small(dropout=0.1), adamw(), opened(), engine=engine, rows=1, prefetch=prefetch)
     assert one.norms == two.norms and same(one, two)
-    assert two.engine.counters.allocations_after_first == 0
-    assert two.engine.counters.host_writes_in_capture == 0
 
 
 def test_a_step_writes_nothing_but_the_next_inputs() -> None:

@@ -122,14 +122,10 @@ def serves(kernels: Container[str], name: str, inputs: GivenSpecs, attributes: A
 
 @dataclass
 class DeviceCounters:
-    """Counts of a device's work since it was opened."""
+    """Counts of the memory that was asked for since a device was opened."""
 
     allocations: int = 0
     allocated_bytes: int = 0
-    uploads: int = 0
-    downloads: int = 0
-    captures: int = 0
-    replays: int = 0
 
 
 class StepCompiler(Protocol):

@@ -26,20 +26,15 @@ _TAKEN = {"f": "fiub", "i": "iub", "b": "b"}  # kind of a declared dtype -> kind
 
 @dataclass
 class EngineCounters:
-    """Counts what an engine builds, allocates and compiles, and how much of it after the first step.
+    """Counts what an engine captures and compiles.
 
-    `allocations_after_first` and `nodes_after_first` count over all calls of all steps but each step's first.
     `kernels_built` were compiled by this process, `kernels_cached` were found on the disk.
     """
 
-    steps: int = 0
     captures: int = 0
     compilations: int = 0
     kernels_built: int = 0
     kernels_cached: int = 0
-    allocations_after_first: int = 0
-    nodes_after_first: int = 0
-    host_writes_in_capture: int = 0
 
 
 class Step(ABC):
@@ -57,7 +52,6 @@ class Step(ABC):
         for key, spec in self.uploads.items():  # where several chips share a batch, fields hold the rows of all of them
             whole = (engine.device.chips * spec.shape[0], *spec.shape[1:]) if spec.rank >= 2 else spec.shape
             self._expected.append((key, NUMPY_DTYPES[spec.dtype], spec.shape, whole))
-        self._counted = CountedRun(engine)
         self._what = f"step {name}"  # for a device that watches launches
 
     def __call__(self, inputs: Mapping[str, HostValue]) -> dict[str, Any]:
@@ -174,26 +168,6 @@ class Bound(ABC):
         outs = [self.buffer(output) for output in node.outputs]
         workspace = self.workspace(node, kernel.workspace(*node.specs, node.attributes))
         return self.device.side(node.on_host).bind(kernel, ins, outs, node.attributes, workspace)
-
-
-class CountedRun:
-    """Entered around every run of one step, to count what it took. One for all runs: a generator costs more."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._first = engine, True
-
-    def __enter__(self) -> None:
-        self._allocations, self._nodes = self._engine.device.counters.allocations, Graph.recorded
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            return
-        counters = self._engine.counters
-        counters.steps += 1
-        if not self._first:
-            counters.allocations_after_first += self._engine.device.counters.allocations - self._allocations
-            counters.nodes_after_first += Graph.recorded - self._nodes
-        self._first = False
 
 
 def examples(graph: Graph) -> dict[str, np.ndarray]:

@@ -38,7 +38,7 @@ class DynamicStep(Step):
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         """Run to the end right here."""
-        with self.engine.device.launching(self._what), self._counted:
+        with self.engine.device.launching(self._what):
             outputs, _ = self._run(inputs, look=None)
         return lambda: outputs
 

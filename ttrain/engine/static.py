@@ -35,7 +35,7 @@ class StaticStep(Step):
 
     def start(self, inputs: Mapping[str, HostValue]) -> Callable[[], dict[str, Any]]:
         device, arrays = self.engine.device, self._arrays(inputs)
-        with device.launching(self._what), self._counted:
+        with device.launching(self._what):
             bound = self.take_addresses()
             take, written = self._prefetched or (None, {})
             if take is not None:

@@ -60,8 +60,7 @@ class TracedStep(StaticStep):
 
     def record(self) -> None:
         """Let the device capture the bound plan: each run of its launches; in between the host runs its own."""
-        device, counters, runs = self.engine.device, self.engine.counters, self.take_addresses().parts()
-        uploads = device.counters.uploads
+        device, runs = self.engine.device, self.take_addresses().parts()
         parts: list[Launch] = []
         for by_host, launches in runs:
             if by_host:
@@ -69,9 +68,8 @@ class TracedStep(StaticStep):
             else:
                 name = self.name if len(runs) == 1 else f"part {len(parts)} of {self.name}"
                 parts.append(device.capture(launches, name))
-                counters.captures += 1
+                self.engine.counters.captures += 1
         self._replay = chain(*parts)
-        counters.host_writes_in_capture += device.counters.uploads - uploads
 
     def release(self) -> None:
         """Drop the capture, before the device goes."""

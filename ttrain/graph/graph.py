@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import TensorSpec
@@ -307,7 +307,6 @@ def op(name: str) -> Op:
 class Graph:
     """Nodes in the order they were recorded, with the named values that enter and leave."""
 
-    recorded: ClassVar[int] = 0  # nodes that this process has recorded; a static step must not change it
     nodes: list[Node] = field(default_factory=list)
     inputs: dict[str, Value] = field(default_factory=dict)
     state: dict[str, Value] = field(default_factory=dict)
@@ -368,7 +367,6 @@ class Graph:
         specs = op.infer_outputs(node.specs[0], attributes)
         node.outputs = tuple(Value(self, spec, Kind.NODE, "", node, index) for index, spec in enumerate(specs))
         self.nodes.append(node)
-        Graph.recorded += 1
         return node
 
     def amend(self, node: Node, **attributes: Any) -> tuple[Value, ...]:

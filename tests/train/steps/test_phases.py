@@ -81,7 +81,6 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bits(train: Any, engine: s
     later = [(event["step"], event["length"]) for event in events("stopped6", "phase")]
     assert later == phases[1:]  # step 7 began the second attempt
     summary = json.loads(Path("whole", "summary.json").read_text())
-    assert summary["engine"]["allocations_after_first"] == 0
     if engine == "traced":
         assert summary["engine"]["captures"] >= 2
 

@@ -107,7 +107,6 @@ class TorchDevice(Device):
         return arena.narrow(0, offset, spec.nbytes).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
     def upload(self, buffer: torch.Tensor, array: np.ndarray) -> None:
-        self.counters.uploads += 1
         view = _host_view(buffer)
         if view is not None:
             view[...] = array
@@ -117,7 +116,6 @@ class TorchDevice(Device):
         buffer.copy_(host.pin_memory() if pinned else host, non_blocking=pinned)
 
     def download(self, buffer: torch.Tensor) -> np.ndarray:
-        self.counters.downloads += 1
         view = _host_view(buffer)
         if view is not None:
             return np.array(view)  # a copy: the buffer is overwritten by the next step
@@ -129,17 +127,14 @@ class TorchDevice(Device):
 
     def upload_inputs(self, buffers: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(buffers, Buffers) and buffers.transfer is not None:
-            self.counters.uploads += 1
             buffers.transfer.write(arrays)()
-            return
-        for name, array in arrays.items():
-            self.upload(buffers[name], array)
+        else:
+            super().upload_inputs(buffers, arrays)
 
     def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if self.kind != "cuda" or not buffers:
             return None
         buffers.transfer = buffers.transfer or Inputs(buffers)
-        self.counters.uploads += 1
         launch: Launch = buffers.transfer.write(arrays)
         return launch
 
@@ -147,7 +142,6 @@ class TorchDevice(Device):
         if self.kind != "cuda" or not buffers or not isinstance(buffers, Buffers):
             return super().download_outputs(buffers)
         buffers.transfer = buffers.transfer or Outputs([*buffers.values()])
-        self.counters.downloads += 1
         return dict(zip(buffers, buffers.transfer.read(), strict=True))
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -241,13 +235,7 @@ class TorchDevice(Device):
             raise CaptureError(f"{name}: a launch can't be captured as a CUDA graph: {error}") from error
         torch.cuda.current_stream(self.device).wait_stream(stream)
         self._graphs.append(graph)
-        self.counters.captures += 1
-
-        def replay() -> None:
-            self.counters.replays += 1
-            graph.replay()
-
-        return replay
+        return graph.replay
 
     def close(self) -> None:
         """Release captures, then the cached memory. Closing twice does nothing."""

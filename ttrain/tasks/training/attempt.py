@@ -164,7 +164,7 @@ class Attempt:
             phases,
             stop,
             heartbeat=self.heartbeat.beat,
-            counters=lambda: asdict(session.engine.counters),
+            counters=lambda: asdict(session.engine.counters) | asdict(self.device.counters),
         )
 
     @contextmanager
