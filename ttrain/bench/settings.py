@@ -37,15 +37,14 @@ class BenchConfig:
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(
         list(BASELINES[:3]),
-        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too; reduce_overhead is "
-        "compile in that mode",
+        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too",
         choices=BASELINES,
         one=True,
     )
     ranks: int = option(
         1,
-        "processes that share the threads and the batch, a power of two; above 1, engines run alone, with ddp and with "
-        "zero1, baselines with DistributedDataParallel",
+        "processes that share the threads and the batch, a power of two; above 1, engines run alone, with ddp and "
+        "with zero1",
         minimum=1,
         maximum=64,
     )

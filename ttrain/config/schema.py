@@ -47,7 +47,7 @@ class SweepConfig:
 
     dir: str | None = option(
         None,
-        "folder of the sweep; null continues the newest unfinished sweep of the same jobs, else claims a new one",
+        "folder of the sweep; null continues the newest unfinished one of the same jobs, else takes a new one",
         path=True,
     )
     parallel: int = option(1, "CPU jobs that run at once and share its threads; a card takes one job", minimum=1)
@@ -64,7 +64,7 @@ class SweepConfig:
     trials: int = option(20, "jobs of a search", minimum=1)
     prune: str | None = option(
         None,
-        "Optuna pruner that ends the worse jobs of a search early; asha is successive halving; null ends none",
+        "Optuna pruner that ends the worse jobs of a search early; null ends none",
         choices=("asha", "hyperband", "median"),
     )
     prune_after: int = option(1, "evaluations that every job gets", minimum=1)

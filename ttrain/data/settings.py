@@ -20,18 +20,17 @@ class DataConfig:
     held_out: float = option(0.1, "share at the end that is kept for evaluation", above=0, below=1)
     order: str = option(
         "random",
-        "random draws sequences independently; epoch takes each once per pass, shuffled anew; sequential takes them in "
-        "order, repeatedly",
+        "random draws sequences independently; epoch takes each once per pass, shuffled; sequential takes them in "
+        "order",
         choices=("random", "epoch", "sequential"),
     )
     resident: str = option(
         "auto",
-        "place of the training split; device uploads it once; auto does so on a GPU up to 256 MiB (4 bytes a token); "
-        "data=documents stays on the host",
+        "place of the training split; auto is device on a GPU up to 256 MiB (4 bytes a token), else host",
         choices=("auto", "device", "host"),
     )
     limit: int | None = option(
-        None, "train on this many first sequences, repeatedly, to see a model overfit; null takes all", minimum=1
+        None, "train on this many first sequences only, to see a model overfit; null takes all", minimum=1
     )
 
 
@@ -64,7 +63,7 @@ class TokensConfig(DataConfig):
     tokenizer: str | None = option(None, "raw files: path of the ids' tokenizer.json, for sampling", path=True)
     verify: bool = option(
         False,
-        "check all ids and checksums at the start; false does so up to 256 MiB, and checks batches of larger files",
+        "check all ids and checksums at the start; false does so up to 256 MiB",
     )
 
     @rule
@@ -80,22 +79,19 @@ class DocumentsConfig(DataConfig):
     name: str = option("documents", "registered name of the data")
     sources: list[str] = option(
         [],
-        "files or folders, read in turn: .jsonl, .parquet or .arrow has a document per row, other files are text; "
-        ".jsonl and text may be .gz or .zst",
+        "files or folders, read in turn: .jsonl, .parquet and .arrow have a document per row, other files are text",
         path=True,
     )
     held_out: float = option(0.1, "share of documents, chosen by their hash, kept for evaluation", above=0, below=1)
     order: str = option(
         "shuffled",
-        "sequential takes documents in order, one of each source in turn; shuffled mixes shuffle_buffer neighbours "
-        "anew for every pass",
+        "sequential takes documents in order; shuffled mixes shuffle_buffer neighbours anew for every pass",
         choices=("sequential", "shuffled"),
     )
     shuffle_buffer: int | None = option(1000, "neighbouring documents shuffled together; null shuffles all", minimum=2)
     attention: str = option(
         "sequence",
-        "sequence attends to all earlier tokens of the sequence; document only to those of the same document, with "
-        "positions from 0 and no target across documents",
+        "sequence attends to all earlier tokens of the sequence, document only to those of its document",
         choices=("sequence", "document"),
     )
     text_key: str = option("text", "key of a row's text")
@@ -112,8 +108,8 @@ class DocumentsConfig(DataConfig):
     )
     long_documents: str = option(
         "split",
-        "split continues documents in the next sequence; cut puts whole documents into a sequence and cuts those above "
-        "model.context; skip leaves those out",
+        "split continues documents in the next sequence; cut puts whole documents into a sequence and cuts longer "
+        "ones; skip leaves those out",
         choices=("split", "cut", "skip"),
     )
     delimiter: str | None = option(

@@ -28,8 +28,8 @@ class DeviceConfig:
     index: int = option(0, "cuda: number of the GPU", minimum=0)
     matmul: str = option(
         "auto",
-        "cpu: library of matrix products; own is the code of engine=traced, onednn and aten come with torch; auto "
-        "takes the fastest as measured on this machine",
+        "cpu: library of matrix products; own is ours, onednn and aten are torch's; auto takes the fastest as "
+        "measured on this machine",
         choices=("auto", "own", "onednn", "aten"),
     )
 

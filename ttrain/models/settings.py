@@ -71,8 +71,7 @@ class TransformerConfig:
     preset: str | None = option(None, "named size that fills every null field", changes="nothing")
     from_: str | None = option(
         None,
-        "model of Transformers, as a folder or a name on the Hugging Face hub; gives architecture, sizes, tokenizer "
-        "and initial values",
+        "folder or hub name of a model of Transformers, which gives architecture, sizes, tokenizer and initial values",
         path=True,
         changes="nothing",
     )
@@ -147,19 +146,17 @@ class DecoderConfig(TransformerConfig):
     zero_init: bool = option(False, "start the output projections of both branches at zero", changes="nothing")
     logit_cap: float | None = option(None, "replace logits by cap tanh(logits / cap); null does not", above=0)
     value_embeddings: bool = option(
-        False, "add a second token embedding to all blocks' values, times a learned factor per feature", changes="shape"
+        False, "add a second token embedding to all blocks' values, scaled per feature", changes="shape"
     )
     future_weight: float = option(
         0.0,
-        "weight of a second training loss, in which an extra layer predicts the token after the next (Gloeckle et al., "
-        "2024); 0 is off",
+        "weight of a second loss: an extra layer predicts the token after the next (Gloeckle et al., 2024); 0 is off",
         minimum=0,
         changes="loss",
     )
     parametrization: str = option(
         "standard",
-        "mup scales initial values, learning rates, attention and logits with the width, so that the best learning "
-        "rate at base_width holds for model.width (Yang et al., 2022)",
+        "mup: the best learning rate at base_width holds for model.width (Yang et al., 2022)",
         choices=("standard", "mup"),
     )
     base_width: int | None = option(None, "mup: width at which mup changes nothing", minimum=1)
@@ -229,7 +226,7 @@ class LlamaConfig(DecoderConfig):
     context: int | None = option(None, "longest sequence, and length of training sequences", minimum=1, changes="loss")
     max_context: int | None = option(
         None,
-        "longest sequence that an export states, if more than model.context; null takes that of the folder model.from",
+        "longest sequence that an export states, if above model.context; null takes that of model.from",
         minimum=1,
         changes="nothing",
     )
@@ -260,8 +257,8 @@ class LlamaConfig(DecoderConfig):
     rotary_share: float = option(1.0, "share of each head's first features that is rotated", above=0, maximum=1)
     rotary_scaling: str | None = option(
         None,
-        "stretching of rotary wavelengths; linear stretches all by rotary_factor; llama3 stretches only long ones, see "
-        "rotary_low and rotary_high; null takes the preset's, else none",
+        "stretching of rotary wavelengths by rotary_factor: of all (linear), or of long ones (llama3); null takes "
+        "the preset's, else none",
         choices=("none", "linear", "llama3"),
     )
     rotary_factor: float = option(32.0, "factor of rotary_scaling", minimum=1)
@@ -304,7 +301,7 @@ class AGILLMConfig(TransformerConfig):
     context: int | None = option(1122, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     objective: str = option(
         "joint",
-        "joint trains AR and SAT; ar_only has no SAT pass and no SAT head, half the work",
+        "joint trains AR and SAT; ar_only has no SAT head, and half the work",
         choices=("joint", "ar_only"),
         changes="shape",
     )
@@ -312,15 +309,15 @@ class AGILLMConfig(TransformerConfig):
     dropout: float = option(0.1, "dropout after the attention's projection", minimum=0, below=1, changes="nothing")
     fold: str = option(
         "auto",
-        "on multiplies queries by U U^T at head width, off multiplies queries and keys by U; same results; auto is on "
-        "if rank exceeds head width",
+        "on multiplies queries by U U^T, off queries and keys by U, with the same results; auto is on if rank "
+        "exceeds head width",
         choices=("auto", "on", "off"),
         changes="nothing",
     )
     alibi: str = option(
         "agillm3",
-        "position bias; agillm3 is the original's, which counts the distance to later tokens only; standard is that of "
-        "Press et al., 2022",
+        "position bias; agillm3, the original's, counts the distance to later tokens only; standard both ways "
+        "(Press et al., 2022)",
         choices=("agillm3", "standard"),
     )
     label_smoothing: float = option(
@@ -328,8 +325,7 @@ class AGILLMConfig(TransformerConfig):
     )
     sat_target: str = option(
         "future_window",
-        "targets of a window of two positions; future_window is the next two tokens; legacy lets the last window "
-        "predict tokens 1 and 2, as early versions did",
+        "targets of a window of two positions: the next two tokens; with legacy the last window gets tokens 1 and 2",
         choices=("future_window", "legacy"),
         changes="loss",
     )
@@ -338,8 +334,8 @@ class AGILLMConfig(TransformerConfig):
     gate_weight: float = option(0.1, "factor of the gate's cross-entropy in the loss", minimum=0, changes="loss")
     pad_vocabulary: int | None = option(
         None,
-        "multiple to which the vocabulary is rounded up while running; added ids have no probability and are in no "
-        "checkpoint; null takes the device's padding",
+        "multiple to which the vocabulary is rounded up while running; added ids have no probability; null takes "
+        "the device's padding",
         minimum=1,
         changes="nothing",
     )

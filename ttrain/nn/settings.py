@@ -61,12 +61,12 @@ class LoraConfig:
     dropout: float = option(0.0, "dropout of the adapters' input", minimum=0, below=1)
     targets: list[str] = option(
         ["all-linear"],
-        "name endings of layers that get an adapter, ours or the original's, such as [qkv] or [c_attn]; * is any text, "
-        "all-linear every linear layer of the blocks",
+        "name endings of layers that get an adapter, such as [qkv] or [c_attn]; * is any text, all-linear every "
+        "linear layer of the blocks",
     )
     from_: str | None = option(
         None,
-        "folder of PEFT adapters that a new run starts with; it sets rank, alpha, targets and the default of dropout",
+        "folder of PEFT adapters that a new run starts with; it sets the other lora keys",
         path=True,
     )
 

@@ -39,15 +39,11 @@ class OptimizerConfig:
         {}, "learning-rate factor per parameter-name prefix, such as {head: 0.5}; the longest prefix wins", minimum=0
     )
     freeze: list[str] = option([], "parameter-name prefixes that are not trained; * is one part of a name")
-    unfreeze: list[str] = option(
-        [], "prefixes within freeze that are trained, such as [blocks.*.attention_norm]; the longest wins"
-    )
+    unfreeze: list[str] = option([], "prefixes within freeze that are trained; the longest wins")
     state_dtype: str | None = option(
         None, "dtype of the state; bf16 rounds stochastically; null takes that of the weights", choices=("fp32", "bf16")
     )
-    stochastic_rounding: bool = option(
-        False, "bf16_true: round weights and optimizer state up or down at random, right on average"
-    )
+    stochastic_rounding: bool = option(False, "bf16_true: round weights and optimizer state stochastically")
 
     @rule
     def _two_betas(self, others: Any) -> Iterator[str]:
@@ -182,7 +178,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     lr: float = option(2.5e-3, "learning rate, which does not fall", minimum=0)
     betas: list[float] = option(
         [0.9, 0.999],
-        "beta1: share of the average in the point where gradients are taken; beta2: decay of the second moment",
+        "beta1: share of the average where gradients are taken; beta2: decay of the second moment",
         above=0,
         below=1,
     )

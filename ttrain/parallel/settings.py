@@ -98,7 +98,7 @@ class ParallelConfig:
     """Options of several processes, the ranks, that train one model."""
 
     name: str = option(
-        "none", "each rank updates the whole model (ddp), or its shard, and keeps only that shard's state (zero1)",
+        "none", "each rank updates, and keeps the state of, the whole model (ddp) or its shard (zero1)",
         choices=("none", "ddp", "zero1"),
     )  # fmt: skip
     processes: int | None = option(
@@ -106,15 +106,12 @@ class ParallelConfig:
     )
     slices: int | None = option(
         None,
-        "parts of every batch, divided among the ranks; a fixed number keeps a run's bits on any number of ranks; null "
-        "takes the number of ranks",
+        "parts of every batch, divided among the ranks; equal slices give equal bits; null takes the number of ranks",
         minimum=1,
     )
     world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
     link_gbps: float = option(10.0, "speed of the link between ranks in Gbit/s, for task=plan", above=0)
-    bucket_mb: float = option(
-        BUCKET_MB, "MiB of fp32 gradients sent at a time, as soon as backward has made them", minimum=0.01
-    )
+    bucket_mb: float = option(BUCKET_MB, "MiB of fp32 gradients sent at a time", minimum=0.01)
     timeout: float = option(600.0, "seconds before a silent rank counts as lost", above=0)
 
     def ranks(self, rank: int = 0, count: int = 1) -> Ranks:

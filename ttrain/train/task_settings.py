@@ -120,8 +120,8 @@ class ExportConfig(CheckpointConfig):
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
-        "original is the first implementation's file, ttrain one of parameters by path, gguf one for llama.cpp; "
-        "huggingface and peft are folders",
+        "original is the original program's file, ttrain has parameters by path, gguf is for llama.cpp; huggingface "
+        "and peft are folders",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")
@@ -201,7 +201,7 @@ class PlanConfig:
     """Options of task=plan, which predicts the cost of a run."""
 
     show: str | None = option(
-        None, "also print the graph, the graph with gradients, the plan with buffers, or the cost of each op",
+        None, "also print the graph, that with gradients, the plan with buffers, or each op's cost",
         choices=("graph", "backward", "plan", "ops"),
     )  # fmt: skip
     json: str | None = option(None, "file for the same numbers, in bytes and operations", path=True)
@@ -220,12 +220,12 @@ class ProfileConfig:
     steps: int = option(5, "training steps to profile; with profile.csv the steps in it", minimum=1)
     top: int = option(20, "slowest nodes in the table", minimum=1)
     csv: str | None = option(
-        None, "report of a device's own profiler to read instead of running, such as cpp_device_perf_report.csv",
+        None, "report of a device's own profiler to read instead of running",
         path=True,
     )  # fmt: skip
     json: str | None = option(None, "file for the numbers of every node", path=True)
     trace: str | None = option(
-        None, "file for one step in Chrome's trace format, for ui.perfetto.dev; not with a device's own profiler",
+        None, "file for one step, for ui.perfetto.dev; not with a device's own profiler",
         path=True,
     )  # fmt: skip
 

@@ -19,15 +19,13 @@ class TenstorrentConfig(DeviceConfig):
     name: str = option("tt", "tt takes the installed card; the others name a board")
     mode: str = option(
         "silicon",
-        "silicon runs on a card, simulator on a simulator library; mock opens a board that computes nothing",
+        "silicon is a card, simulator the library device.simulator; mock opens a board that computes nothing",
         choices=("silicon", "simulator", "mock"),
     )
     simulator: str | None = option(None, "mode=simulator: path of the simulator library", path=True)
     dispatch: str = option("auto", "cores that start programs; auto: ttnn's choice", choices=("auto", "worker", "eth"))
     command_queues: int = option(1, "number of queues; 2 writes the next batch on its own queue", minimum=1, maximum=2)
-    subdevices: int = option(
-        1, "2 trains two replicas side by side, each on half of the cores and its own queue", minimum=1, maximum=2
-    )
+    subdevices: int = option(1, "2 trains two replicas side by side, each on half of the cores", minimum=1, maximum=2)
     core_grid: list[int] | None = option(None, "[rows, columns] of cores for matrix products; null takes all")
     trace_region_mb: int = option(64, "device memory for captured steps, in MiB", minimum=0)
     l1_small_kb: int = option(0, "memory of every core for small buffers, in KiB", minimum=0)
@@ -46,7 +44,7 @@ class TenstorrentConfig(DeviceConfig):
     )
     weights: str = option("bf16", "dtype of matrices in products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
     profile: str | None = option(
-        None, "folder for the report of ttnn's device profiler; needs a card or simulator; null is off",
+        None, "folder for the report of ttnn's device profiler; null is off",
         path=True,
     )  # fmt: skip
     verbose: bool = option(False, "let ttnn write its log")
