@@ -35,7 +35,7 @@ from ttrain.data.tokenizer import ByteTokenizer
 from ttrain.device.info import info_of
 
 REPO = Path(__file__).parents[1]
-TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "outputs/README.md")
+TOP = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CHANGELOG.md", "outputs/README.md")
 PAGES = [*(REPO / name for name in TOP), *sorted((REPO / "docs").glob("*.md"))]
 SHELL = ("sh", "bash", "shell", "console")
 FILES = (".json", ".jsonl", ".yaml", ".bin", ".md", ".txt", ".png", ".py", ".html", ".csv")
@@ -44,6 +44,8 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OTHER_PROGRAMS = {
     "pip install -e .": "installs for minutes; .ci/run does it in a fresh environment",
     "python -m pytest": "runs this test",
+    "ruff ": "reads code; .ci/run does it",
+    "mypy": "as above",
     "python3.12 -m venv .venv": "makes an environment; .ci/run does it",
     ". .venv/bin/activate": "as above",
     "wandb ": "needs an account",
@@ -224,7 +226,7 @@ def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> No
         assert re.fullmatch(pattern, capsys.readouterr().err.strip()), "the page shows another message"
         return
     flags, _ = parse_arguments(overrides)
-    if flags.help or flags.cfg or flags.version:
+    if flags.help or flags.cfg or flags.version or flags.schema:
         assert main(overrides) == 0
         return
     overrides = [existing(override) for override in overrides]

@@ -19,13 +19,16 @@ from ttrain.config import registry
 from ttrain.config.compose import Composer
 from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
+from ttrain.config.json_schema import file_schema
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.config.validate import owner_of
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, Interrupted, RankFailed, TtrainError
+from ttrain.core.files import to_json
 from ttrain.core.folders import settle_without_home
 from ttrain.core.names import did_you_mean
 from ttrain.parallel.settings import place, rank_here, rank_zero_only
 
+DOCUMENTS = ("plan", "doctor", "runs", "eval")  # tasks that return what --json prints
 DASHES = "-‐‑‒–—−"  # the one of the keyboard, and those that text is set with
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: 1 shows the traceback of every error
 
@@ -40,6 +43,8 @@ class Flags(argparse.ArgumentParser):
         self.add_argument("--version", "-V", action="store_true")
         self.add_argument("--multirun", "-m", action="store_true")
         self.add_argument("--cfg", "-c", choices=["job"])
+        self.add_argument("--schema", action="store_true")
+        self.add_argument("--json", action="store_true")
         self.add_argument("--package", "-p")
         self.add_argument("--config-name", "-cn")
         self.add_argument("--config-dir", "-cd")
@@ -105,6 +110,11 @@ def _run(arguments: list[str]) -> int:
             print(help_text(composer))
         elif flags.cfg:
             _show_config(composer.typed(overrides), flags.package)
+        elif flags.schema:
+            composer.typed(overrides)  # which loads plugins
+            print(to_json(file_schema(composer.files, flags.package)), end="")
+        elif flags.json:
+            _print_document(composer.typed(overrides))
         else:
             if settled := settle_without_home():
                 _say(settled)
@@ -159,8 +169,9 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[
     if unknown:
         hint = _key_hint(unknown[0]) or did_you_mean(unknown[0], parser.names)
         raise ConfigError(f"{unknown[0]}: unknown flag. {hint}")
-    if flags.multirun and flags.cfg:
-        raise ConfigError("only one of --multirun and --cfg can be given.")
+    given = [f"--{name}" for name in ("multirun", "cfg", "schema", "json") if getattr(flags, name)]
+    if len(given) > 1:
+        raise ConfigError(f"only one of {' and '.join(given)} can be given.")
     return flags, flags.overrides
 
 
@@ -176,6 +187,19 @@ def _key_hint(flag: str) -> str:
 def run_task(config: Config) -> Any:
     """Run `task.name`; what it returns is the value that a sweeper may optimize."""
     return registry.component("task", config.task.name).load()(config)
+
+
+def _print_document(config: Config) -> None:
+    """Run a task and print what it returns as JSON; what it prints itself, in any language, goes to stderr."""
+    if config.task.name not in DOCUMENTS:
+        raise ConfigError(f"--json: task={config.task.name} returns no document. Give task={', '.join(DOCUMENTS)}.")
+    with contextlib.redirect_stdout(sys.stderr), os.fdopen(os.dup(1)) as stdout:
+        os.dup2(2, 1)
+        try:
+            document = to_json(run_task(config))
+        finally:
+            os.dup2(stdout.fileno(), 1)
+    print(document, end="")
 
 
 def _show_config(config: Config, package: str | None) -> None:

@@ -90,7 +90,7 @@ def test_dashes_before_a_key_are_accepted_and_flags_stay_flags(overrides: list[s
         (["--cfg", "jbo"], "invalid choice: 'jbo'"),
         (["-m", "--cfg", "job"], "only one of"),
         *(([flag], f"{flag}: unknown flag. ") for flag in ("--hydra-help", "--info", "-sc", "--resolve", "--run")),
-        (["--experimental-rerun", "x.pickle"], "Valid: --cfg, --config-dir, --config-name, --config-path, --help, --m"),
+        (["--experimental-rerun", "x.pickle"], "Valid: --cfg, --config-dir, --config-name, --config-path, --help, --j"),
         (["--config-dir"], "expected one argument"),
     ],
 )

@@ -55,6 +55,10 @@ class ConfigFiles:
         found = {path.stem for folder in self.folders for path in (folder / group).glob(f"*{YAML}")}
         return sorted(found | {row.name for row in registry.rows() if row.group == group and _is_added(row)})
 
+    def component(self, group: str, option: str) -> str:
+        """Return the name that an option gives its component; a plugin's option is the name."""
+        return str(self._read(f"{group}/{option}")[0].get("name", option))
+
     def defaults(self) -> set[str]:
         """Groups in the defaults list of the main config, and of those that it includes."""
         return set(self._listed(self.name, frozenset()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 import psutil
 
@@ -22,12 +24,15 @@ from ttrain.device.torch.triton.installed import lacking_triton
 from ttrain.train.forecast.limits import device_memory
 
 
-def run(config: Config) -> None:
-    """Prints one line a finding as it comes: + usable, - not there, ! broken."""
+def run(config: Config) -> dict[str, Any]:
+    """Prints one line a finding as it comes, + usable, - not there, ! broken, and returns all of them."""
+    found = []
     for finding in examine():
+        found.append(asdict(finding))
         mark = {"ok": "+", "missing": "-", "broken": "!"}[finding.state]
         fix = f"  -> {finding.fix}" if finding.fix and finding.state != "ok" else ""
         print(f"{mark} {finding.subject:16} {finding.text}{fix}", flush=True)
+    return {"findings": found}
 
 
 def examine() -> Iterator[Finding]:

@@ -33,8 +33,11 @@ from ttrain.train.steps.resident import resident_by_default
 from ttrain.train.steps.session import Session
 
 
-def run(config: Config) -> None:
-    """Print the plan, and with plan.show the nodes or the buffers behind it; write plan.json=<file> if asked."""
+def run(config: Config) -> dict[str, Any]:
+    """Print the plan, and with plan.show the nodes or the buffers behind it; write plan.json=<file> if asked.
+
+    Returns the numbers of that file.
+    """
     chosen = config.plan
     if chosen.calibrate:
         with Waiting("Measuring the device"):
@@ -55,13 +58,15 @@ def run(config: Config) -> None:
             _print([table])
         if chosen.show is not None:
             _show(chosen.show, session, steps)
+        head = _head(config, session.engine.device.name)
+        values = {**head, **report.to_dict(), "products": products, **extra.values}
         if chosen.json is not None:
-            values = {**report.to_dict(), "products": products, **extra.values}
-            _write_json(config, session.engine.device.name, values)
+            write_chosen("plan.json", Path(chosen.json), to_json(values))
         if chosen.picture is not None:
             plans = {name: step.plan for name, step in steps.items() if name in report.per_step and step.plan}
             save_picture(plans, report.placed, Path(chosen.picture))
             print(f"Memory over time: {chosen.picture}")
+    return values
 
 
 def _recorded(op: str, *specs: TensorSpec) -> Node:
@@ -250,8 +255,7 @@ class _Extra:
             return state + max(plan.arena_bytes + plan.outside_bytes for plan in plans)
 
 
-def _write_json(config: Config, device: str, values: dict[str, Any]) -> None:
+def _head(config: Config, device: str) -> dict[str, Any]:
     names = {"model": config.model.name, "device": device, "engine": config.engine.name}
     sizes = {"batch_size": config.train.batch_size, "gradient_accumulation": config.train.gradient_accumulation}
-    head = {**names, "precision": config.precision.name, **sizes}
-    write_chosen("plan.json", Path(str(config.plan.json)), to_json({**head, **values}))
+    return {**names, "precision": config.precision.name, **sizes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import UserError
@@ -12,10 +13,10 @@ from ttrain.core.waiting import waited_for
 from ttrain.train.runs.run_directory import RunInfo, find_runs, read_run
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> dict[str, Any]:
     """Prints one line per run below `runs.root`, the newest last, or for run.dir alone where that is given.
 
-    Raises UserError where there is no such folder.
+    Returns the same as values. Raises UserError where there is no such folder.
     """
     key, root = ("run.dir", config.run.dir) if config.run.dir else ("runs.root", config.runs.root)
     if not Path(root).is_dir():
@@ -25,8 +26,18 @@ def run(config: Config) -> None:
     shown = [info for info in found if wanted in (None, info.state)]
     if not shown:
         print(f"No {wanted or ''} runs below {root}.".replace("  ", " "))
-        return
-    _print(shown)
+    else:
+        _print(shown)
+    return {"runs": [_values(info) for info in shown]}
+
+
+def _values(info: RunInfo) -> dict[str, Any]:
+    return {
+        **{key: getattr(info, key) for key in ("state", "model", "step", "steps", "tokens_per_s", "checkpoint")},
+        **{key: info.newest(key) for key in ("train/loss", "val/loss")},
+        "run": str(info.path), "caution": info.caution, "reason": info.reason,
+        "updated": None if info.updated is None else info.updated.astimezone().isoformat(timespec="seconds"),
+    }  # fmt: skip
 
 
 def _print(runs: list[RunInfo]) -> None:

@@ -143,9 +143,11 @@ def test_each_evaluation_has_a_folder_that_names_what_was_evaluated(capsys: pyte
     command = ["task=eval", "model.from=huggingface", "eval.text=[texts.jsonl]", "device=cpu"]
     capsys.readouterr()
     for adapters in ([], ["lora.from=peft"], ["lora.from=peft"]):
-        assert main([*command, *adapters]) == 0
-        said = capsys.readouterr().out
+        assert main([*command, *adapters, "--json"]) == 0
+        document, said = capsys.readouterr()
         assert " of huggingface" in said and ("with the adapters of peft" in said) == bool(adapters)
+        told = json.loads(document)
+        assert told == {**json.loads(Path(told["out"]).read_text()), "out": told["out"]}
     found = [json.loads(file.read_text()) for file in sorted(Path("outputs/eval").glob("*/*_huggingface*/*.json"))]
     assert [each["adapters"] for each in found] == [None, "peft", "peft"] and found[1]["text"] == found[2]["text"]
     assert found[0]["text"]["loss"] != found[1]["text"]["loss"] and "task=eval" in found[0]["command"]
