@@ -10,7 +10,7 @@ from typing import Any
 from ttrain.config import components, registry
 from ttrain.config.help import shown
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import expected, hints_of
+from ttrain.config.validate import entry_type, expected, hints_of
 from ttrain.core.options import default_of, key_of
 
 HEAD = Path(__file__).with_suffix(".md")  # what the page says before its tables
@@ -59,8 +59,14 @@ def _first_line(schema: type[Any]) -> str:
 
 def _rows(section: str, schema: type[Any]) -> dict[str, str]:
     """Rows by key, without the name of an option, which the title has."""
-    listed = [declared for declared in fields(schema) if declared.name != "name" or declared.metadata["choices"]]
-    return {key_of(declared): _row(f"{section}.{key_of(declared)}", schema, declared.name) for declared in listed}
+    found = {}
+    for declared in fields(schema):
+        key = f"{section}.{key_of(declared)}"
+        if declared.name != "name" or declared.metadata["choices"] or section.endswith("]"):
+            found[key_of(declared)] = _row(key, schema, declared.name)
+        if entry := entry_type(hints_of(schema)[declared.name]):
+            found |= {f"{key_of(declared)}[]{name}": row for name, row in _rows(f"{key}[]", entry).items()}
+    return found
 
 
 def _table(rows: Iterable[str]) -> str:

@@ -155,7 +155,7 @@ def _fill(schema: type[Any], section: str, values: Mapping[str, Any], found: Fin
         elif (converted := _convert(schema, known[key], path, value, found)) is not _REFUSED:
             accepted[known[key].name] = converted
             for problem in value_problems(path, converted, known[key].metadata):
-                found.add(problem, section)
+                found.add(problem, section.partition(".")[0])
     return schema(**accepted)
 
 
@@ -171,6 +171,8 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
         value = _meant(value, hint, declared)
     if rules.get("one") and isinstance(value, str | int):
         value = [value]
+    if (entry := entry_type(hint)) and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return [_fill(entry, f"{path}[{number}]", each, found) for number, each in enumerate(value)]
     if bare is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
@@ -197,12 +199,20 @@ def _has_type(value: Any, hint: Any) -> bool:
     bare = without_none(hint)
     if value is None:
         return bare is not hint
-    if get_origin(bare) is list:
+    if get_origin(bare) is list and not entry_type(hint):
         return type(value) is list and all(type(each) is get_args(bare)[0] for each in value)
     return bare in MANY and type(value) is bare
 
 
+def entry_type(hint: Any) -> type[Any] | None:
+    """Return the dataclass of the mappings that a list of this type holds; None for any other type."""
+    inside = get_args(without_none(hint))
+    return inside[0] if inside and is_dataclass(inside[0]) and isinstance(inside[0], type) else None
+
+
 def _converted(value: Any, hint: Any) -> Any:
+    if entry_type(hint):
+        raise ValueError
     if without_none(hint) is bool and isinstance(value, int) and value not in (0, 1):
         raise ValueError
     node = OmegaConf.structured(_slot(hint))
@@ -236,7 +246,9 @@ def expected(hint: Any) -> str:
     """Return a type hint in words, such as `an integer or null`."""
     bare = without_none(hint)
     kind, parts = get_origin(bare), get_args(bare)
-    if kind is list:
+    if entry := entry_type(hint):
+        words = f"a list of mappings with {', '.join(map(key_of, fields(entry)))}"
+    elif kind is list:
         words = f"a list of {MANY[parts[0]]}"
     elif kind is dict:
         words = f"a mapping of names to {MANY[parts[1]]}"

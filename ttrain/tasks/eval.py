@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.units import counted, format_bytes, format_count
-from ttrain.tasks.evaluating.measures import measure_choices, measure_texts, opened
+from ttrain.tasks.evaluating.measures import Choices, Documents, Scorer, opened
 from ttrain.train.runs.run_directory import chosen_model
 
 ROOT = Path("outputs/eval")
@@ -42,10 +45,12 @@ def run(config: Config) -> dict[str, Any]:
         out = Path(wanted.out or "") if folder is None else folder / RESULTS
         try:
             if wanted.text:
-                results["text"] = measure_texts(scorer, wanted.text, wanted.text_key, wanted.limit, wanted.stride)
+                texts = Documents.read(scorer, "eval.text", wanted.text, wanted.limit, wanted.text_key, wanted.stride)
+                results["text"] = _measured(scorer, texts, "predicting text", "seq")
                 write_chosen("eval.out", out, to_json(results), folders=True)
             if wanted.choices is not None:
-                results["choices"] = measure_choices(scorer, Path(wanted.choices), wanted.limit)
+                questions = Choices.read(scorer, "eval.choices", Path(wanted.choices), wanted.limit)
+                results["choices"] = _measured(scorer, questions, "scoring endings", "ending")
                 write_chosen("eval.out", out, to_json(results), folders=True)
         finally:
             if folder is not None:
@@ -55,6 +60,12 @@ def run(config: Config) -> dict[str, Any]:
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
+
+
+def _measured(scorer: Scorer, given: Documents | Choices, what: str, unit: str) -> dict[str, Any]:
+    """Measure with a bar on stderr."""
+    with tqdm(total=len(given.texts), desc=what, unit=unit) as bar:
+        return given.measure(replace(scorer, told=bar.update))
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
@@ -71,4 +82,5 @@ def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
         lines.append(("choices", f"{choices['source']}: {counted(choices['questions'], 'question')}"))
         for name in (name for name in choices if f"{name}_stderr" in choices):
             lines.append((name, f"{choices[name]:.4f} ± {choices[f'{name}_stderr']:.4f}"))
+        lines.append(("acc_norm centred", f"{choices['centred_accuracy']:.4f} (0 is guessing)"))
     return [*lines, ("results", str(out))]

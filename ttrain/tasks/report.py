@@ -6,7 +6,7 @@ The page holds no script and loads nothing: curves are SVG in the page, whose fr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ttrain.core.options import leaves
 from ttrain.core.units import format_bytes, format_count, format_duration
 from ttrain.core.waiting import waited_for
 from ttrain.train.logging.chart import Series, line_chart
+from ttrain.train.logging.metrics import EVAL
 from ttrain.train.runs.run_directory import RunInfo, read_run
 
 CURVES = (
@@ -51,7 +52,8 @@ def page(runs: Sequence[RunInfo]) -> str:
     paths = [info.path.resolve() for info in runs]
     names = [path.name for path in paths]
     labels = [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths, strict=True)]
-    facts, several = [_facts(info) for info in runs], len(runs) > 1
+    evals = {key: key for info in runs for line in info.metrics for key in line if key.startswith(EVAL)}
+    facts, several = [_facts(info, evals) for info in runs], len(runs) > 1
     overview = [[name, *(each[name] for each in facts)] for name in facts[0]]
     frame = Path(__file__).with_suffix(".html").read_text("utf-8")
     return (
@@ -62,7 +64,7 @@ def page(runs: Sequence[RunInfo]) -> str:
             head=["", *labels] if several else None,
             overview=[row for row in overview if any(row[1:])],
             warnings=_warnings(runs, labels),
-            charts=_charts(runs, labels),
+            charts=_charts(runs, labels, (*CURVES, *evals.items())),
             differing=_differing(runs),
             runs=[(label, _events(info), _texts(info)) for info, label in zip(runs, labels, strict=True)],
             made=f"ttrain {ttrain.__version__}, {datetime.now():%Y-%m-%d %H:%M}",
@@ -70,7 +72,7 @@ def page(runs: Sequence[RunInfo]) -> str:
     )
 
 
-def _facts(info: RunInfo) -> dict[str, str]:
+def _facts(info: RunInfo, evals: Iterable[str]) -> dict[str, str]:
     """Name the main numbers of a run, empty where one is not known."""
 
     def shown(form: Callable[[Any], str], value: Any) -> str:
@@ -80,7 +82,7 @@ def _facts(info: RunInfo) -> dict[str, str]:
     return {
         "state": info.state,
         "step": f"{info.step} of {info.steps}" if info.steps else str(info.step),
-        **{key: info.shown(key) for key in ("train/loss", "val/loss", "val/bits_per_byte")},
+        **{key: info.shown(key) for key in ("train/loss", "val/loss", "val/bits_per_byte", *evals)},
         "best held-out loss": _best(info),
         "parameters": shown(format_count, summary.get("parameters")),
         "tokens": format_count(info.newest("tokens") or 0),
@@ -111,13 +113,13 @@ def _warnings(runs: Sequence[RunInfo], labels: Sequence[str]) -> Iterator[str]:
             yield f"{label}: {info.caution}."
 
 
-def _charts(runs: Sequence[RunInfo], labels: Sequence[str]) -> list[str]:
+def _charts(runs: Sequence[RunInfo], labels: Sequence[str], curves: Iterable[tuple[str, str]]) -> list[str]:
     charts = []
-    for key, title in CURVES:
+    for key, title in curves:
         series = []
         for info, label in zip(runs, labels, strict=True):
             points = [(float(line["step"]), float(line[key])) for line in info.metrics if line.get(key) is not None]
-            name, markers = label if len(runs) > 1 else key, key.startswith("val/")
+            name, markers = label if len(runs) > 1 else key, key.startswith(("val/", EVAL))
             series.append(Series(name, points, markers=markers, noisy=key == "train/loss"))
         charts.append(line_chart(series, title, "step", key))
     return [chart for chart in charts if chart]

@@ -42,9 +42,7 @@ def opened_model(config: Config) -> Iterator[tuple[OpenedModel, TokenSource]]:
 
 def run(config: Config) -> None:
     """Prints `sample.count` samples, or what follows each of `sample.prompts`."""
-    rows = [] if config.sample.prompts is None else list(_rows(at_home(config.sample.prompts)))
-    if config.sample.prompts is not None and not rows:
-        raise UserError(f"sample.prompts={config.sample.prompts}: has no prompt. Give a file with a prompt a line.")
+    rows = [] if config.sample.prompts is None else read_prompts(config.sample.prompts, "sample.prompts")
     with opened_model(config) as (given, source):
         if config.sample.prompts is not None:
             _write_results(given, source, rows)
@@ -54,11 +52,18 @@ def run(config: Config) -> None:
         print_source(source, given.tokenizer, prompt, given.stop, partial(reading_rate, device, index))
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Any, Any]]:
+def read_prompts(given: str, key: str) -> list[tuple[str, Any, Any]]:
+    """Return what `_rows` yields of a file that a key names. Raises UserError where it has none."""
+    if rows := list(_rows(at_home(given), key)):
+        return rows
+    raise UserError(f"{key}={given}: has no prompt. Give a file with a prompt a line.")
+
+
+def _rows(file: Path, key: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place and the content of every prompt, which is a text or the messages to answer, and its tools."""
     with (
-        raised_as(UserError, f"sample.prompts={file}: can't be read", "Give a file with a prompt a line."),
-        raised_as(UserError, "sample.prompts", of=DataError),
+        raised_as(UserError, f"{key}={file}: can't be read", "Give a file with a prompt a line."),
+        raised_as(UserError, key, of=DataError),
     ):
         lines = [(number, line.removesuffix("\n").removesuffix("\r")) for number, line in read_lines(file, len, False)]
     for number, line in lines:
@@ -83,7 +88,7 @@ def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str
 
     The file grows beside its place and takes it when it is whole, so what an interrupted command wrote is not lost.
     """
-    texts = [(row, *_prompt(given, place, row, tools)) for place, row, tools in rows]
+    texts = [(row, *encoded_prompt(given, place, row, tools)) for place, row, tools in rows]
     target, answers = given.config.sample.results, _answers(given, source, texts)
     if target is None:
         for answer in answers:
@@ -99,7 +104,7 @@ def _write_results(given: OpenedModel, source: TokenSource, rows: list[tuple[str
     print(f"{file}: {counted(len(texts) * given.config.sample.count, 'row')}.", file=sys.stderr)
 
 
-def _prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
+def encoded_prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tuple[list[int], Stop]:
     """Return the ids of a prompt and what ends its answers. Raises UserError that names the row."""
     if isinstance(row, str):
         return encode_prompt(given.tokenizer, row, given.end_token), given.stop

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from ttrain.core.names import nearest_divisor
@@ -14,6 +17,23 @@ from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb")
+EVALUATION, END = "evaluation", "end"  # when an entry of train.evals is measured
+KINDS = ("text", "choices", "samples")
+
+
+@dataclass
+class RunEvalConfig:
+    """Entry of train.evals: a file, and what is measured on it during a run."""
+
+    path: str = option("", "file to read; required", path=True)
+    kind: str = option("text", "form of the file, as in eval.text, eval.choices or sample.prompts", choices=KINDS)
+    name: str | None = option(None, "name among the metrics; null takes that of the file")
+    every: str | None = option(None, "when; null is evaluation for text, end for others", choices=(EVALUATION, END))
+    limit: int | None = option(None, "most documents, questions or prompts to read; null reads all", minimum=1)
+
+    def __post_init__(self) -> None:
+        self.name = Path(self.path).name.partition(".")[0] if self.name is None else self.name
+        self.every = self.every or (EVALUATION if self.kind == "text" else END)
 
 
 @dataclass
@@ -37,6 +57,7 @@ class TrainConfig:
     init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
     eval_sequences: int | None = option(320, "held-out sequences per evaluation; null takes all", minimum=1)
+    evals: list[RunEvalConfig] = option([], "further evaluations, each on a file of its own")
     save_every: int | None = option(500, "steps between checkpoints; null saves by time and at the end", minimum=1)
     save_minutes: float | None = option(10.0, "minutes between checkpoints; null saves by steps alone", above=0)
     keep_last: int = option(2, "newest checkpoints that are kept", minimum=1)
@@ -95,6 +116,14 @@ class TrainConfig:
     def _average(self, others: Any) -> Iterator[str]:
         if self.ema is not None and not isinstance(others.optimizer, ScheduleFreeConfig):
             yield from needs_fp32(f"train.ema={self.ema}", others.precision.name)
+
+    @rule
+    def _evals_have_names(self, others: Any) -> Iterator[str]:
+        names = Counter(each.name for each in self.evals)
+        for number, each in enumerate(self.evals):
+            if not (each.path and names[each.name] == 1 and re.fullmatch(r"[\w.-]+", str(each.name))):
+                given, wanted = f"path={each.path!r} name={each.name!r}", "of letters, digits and any of _ . -"
+                yield f"train.evals[{number}]: {given}: must have a path, and a name {wanted} that no other entry has."
 
     @rule
     def _one_source(self, others: Any) -> Iterator[str]:

@@ -31,7 +31,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.settings import LlamaConfig
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
-from ttrain.tasks.evaluating.measures import encoded_pair, measure_texts, opened
+from ttrain.tasks.evaluating.measures import Documents, encoded_pair, opened
 from ttrain.train.checkpoint.hub_folder import read_architecture, written_config
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.runs.warm_start import open_warm_start
@@ -376,9 +376,9 @@ def test_what_is_measured_and_learnt_begins_so_too() -> None:
     Path("texts.jsonl").write_text(json.dumps({"text": "some words of"}) + "\n")
     Path("ask.jsonl").write_text(json.dumps({"ctx": "some", "endings": ["words", "book"], "label": 0}) + "\n")
     with opened(load(["task=eval", "model.from=hub", "device=cpu", "device.threads=1"])) as scorer:
-        measured = measure_texts(scorer, ["texts.jsonl"], "text", None, None)
+        measured = Documents.read(scorer, "eval.text", ["texts.jsonl"], None).measure(scorer)
         pair = encoded_pair(scorer.tokenizer, "some", " words")
-        (found,) = scorer.likelihoods([pair])
+        (found,) = scorer.likelihoods([scorer.text(*pair)])
     assert measured["loss"] * measured["tokens"] == pytest.approx(-expected("some words of"), rel=1e-5)
     assert found.total == pytest.approx(expected("some words", len(pair[0])), rel=1e-5)
 

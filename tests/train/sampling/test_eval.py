@@ -184,7 +184,7 @@ def test_losses_and_likelihoods_of_other_models_agree(kind: str, overrides: list
         pairs = [(part[:place], part[place : place + 1]) for part in ids for place in range(1, len(part))]
         assert len(pairs) > scorer.rows
         loss = scorer.loss([text for part in ids for text in windows_of(part, CONTEXT)])
-        total = sum(found.total for found in scorer.likelihoods(pairs))
+        total = sum(found.total for found in scorer.likelihoods([scorer.text(*pair) for pair in pairs]))
     assert total == pytest.approx(-len(pairs) * loss, rel=1e-5)
 
 
@@ -233,7 +233,7 @@ def test_choices_are_those_of_likelihoods_by_hand() -> None:
     overrides = ["task=eval", "run.dir=gpt", "eval.choices=x", "device=cpu", "engine=dynamic", "eval.batch_size=3"]
     pairs = [encoded_pair(tokenizer, q["ctx"], f" {ending}") for q in QUESTIONS for ending in q["endings"]]
     with opened(load_config(*overrides)) as scorer:
-        likelihoods = scorer.likelihoods(pairs)
+        likelihoods = scorer.likelihoods([scorer.text(*pair) for pair in pairs])
     assert [found.total for found in likelihoods] == pytest.approx(expected, rel=1e-5)
 
 
@@ -244,11 +244,12 @@ def test_an_ending_that_nothing_predicts_has_no_likelihood() -> None:
     assert evaluated(run, given)["choices"]["questions"] == 1
     with opened(load_config("task=eval", f"run.dir={run}", given, "device=cpu", "engine=dynamic")) as scorer:
         assert scorer.start is None
-        assert [found.total < 0 for found in scorer.likelihoods([([], [65, 66]), ([65], [66])])] == [True, True]
+        texts = [scorer.text([], [65, 66]), scorer.text([65], [66])]
+        assert [found.total < 0 for found in scorer.likelihoods(texts)] == [True, True]
         with pytest.raises(DataError, match="'A' can't be scored: its context is empty"):
-            scorer.likelihoods([([], [65, 66]), ([], [65])])
+            scorer.text([], [65])
         with pytest.raises(DataError, match="'' can't be scored: it is empty"):
-            scorer.likelihoods([([66], [])])
+            scorer.text([66], [])
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,7 @@ def test_an_ending_that_nothing_predicts_has_no_likelihood() -> None:
 def test_rows_that_are_no_questions(row: Any, message: str) -> None:
     ask(QUESTIONS[0], row)
     with pytest.raises(DataError) as caught:
-        list(read_questions(Path("questions.jsonl")))
+        list(read_questions(Path("questions.jsonl"), "eval.choices"))
     assert "questions.jsonl:2: " in str(caught.value) and message in str(caught.value)
 
 
@@ -463,11 +464,11 @@ def test_only_a_line_feed_ends_a_row_of_prompts(chats: None, name: str) -> None:
     lines = [json.dumps({"prompt": row}, ensure_ascii=False) if name.endswith("l") else row for row in rows]
     for end in ("\n", "\r\n"):
         Path(name).write_bytes(("\ufeff" + end.join(lines) + end + end).encode())
-        assert [row[1] for row in _rows(Path(name))] == rows
-    assert [row[0] for row in _rows(Path(name))] == [f"{name}:{number}" for number in range(1, 7)]
+        assert [row[1] for row in _rows(Path(name), "sample.prompts")] == rows
+    assert [row[0] for row in _rows(Path(name), "sample.prompts")] == [f"{name}:{number}" for number in range(1, 7)]
     Path(name).write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=rf"^sample\.prompts: {name}:1 is .*UTF-16 does. Convert it to UTF-8\.$"):
-        list(_rows(Path(name)))
+        list(_rows(Path(name), "sample.prompts"))
 
 
 def test_lines_of_a_chat_end_at_line_feeds(chats: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def scored(run: str, monkeypatch: pytest.MonkeyPatch, shortest: int, engine: str
     pairs = [(ids[:count], ids[:2]) for count in (3, 100, 2, 300)]
     with opened(load_config("task=eval", f"run.dir={run}", *CPU, f"engine={engine}", "eval.batch_size=2")) as scorer:
         loss = scorer.loss([window for text in texts for window in windows_of(text, scorer.context)])
-        likelihoods = [found.total for found in scorer.likelihoods(pairs)]
+        likelihoods = [found.total for found in scorer.likelihoods([scorer.text(*pair) for pair in pairs])]
         greedy = dataclasses.replace(scorer.source.config, temperature=0, tokens=12)
         source = dataclasses.replace(scorer.source, config=greedy)
         drawn = [list(source.tokens(ids[:count], 0)) for count in (3, 100, 250, 5)]

@@ -51,9 +51,10 @@ class TtrainLM(LM):  # type: ignore[misc]
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-probability of each (context, continuation) in nats, and whether greedy decoding would write it."""
-        pairs = [encoded_pair(self._scorer.tokenizer, *request.args) for request in requests]
+        scorer = self._scorer
+        texts = [scorer.text(*encoded_pair(scorer.tokenizer, *request.args)) for request in requests]
         with self._bar(requests, disable_tqdm) as bar:
-            found = self._scorer.likelihoods(pairs, bar.update)
+            found = dataclasses.replace(scorer, told=bar.update).likelihoods(texts)
         return [
             self._kept("loglikelihood", request, tuple(each)) for request, each in zip(requests, found, strict=True)
         ]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, DataError, NonFiniteError, UserError, raised_as
@@ -31,7 +30,7 @@ from ttrain.graph import Graph
 from ttrain.models.base import LOSS_WEIGHT, loss_weights, means, preparation
 from ttrain.tasks.opening import OpenedModel, of_folder, of_run
 from ttrain.train.protocols import Array
-from ttrain.train.sampling.source import StepsByLength, TokenSource, check_sampling
+from ttrain.train.sampling.source import TokenSource, check_sampling
 from ttrain.train.sampling.stream import end_id
 from ttrain.train.settings import without_phases
 from ttrain.train.steps.step_graph import StepGraph
@@ -65,27 +64,50 @@ class Likelihood(NamedTuple):
     greedy: bool
 
 
+TRACES: dict[str, Callable[[StepGraph], Trace]] = {  # of the loss of texts, and of scores at some of their positions
+    "evaluate": lambda graph: graph.trace_evaluate,
+    "scores": lambda graph: partial(_trace_scores, graph.model, graph.rows),
+}
+
+
 @dataclass(frozen=True)
 class Scorer:
-    """A model on a device. `start` is the token before a text, None where the model knows none.
+    """A model, what it reads of texts, and its steps where it is on a device.
 
-    Texts are read in rows that are as long as they have to be, some of about equal length at a time.
+    `start` is the token before a text, None where the model knows none. Texts are read in rows that are as long as they
+    have to be, some of about equal length at a time; `told` gets how many each time.
     """
 
     given: OpenedModel
-    steps: StepsByLength
-    rows: int
     start: int | None
+    steps: Any = None  # StepsByLength
+    told: Callable[[int], object] = lambda texts: None
+
+    @classmethod
+    def of(cls, given: OpenedModel, end_token: str | None) -> Scorer:
+        """Return that of a model on no device yet. Raises ConfigError where it predicts no text."""
+        start, data = next(iter(given.tokenizer.start), end_id(given.tokenizer, end_token)), given.config.data
+        if getattr(data, "attention", "") == "document":  # a row has one document here
+            alone = replace(data, attention="sequence")  # type: ignore[call-arg]
+            given.config, start = replace(given.config, data=alone), next(iter(given.tokenizer.start), None)
+        if not hasattr(given.model, "logits"):
+            raise ConfigError(f"model.name={given.model.config.name}: has no logits, so it predicts no text.")
+        return cls(given, start)
 
     @property
     def tokenizer(self) -> Any:
         """The model's own."""
         return self.given.tokenizer
 
-    @property
+    @cached_property
     def context(self) -> int:
         """Longest text that the model reads at once."""
-        return self.steps.context
+        return int(self.given.model.batch_specs(1)["tokens"].shape[1])
+
+    @property
+    def rows(self) -> int:
+        """Texts that are read at once."""
+        return int(self.steps.session.graph.rows)
 
     @cached_property
     def source(self) -> TokenSource:
@@ -93,40 +115,35 @@ class Scorer:
         check_sampling(self.given.model, self.given.config.sample)
         return TokenSource(self.steps, self.given.config.sample, self.tokenizer.vocabulary)
 
-    def loss(self, texts: Sequence[Text], told: Callable[[int], object] = lambda texts: None) -> float:
-        """Return the mean cross-entropy of all targets in nats; `told` gets how many texts were read."""
+    def loss(self, texts: Sequence[Text]) -> float:
+        """Return the mean cross-entropy of all targets in nats."""
         total, prepare = 0.0, preparation(self.given.model)
         for length, numbers in self._batches(texts):
-            step = self._step("evaluate", length, lambda graph: graph.trace_evaluate)
+            step = self._step("evaluate", length)
             fields, counts = prepare(self._batch([texts[number] for number in numbers], length))
             outputs = step({**fields, **loss_weights(counts)})
             found = means({name: float(value) for name, value in outputs.items()}, counts)
             # Where the loss is a sum of several terms, the first one is that of the next token.
             mean = next((value for name, value in found.items() if name.endswith("/ce")), found["loss"])
             total += (mean or 0.0) * counts[LOSS_WEIGHT]
-            told(len(numbers))
+            self.told(len(numbers))
         if not math.isfinite(total):
             raise NonFiniteError(f"the loss of the texts is {total}")
         return total / sum(text.predicted for text in texts)
 
-    def likelihoods(
-        self, pairs: Sequence[tuple[list[int], list[int]]], told: Callable[[int], object] = lambda pairs: None
-    ) -> list[Likelihood]:
-        """Return the likelihood of the continuation in each (context, continuation).
-
-        Of a text that is too long for the model, the end counts.
-
-        A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
-        """
-        texts = [self._text(*pair) for pair in pairs]
+    def likelihoods(self, texts: Sequence[Text]) -> list[Likelihood]:
+        """Return the likelihood of what is predicted of each text."""
         found: dict[int, Likelihood] = {}
         for length, numbers in self._batches(texts):
             found |= zip(numbers, self._of_batch([texts[number] for number in numbers], length), strict=True)
-            told(len(numbers))
-        return [found[number] for number in range(len(pairs))]
+            self.told(len(numbers))
+        return [found[number] for number in range(len(texts))]
 
-    def _text(self, before: list[int], continuation: list[int]) -> Text:
-        """Return what of a context and its continuation the model reads."""
+    def text(self, before: list[int], continuation: list[int]) -> Text:
+        """Return what of a context and its continuation the model reads: of a text that is too long, the end.
+
+        A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
+        """
         before = before or ([] if self.start is None else [self.start])
         text = [*before, *continuation][-self.context - 1 :]
         if not continuation or len(text) < 2:
@@ -153,7 +170,7 @@ class Scorer:
 
     def _of_batch(self, texts: Sequence[Text], length: int) -> Iterator[Likelihood]:
         most = _SCORED_PER_ROW * self.rows
-        step = self._step("scores", length, lambda graph: partial(_trace_scores, graph.model, self.rows))
+        step = self._step("scores", length)
         batch = self._batch(texts, length)
         owners, places = np.nonzero(batch["targets"] >= 0)
         sums, greedy = np.zeros(len(texts)), np.ones(len(texts), bool)
@@ -171,8 +188,9 @@ class Scorer:
             np.logical_and.at(greedy, rows, found.argmax(1) == wanted)
         yield from (Likelihood(float(total), bool(each)) for total, each in zip(sums, greedy, strict=True))
 
-    def _step(self, name: str, length: int, trace: Callable[[StepGraph], Trace]) -> Step:
-        return self.steps.get(name, length, lambda graph: {name: trace(graph)})[name]
+    def _step(self, name: str, length: int) -> Step:
+        step: Step = self.steps.get(name, length, lambda graph: {name: TRACES[name](graph)})[name]
+        return step
 
 
 @contextmanager
@@ -188,16 +206,10 @@ def opened(config: Config) -> Iterator[Scorer]:
         always = ("device", "engine", "logger", "sample")
         given = of_run(config, config.eval, always, "reads no text. Give another run.")
         named = given.end_token
-    start = next(iter(given.tokenizer.start), end_id(given.tokenizer, named))
-    if getattr(given.config.data, "attention", "") == "document":  # a row has one document here
-        given.config.data = replace(given.config.data, attention="sequence")  # type: ignore[call-arg]
-        start = next(iter(given.tokenizer.start), None)
-    model, rows = given.model, config.eval.batch_size
-    if not hasattr(model, "logits"):
-        raise ConfigError(f"model.name={model.config.name}: has no logits, so it predicts no text.")
+    scorer, rows = Scorer.of(given, named), config.eval.batch_size
     given.config.train = without_phases(given.config.train, batch_size=rows, gradient_accumulation=1)
     with given.on_device(chips=1) as steps:
-        yield Scorer(given, steps, rows, start)
+        yield replace(scorer, steps=steps)
 
 
 def _trace_scores(model: Any, rows: int, graph: Graph) -> None:
@@ -216,9 +228,9 @@ class Question(NamedTuple):
     place: str  # file:line
 
 
-def read_questions(file: Path) -> Iterator[Question]:
+def read_questions(file: Path, key: str) -> Iterator[Question]:
     """The rows of a file. Raises DataError that names file and line for one that is no question."""
-    with raised_as(DataError, f"eval.choices: cannot read {file}"):
+    with raised_as(DataError, f"{key}: cannot read {file}"):
         for number, line in read_lines(file, len, trains=False):
             if line.strip():
                 yield _question(line, f"{file}:{number}")
@@ -248,25 +260,43 @@ def encoded_pair(tokenizer: Any, before: str, after: str) -> tuple[list[int], li
     return tokenizer.with_start(first) if before else [], tokenizer.encode(before + after)[len(first) :]
 
 
-def measure_choices(scorer: Scorer, file: Path, limit: int | None) -> dict[str, Any]:
-    """Shares of questions whose right ending is the likeliest, and their standard errors."""
-    questions = list(islice(read_questions(file), limit))
-    if not questions:
-        raise DataError(f"eval.choices: {file} has no questions.")
-    pairs: list[tuple[list[int], list[int]]] = []
-    for question in waited_for(questions, "Reading questions"):
-        with named_place(lambda _, place=question.place: place):  # type: ignore[misc]
-            pairs += [encoded_pair(scorer.tokenizer, question.context, f" {ending}") for ending in question.endings]
-    with tqdm(desc="scoring endings", total=len(pairs), unit="ending") as bar:
-        totals = iter([found.total for found in scorer.likelihoods(pairs, bar.update)])
-    right = [list(_right(each, list(islice(totals, len(each.endings))))) for each in questions]
-    counted = np.array(right, np.float64)
-    result: dict[str, Any] = {"source": str(file), "questions": len(questions)}
-    for name, values in zip(MEASURES, counted.T, strict=True):
-        result[name] = float(values.mean())
-        spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        result[f"{name}_stderr"] = spread / math.sqrt(len(values))
-    return result
+class Choices(NamedTuple):
+    """Questions, of which a model chooses the likeliest ending."""
+
+    source: str
+    questions: list[Question]
+    texts: list[Text]  # an ending each
+    step: str = "scores"
+    metrics: dict[str, str] = {"accuracy": "acc_norm", "centred_accuracy": "centred_accuracy"}  # in a run, and here
+
+    @classmethod
+    def read(cls, scorer: Scorer, key: str, file: Path, limit: int | None) -> Choices:
+        """Read the file that a key names. Raises DataError that names file and row of what is no question."""
+        questions = list(islice(read_questions(file, key), limit))
+        if not questions:
+            raise DataError(f"{key}: {file} has no questions.")
+        texts: list[Text] = []
+        for question in waited_for(questions, "Reading questions"):
+            with raised_as(DataError, question.place, of=DataError):
+                pairs = [encoded_pair(scorer.tokenizer, question.context, f" {ending}") for ending in question.endings]
+                texts += (scorer.text(*pair) for pair in pairs)
+        return cls(str(file), questions, texts)
+
+    def measure(self, scorer: Scorer) -> dict[str, Any]:
+        """Shares of questions whose right ending is the likeliest, and their standard errors.
+
+        Centred accuracy is acc_norm as DataComp-LM's CORE has it (Li et al., 2024): 0 for guessing, 1 for all right.
+        """
+        totals = iter([found.total for found in scorer.likelihoods(self.texts)])
+        right = [list(_right(each, list(islice(totals, len(each.endings))))) for each in self.questions]
+        counted = np.array(right, np.float64)
+        result: dict[str, Any] = {"source": self.source, "questions": len(self.questions)}
+        for name, values in zip(MEASURES, counted.T, strict=True):
+            result[name] = float(values.mean())
+            spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+            result[f"{name}_stderr"] = spread / math.sqrt(len(values))
+        guessed = float(np.mean([1 / len(question.endings) for question in self.questions]))
+        return {**result, "centred_accuracy": (result["acc_norm"] - guessed) / (1 - guessed)}
 
 
 def _right(question: Question, totals: Sequence[float]) -> Iterator[bool]:
@@ -276,52 +306,63 @@ def _right(question: Question, totals: Sequence[float]) -> Iterator[bool]:
         yield int(np.argmax(np.array(totals) / sizes)) == question.label
 
 
-def measure_texts(
-    scorer: Scorer, sources: list[str], text_key: str, limit: int | None, stride: int | None
-) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte of all documents of files. Raises DataError for what can't be read."""
-    given = scorer.given
-    chat_key = getattr(given.config.data, "chat_key", DocumentsConfig().chat_key)
-    template = given.template or DocumentsConfig().template
-    config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
-    found = find_sources(config)
-    reader = DocumentReader(config, given.conversations() if given.template else None, learns=False)
-    documents = list(islice(reader.in_turn(found, [len] * len(found)), limit))
-    chat = next((document for document in documents if document.replies is not None), None)
-    if chat is not None and given.template is None:
-        with raised_as(DataError, f"{chat.place} is a conversation", of=UserError):
-            given.conversations()
-    texts = [document.text for document in documents]
-    with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
-        encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(waited_for(texts, "Reading documents"))]
-    size, first = sum(len(text.encode()) for text in texts), scorer.tokenizer.byte_counts()[1]
-    for number, ids in enumerate(encoded):  # without a token before it, the first of a document is only read
-        if scorer.start is None or ids[:1].tolist() == [scorer.start]:  # which a template may have written
-            size -= int(first[ids[0]]) if len(ids) else 0
-        else:
-            encoded[number] = np.concatenate([[scorer.start], ids])
-    windows = [window for ids in encoded for window in windows_of(ids, scorer.context, stride)]
-    tokens = sum(window.predicted for window in windows)
-    if not tokens or not size:
-        raise DataError(f"eval.text={','.join(sources)} has nothing to predict: its documents have a token each.")
-    with tqdm(total=len(windows), desc="predicting text", unit="seq") as bar:
-        loss = scorer.loss(windows, bar.update)
-    return {
-        "source": sources,
-        "documents": len(texts),
-        "tokens": tokens,
-        "bytes": size,
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "bits_per_byte": loss * tokens / math.log(2) / size,
-        "first_tokens_predicted": scorer.start is not None,
-        "notices": _notices(found, reader),
-    }
+class Documents(NamedTuple):
+    """Documents that a model predicts, in windows."""
+
+    facts: dict[str, Any]  # source, counts and notices
+    texts: list[Text]
+    step: str = "evaluate"
+    metrics: dict[str, str] = {"perplexity": "perplexity", "bits_per_byte": "bits_per_byte"}
+
+    @classmethod
+    def read(
+        cls, scorer: Scorer, key: str, sources: list[str], limit: int | None,
+        text_key: str = "text", stride: int | None = None,
+    ) -> Documents:  # fmt: skip
+        """All documents of the files that a key names. Raises DataError for what can't be read or predicted."""
+        given = scorer.given
+        chat_key = getattr(given.config.data, "chat_key", DocumentsConfig().chat_key)
+        template = given.template or DocumentsConfig().template
+        config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
+        files = DocumentReader(config, given.conversations() if given.template else None, learns=False)
+        try:
+            found = find_sources(config)
+            documents = list(islice(files.in_turn(found, [len] * len(found)), limit))
+        except DataError as error:
+            raise DataError(str(error).replace("data.sources:", f"{key}:")) from error
+        chat = next((document for document in documents if document.replies is not None), None)
+        if chat is not None and given.template is None:
+            with raised_as(DataError, f"{chat.place} is a conversation", of=UserError):
+                given.conversations()
+        texts = [document.text for document in documents]
+        with named_place(lambda wanted: next(each.place for each in documents if wanted.search(each.text))):
+            told = waited_for(texts, "Reading documents")
+            encoded = [np.asarray(ids) for ids in scorer.tokenizer.encode_documents(told)]
+        size, first = sum(len(text.encode()) for text in texts), scorer.tokenizer.byte_counts()[1]
+        for number, ids in enumerate(encoded):  # without a token before it, the first of a document is only read
+            if scorer.start is None or ids[:1].tolist() == [scorer.start]:  # which a template may have written
+                size -= int(first[ids[0]]) if len(ids) else 0
+            else:
+                encoded[number] = np.concatenate([[scorer.start], ids])
+        windows = [window for ids in encoded for window in windows_of(ids, scorer.context, stride)]
+        tokens = sum(window.predicted for window in windows)
+        if not tokens or not size:
+            raise DataError(f"{key}={','.join(sources)} has nothing to predict: its documents have a token each.")
+        counts = {"documents": len(texts), "tokens": tokens, "bytes": size}
+        starts, notices = {"first_tokens_predicted": scorer.start is not None}, _notices(found, files, key)
+        return cls({"source": sources, **counts, **starts, "notices": notices}, windows)
+
+    def measure(self, scorer: Scorer) -> dict[str, Any]:
+        """Loss, perplexity and bits per byte of all documents."""
+        loss = scorer.loss(self.texts)
+        bits = loss * self.facts["tokens"] / math.log(2) / self.facts["bytes"]
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {**self.facts, "loss": loss, "perplexity": perplexity, "bits_per_byte": bits}
 
 
-def _notices(found: list[FileList], reader: DocumentReader) -> list[str]:
-    """Return sentences about what of eval.text is not read, or is read otherwise than its name says."""
-    told = [note.replace("data.sources:", "eval.text:") for each in found for note in each.notices]
-    told += [f"eval.text: {note}" for note in reader.skipped.notices()]
-    key, instead = "data.suffixes says which are.", "Name them in eval.text to have them read as text."
-    return [note.replace(key, instead) for note in told]
+def _notices(found: list[FileList], reader: DocumentReader, key: str) -> list[str]:
+    """Return sentences about what of the files is not read, or is read otherwise than its name says."""
+    told = [note.replace("data.sources:", f"{key}:") for each in found for note in each.notices]
+    told += [f"{key}: {note}" for note in reader.skipped.notices()]
+    given, instead = "data.suffixes says which are.", f"Name them in {key} to have them read as text."
+    return [note.replace(given, instead) for note in told]

@@ -6,6 +6,7 @@ of its own, which is that of a plain run: it resumes, samples and reports like o
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -83,6 +84,7 @@ class Attempt:
         with self._told():
             with Waiting("Placing the model and building its steps", console.say):
                 session = self._stack.enter_context(closing(run.open(self.device)))
+                run.evals.prepare(session, self.steps)
                 progress, began, phases = self._begin(session)
                 self.heartbeat.beat()
                 run.record(folder, session, self.steps, began)
@@ -131,7 +133,7 @@ class Attempt:
         for line in run.announcement(session.engine, self.folder.path, progress.step):
             self.console.say(line)
         self.folder.keep()
-        meter, evaluation = self._meter(session, progress.step), self._evaluation()
+        meter, evaluation = self._meter(session, progress.step), self._evaluation(progress)
         held_out = run.world.once(partial(held_out_hash, run.dataset, evaluation.samples))
         context = RunContext(
             config.train, session.state, self.folder, loggers, progress, run.world, held_out, self._command
@@ -206,7 +208,7 @@ class Attempt:
         progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
         return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
 
-    def _evaluation(self) -> Evaluation:
+    def _evaluation(self, progress: Progress) -> Evaluation:
         """Return the evaluation on held-out data, by the step that was built last."""
         dataset, world, train, steps = self.run.dataset, self.run.world, self.run.config.train, self.steps
         rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
@@ -215,7 +217,19 @@ class Attempt:
         step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
         prepare = preparation(self.run.model)
         parts = step, dataset, rows, train.eval_sequences, prepare, self.console.say, count, world
-        return Evaluation(*parts, around=around)
+        return Evaluation(*parts, around=around, measure=partial(self._measure, progress))
+
+    def _measure(self, progress: Progress, due: str, stopped: Callable[[], bool]) -> dict[str, float]:
+        """Measure what is due of train.evals on the leading rank. Note samples, and let all ranks have the metrics."""
+        run = self.run
+        if not any(entry.every == due for entry in run.config.train.evals):
+            return {}
+        found = json.loads(run.world.once(lambda: json.dumps(run.evals.measure(due, stopped, self.console.say))))
+        for name in [key for key, value in found.items() if isinstance(value, list)]:
+            for prompt, text in found.pop(name):
+                told = f"{name}, after {prompt!r}: {text}"
+                self.events.tell("sample", told, progress.step, name=name, prompt=prompt, text=text)
+        return cast("dict[str, float]", found)
 
     def _meter(self, session: Session, step: int) -> Meter:
         """Return what times the steps after step `step`, and says how long the run takes."""

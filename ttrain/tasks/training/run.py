@@ -22,6 +22,7 @@ from ttrain.models.base import Model
 from ttrain.optim.groups import frozen_count
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
+from ttrain.tasks.evaluating.in_run import RunEvals
 from ttrain.tasks.training.notices import notices
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.save import CheckpointContent
@@ -130,6 +131,7 @@ class Run:
     warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
     earlier: dict[str, Any]  # the device of the attempt before
+    evals: RunEvals  # of train.evals, on the rank that measures
 
     @property
     def rank_overrides(self) -> str:
@@ -168,7 +170,8 @@ class Run:
     def _writer(self) -> Model | None:
         """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""
         context, config = getattr(self.dataset, "context", 0), self.config
-        length = length_class(len(self.prompt or ()) + config.sample.tokens, context)
+        longest = max(len(self.prompt or ()), self.evals.longest_prompt)
+        length = length_class(longest + config.sample.tokens, context)
         if length == context or self.prompt is None:
             return None
         return build.resized_model(self.model, length, config)

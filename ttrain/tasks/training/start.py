@@ -23,6 +23,7 @@ from ttrain.optim.groups import check_groups, check_prefixes
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
+from ttrain.tasks.evaluating.in_run import RunEvals
 from ttrain.tasks.training.run import Rate, Run, rate_jump, sample_prompt
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.runs import resume as resuming
@@ -123,6 +124,7 @@ def check_all(
         resuming.check_documents(point, dataset.description)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
+    evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads else RunEvals([])
     if point is None:
         origin.warm = build.build_warm_start(config, model, dataset.tokenizer)
         origin.adapter = build.build_adapters(config.lora, model)
@@ -144,9 +146,10 @@ def check_all(
         prompt=prompt,
         origin=origin,
         rate=rate,
-        warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty],
+        warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty, *evals.notices],
         world=world,
         earlier=part_of(newest_attempt(None if point is None else point.run), "device"),
+        evals=evals,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED
 from ttrain.core.units import format_count
-from ttrain.train.logging.metrics import Metrics, MetricsFile
+from ttrain.train.logging.metrics import EVAL, Metrics, MetricsFile, told_evals
 
 
 class Logger(Protocol):
@@ -73,6 +73,9 @@ class Console:
                 self._bar.disable, self._bar = True, None
 
     def log(self, metrics: Metrics) -> None:
+        if told := told_evals(metrics):
+            found = "; ".join(f"{name} {text}" for name, text in told.items())
+            self.say(f"Step {metrics['step']}: {found}.")
         if self._bar is None:
             return
         formats = {"train/loss": ("loss", "{:.4f}"), "val/loss": ("val", "{:.4f}"), "lr": ("lr", "{:.2e}")}
@@ -80,7 +83,7 @@ class Console:
             if key in metrics:
                 self._shown[label] = "none" if metrics[key] is None else form.format(metrics[key])
         for key, value in metrics.items():
-            if "/" in key and not key.startswith(("train/", "val/", "lr/")) and value is not None:
+            if "/" in key and not key.startswith(("train/", "val/", "lr/", EVAL)) and value is not None:
                 self._shown[key] = f"{value:.3f}"
         if metrics.get("tokens_per_s"):
             speed = "tok/s" if self.unit == "tokens" else f"{self.unit}/s"

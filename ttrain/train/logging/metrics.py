@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -92,6 +92,20 @@ def _is_metrics(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return False
     return all(isinstance(number, int | float | None) for number in value.values())
+
+
+EVAL = "eval/"  # begins what is measured of an entry of train.evals: eval/<name>/<what>
+
+
+def told_evals(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is measured of each entry of train.evals, for people."""
+    found: dict[str, str] = {}
+    for key, value in metrics.items():
+        if key.startswith(EVAL) and value is not None:
+            _, name, what = key.split("/")
+            before = f"{found[name]}, " if name in found else ""
+            found[name] = f"{before}{what.replace('_', ' ')} {value:.4f}"
+    return found
 
 
 EVENTS = "events.jsonl"

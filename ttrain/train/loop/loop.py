@@ -21,12 +21,13 @@ from ttrain.data.batches import Dataset
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import Numbers, World
 from ttrain.train.checkpoint.checkpoint import Progress
-from ttrain.train.logging.metrics import Meter, Metrics
+from ttrain.train.logging.metrics import Meter, Metrics, read_metrics
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard, first_bad_state
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.protocols import Inputs, Outputs
 from ttrain.train.runs.record import continue_command
+from ttrain.train.settings import END, EVALUATION
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step import Rates, StepResult, TrainStep
@@ -45,6 +46,7 @@ class EvaluationResult:
 
     loss: float
     metrics: dict[str, float] = field(default_factory=dict)
+    further: dict[str, float] = field(default_factory=dict)  # of train.evals, by whole names
 
 
 @dataclass(eq=False)
@@ -63,6 +65,8 @@ class Evaluation:
     count_bytes: Callable[[Batch], int] | None = None  # of a batch's targets
     world: World = field(default_factory=World)
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
+    # Measures the entries of train.evals that are due (EVALUATION or END). Raises Interrupted where it was stopped.
+    measure: Callable[[str, Callable[[], bool]], dict[str, float]] = lambda due, stopped: {}
 
     def __post_init__(self) -> None:
         self.samples = min(self.limit or self.dataset.val_samples, self.dataset.val_samples)
@@ -84,8 +88,9 @@ class Evaluation:
             if self._counts is None:
                 return None
             sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
-        if sums is None:
-            return None
+            if sums is None:
+                return None
+            further = self.measure(EVALUATION, stopped)
         found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
         loss = found.pop("loss")
         if not math.isfinite(loss):
@@ -93,7 +98,7 @@ class Evaluation:
         if self.bytes:
             entropy = next((value for name, value in found.items() if name.endswith("/ce")), loss)
             found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
-        return EvaluationResult(loss, found)
+        return EvaluationResult(loss, found, further)
 
     def _totals(
         self, stopped: Callable[[], bool], waiting: Waiting, of_batch: Callable[[Batch], Mapping[str, float]]
@@ -193,6 +198,7 @@ class Loop:
             if progress.step >= context.config.steps or self._stopped_early():
                 self._evaluate()
                 self.checkpoints.save(wait=True)
+                self._measure_at_end()
                 return
             step = progress.step + 1
             self.heartbeat()
@@ -265,6 +271,8 @@ class Loop:
             return False
         try:
             result = self.evaluation(self._interrupts_evaluation)
+        except Interrupted:
+            result = None
         except NonFiniteError as error:
             found = first_bad_state(context.state)
             raise self.checkpoints.nonfinite(str(error), progress.step, found) from None
@@ -272,8 +280,24 @@ class Loop:
             self._ask()
             return False
         further = {f"val/{name}": value for name, value in result.metrics.items()}
-        context.loggers.log({"step": progress.step, "val/loss": result.loss, **further})
+        context.loggers.log({"step": progress.step, "val/loss": result.loss, **further, **result.further})
         return progress.evaluated(result.loss, context.config.min_improvement)
+
+    def _measure_at_end(self) -> None:
+        """Measure what train.evals has for the end, unless an earlier attempt did. The state is saved by then."""
+        context, step = self.context, self.context.progress.step
+        keys = tuple(f"eval/{each.name}/" for each in context.config.evals if each.every == END)
+        lines = [line for line in read_metrics(context.run.metrics) if line["step"] == step] if keys else []
+        if not keys or context.world.broadcast(any(key.startswith(keys) for line in lines for key in line)):
+            return
+        try:
+            with self.evaluation.around():
+                found = self.evaluation.measure(END, self._interrupts_evaluation)
+        except Interrupted:
+            self._ask()
+            raise self._interrupted(signal.Signals(self._signal).name) from None
+        if found:
+            context.loggers.log({"step": step, **found})
 
     def _interrupts_evaluation(self) -> bool:
         """Give a sign of life between two batches of an evaluation, and return whether the run is to stop."""

@@ -11,7 +11,7 @@ from ttrain.core.units import counted, format_bytes, format_count, format_durati
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.chart import Series, draw, new_figure
-from ttrain.train.logging.metrics import loop_speed
+from ttrain.train.logging.metrics import EVAL, loop_speed, told_evals
 from ttrain.train.runs.record import START, continue_command, override
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
     if metrics:
         lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
+    lines += [(f"eval {name}", text) for name, text in told_evals(summary["evals"]).items()]
     compared = next((f"; compare {name}" for name in metrics if name.endswith("/ce")), "")
     baseline = summary["baseline"]
     lines.append((baseline["name"], f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})"))
@@ -148,7 +149,7 @@ def recorded(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Each line has the means over the steps since the line before. mfu is the mean over the time of the steps; step time
     and speed are those of the median line, learning rates the last ones of every group, by their inputs, and metrics of
-    held-out data those of the newest evaluation, besides the loss.
+    held-out data those of the newest evaluation, besides the loss. So are those of train.evals, each by itself.
     """
     timed = [line for line in lines if line.get("tokens_per_s") and line.get("step_ms")]
     before = [0, *(line["step"] for line in timed)]
@@ -168,6 +169,7 @@ def recorded(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "median_step_ms": median.get("step_ms"),
         "median_tokens_per_s": median.get("tokens_per_s"),
         "learning_rates": _newest(lines, "lr"),
+        "evals": {key: value for line in lines for key, value in line.items() if key.startswith(EVAL)},
         "val_metrics": {key.removeprefix("val/"): value for key, value in measured.items() if key != "val/loss"},
     }
 

@@ -39,7 +39,7 @@ class StepsByLength:
     """Builds steps of a session when they are asked for, and lets those before go with their memory."""
 
     def __init__(self, session: Session, resized: Resized) -> None:
-        self.session, self._resized = session, resized
+        self.session, self.resized = session, resized
         self.model: Any = session.graph.model
         self._key: tuple[str, int] | None = None
         self._steps: Mapping[str, Step] = {}
@@ -58,7 +58,7 @@ class StepsByLength:
         if self._key != (name, length):
             state, engine, graph = self.session.state, self.session.engine, self.session.graph
             if length != self.context:
-                graph = replace(graph, model=self._resized(length))
+                graph = replace(graph, model=self.resized(length))
             recorded = traces(graph)
             before, self._steps, self._key = self._key, {}, None
             engine.close()

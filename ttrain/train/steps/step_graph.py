@@ -7,7 +7,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -72,6 +72,7 @@ class StepGraph:
     micro_batches: int | None = None  # that it has now; None: as many
     shorter: Model | None = None  # records training in its place, on shorter sequences, over the same parameters
     writer: Model | None = None  # records the scores of a sample in its place, on shorter texts
+    further: Mapping[str, Trace] = field(default_factory=dict)  # steps beside those that train, such as of evaluations
     ranks: Ranks = Ranks()  # that divide a batch of several slices, each of `rows` * `gradient_accumulation` rows
     low_bits: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
@@ -146,8 +147,8 @@ class StepGraph:
         return names + Counter(update=int(self.guarded))  # which hangs on what the others return
 
     def further_steps(self) -> dict[str, Trace]:
-        """Return `evaluate`, and `logits` where the model has them, and `swap` where weights are averaged."""
-        steps: dict[str, Trace] = {"evaluate": self.trace_evaluate}
+        """Return `evaluate`, `logits` where the model has them, `swap` where weights are averaged, and `further`."""
+        steps: dict[str, Trace] = {"evaluate": self.trace_evaluate, **self.further}
         if hasattr(self.model, "logits"):
             steps["logits"] = self.trace_logits
         return {**steps, "swap": self.trace_swap} if self.averages else steps
