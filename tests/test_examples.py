@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,6 +64,33 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
     printed = started("by_hand", tmp_path)
     found = np.array(printed.partition("[[")[2].replace("]", "").replace("[", "").split(), float)
     np.testing.assert_allclose(found, [1, -2, 0.5, 0, 0, 3, 1, -1], atol=0.002)
+
+
+def test_the_notebook_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its ten cells hold no output; here its run is small and reads another text."""
+    cells = json.loads((EXAMPLES / "first_steps.ipynb").read_text("utf-8"))["cells"]
+    assert len(cells) == 10 and not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("def first(step):\n    return step\n\n" * 400, "utf-8")
+    smaller = {
+        "STEPS = 300": "STEPS = 4",
+        "width=128": "width=8",
+        '"schedule': '"engine=dynamic", "data.path=book.txt", "schedule',
+    }
+    names: dict[str, Any] = {}
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        text = "".join(cell["source"])
+        for old, new in smaller.items():
+            text = text.replace(old, new)
+        exec(compile(text, cell["id"], "exec"), names)
+    said = capsys.readouterr().out
+    for part in ("Did you mean 'width'?", "optimizer.lr='fast'", "best loss on held-out text: ", "def "):
+        assert part in said
+    assert names["plan"]["parameters"]["total"] > 1000 and names["weight"] == pytest.approx(2, abs=1e-3)
+    assert (names["RUN"], names["best"] > 0) == ("outputs/first-steps", True)
 
 
 def test_steps_are_those_of_plain_pytorch() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ttrain.api import Config, StepResult, Training, TtrainError, UserError, load_config, option, register, run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Config", "StepResult", "Training", "TtrainError", "UserError", "load_config", "option", "register", "run"]
 
 

@@ -33,7 +33,7 @@ COUNTS = ("COUNT", "PART", "PARTS", "PLACES", "SIZE", "START")  # that a kernel 
 WIDEST = 2**13
 IDS = 50_257
 RULE = adamw(cautious=True).rule(EXAMPLE, True)
-SPILLED = 64  # bytes of a thread that may lie in the caches, of 512 in registers
+SPILLED = 80  # bytes of a thread that may lie in the caches, of 512 in registers
 SHARED_MEMORY = 2**16  # bytes that a block of threads may take on a GPU of capability 7.5, the least of all
 
 
@@ -126,7 +126,9 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
         aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in kinds}
         source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
         for capability in CAPABILITIES:
-            made = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": work.warps})
+            made = triton.compile(
+                source, GPUTarget("cuda", capability, 32), {"num_warps": work.warps, "enable_fp_fusion": True}
+            )
             assert made.metadata.shared <= SHARED_MEMORY
             assert spilled(made.asm["cubin"], tmp_path / "cubin") <= SPILLED, f"{work.kernel} on {capability}"
 
