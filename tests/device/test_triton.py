@@ -16,6 +16,7 @@ from tests import forked
 from tests.device.fake_cuda import FakeCuda, fake_cuda
 from tests.ttnn.runs import adamw
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import flat_launches
 from ttrain.device.torch.kernels.common import DTYPES
 from ttrain.device.torch.triton.installed import has_triton, lacking_triton
 from ttrain.graph.passes.group import ELEMENTWISE
@@ -68,7 +69,7 @@ class Noted:
         made = [TensorSpec(tuple(x.shape), DTYPES[x.dtype]) for x in outs]
         work = [self.device.allocate(spec) for spec in self.rows[op].workspace(specs, made, attributes)]
         bound = self.rows[op].bind(ins, outs, attributes, work)
-        for each in getattr(bound, "launches", (bound,)):
+        for each in flat_launches([bound]):
             if each.func is torch.ops.ttrain.triton.default:
                 number, read, written = each.args
                 yield launch.WORKS[number], [x.dtype for x in (*read, *written)]

@@ -14,7 +14,7 @@ from tests.native.conftest import NativeDevice, require_compiler
 from tests.ops.harness import node_of
 from ttrain import ops
 from ttrain.core.spec import TensorSpec
-from ttrain.device.base import Chain
+from ttrain.device.base import chain
 from ttrain.device.torch.native.native import NativeLaunch, Sizing
 from ttrain.device.torch.native.rows import NativeKernels
 from ttrain.device.torch.native.toolchain import Toolchain
@@ -83,7 +83,7 @@ def test_neighbouring_launches_become_one_call_that_keeps_their_arguments_alive(
     def host() -> None:
         log.append(float(x[0]))
 
-    together = device.native.join([double, triple, host, double, Chain([triple, host]), double])
+    together = device.native.join([double, triple, host, double, chain(triple, host), double])
     assert [isinstance(item, NativeLaunch) for item in together] == [False, False, False, False, True]
     del double, triple
     gc.collect()

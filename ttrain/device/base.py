@@ -36,29 +36,24 @@ class Delivery(Enum):
     RETURNS = "returns"  # allocates and returns its outputs; the engine copies them into their slots
 
 
-class Chain:
-    """Several launches as one, those of other chains spliced in."""
-
-    __slots__ = ("launches",)
-
-    def __init__(self, launches: Iterable[Launch]) -> None:
-        self.launches: tuple[Launch, ...] = tuple(flat_launches(launches))
+class Chain(tuple[Launch, ...]):
+    """Several launches as one, none of them a chain."""
 
     def __call__(self) -> None:
-        for launch in self.launches:
+        for launch in self:
             launch()
 
 
 def flat_launches(launches: Iterable[Launch]) -> Iterator[Launch]:
     """The launches with every chain spliced in: one Python call less for each."""
     for launch in launches:
-        yield from launch.launches if isinstance(launch, Chain) else (launch,)
+        yield from launch if isinstance(launch, Chain) else (launch,)
 
 
 def chain(*launches: Launch) -> Launch:
     """One launch that runs all of them in order."""
-    made = Chain(launches)
-    return made.launches[0] if len(made.launches) == 1 else made
+    made = Chain(flat_launches(launches))
+    return made[0] if len(made) == 1 else made
 
 
 @dataclass(frozen=True)
@@ -307,6 +302,13 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything launched so far is done."""
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        """Run something, wait until the device is done with it, and return the seconds that this took."""
+        start = time.perf_counter()
+        launch()
+        self.synchronize()
+        return time.perf_counter() - start
 
     def stamp(self) -> Callable[[], float]:
         """Return a function that tells when all launched so far is done, in seconds; call it after `synchronize`."""

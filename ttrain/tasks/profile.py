@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -75,22 +74,15 @@ def _by_node(config: Config) -> NodeProfile:
         watch, plain, watched, spans = Stopwatch(device), [], [], []
         for number in waited_for(range(WARM_UP + 1, WARM_UP + 2 * config.profile.steps, 2), "Profiling steps"):
             inputs = (*drive.inputs(number), number)
-            plain.append(_seconds(device, partial(drive.train_step, *inputs)))
+            plain.append(device.seconds(partial(drive.train_step, *inputs)))
             batch, lr = drive.inputs(number + 1)
             calls = drive.train_step.calls(batch, lr, number + 1)
             if drive.train_step.guarded:  # whatever the norms are
                 calls.append(drive.train_step.update(lr, dict.fromkeys(NORMS, 1.0), number + 1))
-            watched.append(_seconds(device, partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
+            watched.append(device.seconds(partial(drive.train_step.inspect, calls, watch.look, watch.ready)))
             spans.append(watch.spans())
         names = (device.name, config.engine.name)
         return NodeProfile.of(*names, config.profile.top, plain, watched, rates, spans, ways)
-
-
-def _seconds(device: Device, call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    device.synchronize()
-    return time.perf_counter() - start
 
 
 @contextmanager

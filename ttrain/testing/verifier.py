@@ -351,7 +351,7 @@ def check_ops(
     `device` is an open device; None takes the CPU. Raises VerifyError with the differences that rounding does not
     explain, and ConfigError for an unknown op.
     """
-    with closing(_cpu()) if device is None else nullcontext(device) as opened:
+    with closing(TorchDevice("cpu")) if device is None else nullcontext(device) as opened:
         verdict(list(Verifier(opened, {getattr(engine, "name", "given"): engine}, dtype).ops(chosen_ops(names))))
 
 
@@ -360,10 +360,6 @@ def check_model(model: Model, rows: int = 2, device: Device | None = None, engin
 
     `rows` is the number of sequences or examples in a batch of random numbers. Raises VerifyError.
     """
-    with closing(_cpu()) if device is None else nullcontext(device) as opened:
+    with closing(TorchDevice("cpu")) if device is None else nullcontext(device) as opened:
         verifier = Verifier(opened, {getattr(engine, "name", "given"): engine}, model.compute)
         verdict(list(verifier.model("model", model, rows)))
-
-
-def _cpu() -> Device:
-    return TorchDevice("cpu")

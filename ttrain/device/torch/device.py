@@ -128,8 +128,9 @@ class TorchDevice(Device):
     def upload_inputs(self, buffers: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(buffers, Buffers) and buffers.transfer is not None:
             buffers.transfer.write(arrays)()
-        else:
-            super().upload_inputs(buffers, arrays)
+            return
+        for name, array in arrays.items():
+            self.upload(buffers[name], array)
 
     def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if self.kind != "cuda" or not buffers:
@@ -155,10 +156,8 @@ class TorchDevice(Device):
         self._contention.forget()
 
     def synchronize(self) -> None:
-        if self.kind == "mps":
-            torch.mps.synchronize()
-        elif self.kind != "cpu":
-            self._backend.synchronize(self.device)
+        if self.kind != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def stamp(self) -> Callable[[], float]:
         if self.kind != "cuda":

@@ -7,7 +7,7 @@ elementwise over its result. Values between the steps stay fp32; only what is st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ttrain.core.spec import DType, TensorSpec
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
+Spell = Callable[[float], str]  # of a number in the language of a generator
 
 # Expression per op, {0} {1} ... its operands; words in braces are attributes. C++ and Triton read these alike, and each
 # has functions of these names. Ops for which the two differ are in the tables of the generators.
@@ -31,6 +32,16 @@ EXPRESSIONS = {
     "cast": "{0}",
     "expand": "{0}",
 }
+
+
+def spelled(made: Step, table: Mapping[str, str], number: Spell, operands: Iterable[str], **words: Any) -> str:
+    """Return the expression of a step by its op's in a table, on operands, with attributes spelled by `number`."""
+    name, _, attributes = made
+    words |= {key: number(value) for key, value in attributes if isinstance(value, float)}
+    words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
+    return table[name].format(*operands, **words)
+
+
 _RANDOM = ("dropout", "dropout_mask")  # the last operand is the seed
 _INTEGERS = {"dropout": 1, "dropout_mask": 0, "embedding": 0}  # the operand of int64 numbers
 _UNREAD = {"assign": (0,)}  # operands that an op does not read

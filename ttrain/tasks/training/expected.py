@@ -230,9 +230,9 @@ def pace_of(run: Run, session: Session, steps: Steps, step: int, say: Callable[[
     if info_of(config.device).mode(config.device) == SILICON:
         built = all(each.plan is not None for each in steps.values())
         found = runs.forecast(config, session, steps) if built else runs.planned(config)
-    if run.origin.point is not None or not found.step:
-        return Pace(found, 3600 * hours, say, list)
-    return Pace(found, 3600 * hours, say, partial(runs.others, found.total, session.engine.device.name))
+    alone = run.origin.point is None and found.step
+    others = partial(runs.others, found.total, session.engine.device.name) if alone else list
+    return Pace(found, 3600 * hours, say, others)
 
 
 def evaluations_left(step: int, steps: int, every: int | None) -> int:

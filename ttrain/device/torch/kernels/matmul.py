@@ -18,7 +18,7 @@ from ttrain.device.torch.kernels.common import DTYPES, ROWS, TORCH_DTYPES, Call,
 from ttrain.device.torch.kernels.costs import fastest
 
 LIBRARIES = ("aten", "onednn")  # by their names in device.matmul
-OWN = "own"
+OWN = "own"  # the way of a product that compiled code makes
 SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per call outweighs its speed
 _READ = 2**16  # elements of the matrix of a product of one row; below, a call takes longer than reading them
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower

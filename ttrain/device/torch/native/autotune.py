@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from ttrain.core.spec import DType
 from ttrain.core.waiting import Waiting, waited_for
 from ttrain.device.torch.kernels.costs import TIE, Costs, winner
-from ttrain.device.torch.kernels.matmul import LIBRARIES
+from ttrain.device.torch.kernels.matmul import LIBRARIES, OWN
 from ttrain.device.torch.native.codegen import Request
 
-OWN = "own"  # the backend of a product that compiled code makes
 FASTEST = "fastest"
 LONGEST = 0.5  # seconds of both steps together by their products; longer ones are compared by these alone
 Backends = dict[Request, str]  # of products: OWN or the name of a library

@@ -6,7 +6,7 @@ from math import prod
 
 from ttrain.core.random_bits import keep_threshold
 from ttrain.device.torch.loops import EXPRESSIONS as SHARED
-from ttrain.device.torch.loops import LoopNest
+from ttrain.device.torch.loops import LoopNest, spelled
 from ttrain.device.torch.native.codegen import c_float, c_type
 
 EXPRESSIONS = {
@@ -109,11 +109,9 @@ class CppNest(LoopNest):
         moving = [item for item, strides in self.loops.strides.items() if item >= 0 and strides[-1]]
         loaded = [item for item in moving if item not in self.ids]
         lines = [_each(item, f"load(x{item} + at{item} + {at}, group.lanes)") for item in loaded]
-        for number, (name, operands, attributes) in enumerate(self.program):
-            words = {key: c_float(value) for key, value in attributes if isinstance(value, float)}
-            words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
-            values = [f"v{item}[u]" if item in loaded or item >= count else f"v{item}" for item in operands]
-            expression = EXPRESSIONS[name].format(*values, **words, step=number, index=index, at=at)
+        for number, made in enumerate(self.program):
+            operands = [f"v{item}[u]" if item in loaded or item >= count else f"v{item}" for item in made[1]]
+            expression = spelled(made, EXPRESSIONS, c_float, operands, step=number, index=index, at=at)
             lines.append(_each(count + number, expression))
         for position, step in enumerate(self.results):
             lines.append(f"EACH_VECTOR store(y{position} + {index}, v{count + step}[u], group.lanes);")

@@ -25,9 +25,9 @@ from ttrain.device.base import Delivery, Kernel, Launch, chain
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, spec_of
 from ttrain.device.torch.kernels.costs import Costs, recalled, seconds, warmed
-from ttrain.device.torch.kernels.matmul import LIBRARIES, SMALLEST
+from ttrain.device.torch.kernels.matmul import LIBRARIES, OWN, SMALLEST
 from ttrain.device.torch.native import products, rules, threads, updates
-from ttrain.device.torch.native.autotune import FASTEST, OWN, Backends, backends_of, choose_backends
+from ttrain.device.torch.native.autotune import FASTEST, Backends, backends_of, choose_backends
 from ttrain.device.torch.native.codegen import Node, Request, function_name, library_sources
 from ttrain.device.torch.native.native import Native, Sizing, joined, readable
 from ttrain.device.torch.native.toolchain import Toolchain, code_version

@@ -12,6 +12,7 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch, split_update
+from ttrain.device.torch.loops import spelled
 from ttrain.device.torch.native.codegen import Request, c_double, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
@@ -66,17 +67,14 @@ def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]
     vectors = 2 + len(rule.slots)
     (steps, results), scalar = rule.program, rule.alone
     lines: tuple[list[str], list[str]] = ([], [])
-    for number, (name, operands, attributes) in enumerate(steps, start=vectors + 2):
-        settings, alone = dict(attributes), scalar[number]
+    for number, step in enumerate(steps, start=vectors + 2):
+        (name, operands, _), alone = step, scalar[number]
         table = _SCALAR if alone else {**EXPRESSIONS, **(_PRODUCTS if exact else {})}
         if name not in table or (not alone and name in UNSUITED):
             return None
-        spell = c_double if alone else c_float
-        words = {key: spell(value) for key, value in settings.items() if isinstance(value, float)}
-        words["form"] = "_tanh" if settings.get("approximate") == "tanh" else ""
         values = [f"v{item}" if alone or not scalar[item] else f"splat(float(v{item}))" for item in operands]
-        kind = "double" if alone else "vf"
-        lines[not alone].append(f"const {kind} v{number} = {table[name].format(*values, **words)};")
+        kind, spell = ("double", c_double) if alone else ("vf", c_float)
+        lines[not alone].append(f"const {kind} v{number} = {spelled(step, table, spell, values)};")
     return *lines, [f"v{vectors + 2 + result}" for result in results]
 
 

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix
+from ttrain.device.torch import loops
 from ttrain.device.torch.loops import EXPRESSIONS as SHARED
 from ttrain.device.torch.loops import LoopNest, Step
 
@@ -82,10 +83,7 @@ def generated(names: Iterable[str], lines: Iterable[str]) -> str:
 
 def spelled(made: Step, table: Mapping[str, str], **words: Any) -> str:
     """Return the expression of a step on values v0, v1 ..., by its op's in a table."""
-    name, operands, attributes = made
-    words |= {key: _number(value) for key, value in attributes if isinstance(value, float)}
-    words["form"] = "_tanh" if dict(attributes).get("approximate") == "tanh" else ""
-    return table[name].format(*(f"v{item}" for item in operands), **words)
+    return loops.spelled(made, table, _number, (f"v{item}" for item in made[1]), **words)
 
 
 def _number(value: float) -> str:
