@@ -49,6 +49,7 @@ OTHER_PROGRAMS = {
     "python3.12 -m venv .venv": "makes an environment; .ci/run does it",
     ". .venv/bin/activate": "as above",
     "wandb ": "needs an account",
+    "tensorboard ": "serves until it is stopped",
     "torchrun": "waits for other machines; tests/parallel starts ranks",
     "srun": "needs a cluster",
     "export SRUN_CPUS_PER_TASK": "as above",

@@ -224,12 +224,20 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
 class FakeRun:
     def __init__(self, id: str, project: str) -> None:  # noqa: A002 - wandb's name
         self.id, self.project, self.logged, self.defined, self.exit_codes = id, project, [], [], []
+        self.alerts, self.artifacts = [], []
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.defined.append((name, step_metric))
 
     def log(self, metrics: dict[str, Any]) -> None:
         self.logged.append(metrics)
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        assert level == "WARN"
+        self.alerts.append((title, text))
+
+    def log_artifact(self, path: str, name: str, type: str) -> None:  # noqa: A002 - wandb's name
+        self.artifacts.append((path, name, type))
 
     def finish(self, exit_code: int | None = None) -> None:
         self.exit_codes.append(exit_code)
@@ -244,6 +252,7 @@ class FakeWandb(ModuleType):
         self.inits: list[dict[str, Any]] = []
         self.runs: list[FakeRun] = []
         self.Settings = lambda **settings: settings
+        self.Table = lambda **table: table
         self.api = SimpleNamespace(api_key=key)
 
     def login(self, prompt: bool = True, verify: bool = True) -> bool:

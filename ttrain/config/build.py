@@ -286,7 +286,19 @@ def planned_device(config: DeviceConfig) -> Device:
 
 def build_console(config: LoggerConfig, name: str | None = None, bar: bool = True) -> Console:
     """Return the console of a run; without a progress bar for logger=jsonl. `name` marks its messages."""
-    return Console(bar=bar and config.name != "jsonl", name=name)
+    return Console(bar=bar and "jsonl" not in _loggers(config), name=name)
+
+
+def _loggers(config: LoggerConfig) -> list[str]:
+    return [config.name, *getattr(config, "beside", ())]  # a plugin's may have no such key
+
+
+def build_loggers(config: LoggerConfig, *given: Any) -> list[Logger]:
+    """Return the views of all loggers that a config chooses; see `made` for what they are given."""
+    rows = [component("logger", name) for name in _loggers(config)]
+    if other := next((row.name for row in rows if not isinstance(config, row.config)), None):
+        raise ConfigError(f"logger.beside=[{other}]: has keys of its own. Give logger=[{','.join(_loggers(config))}].")
+    return [view for row in rows for view in row.load()(config, *given)]
 
 
 def null_device(config: DeviceConfig) -> Device:
@@ -305,6 +317,13 @@ def our_engine(config: EngineConfig, device: Device, state: State) -> Engine:
 def no_views(*_: Any) -> list[Logger]:
     """The console and metrics.jsonl are enough."""
     return []
+
+
+def tensorboard_views(config: LoggerConfig, folder: Path, *_: Any) -> list[Logger]:
+    """TensorBoard."""
+    from ttrain.train.logging.tensorboard_logger import TensorBoardLogger
+
+    return [TensorBoardLogger(folder)]
 
 
 def wandb_views(

@@ -81,6 +81,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),
     ("logger", WandbConfig, "ttrain.config.build:wandb_views", ("wandb",)),
+    ("logger", LoggerConfig, "ttrain.config.build:tensorboard_views", ("tensorboard",)),
 )
 for _group, _config, _target, _names in ROWS:
     for _name in _names:

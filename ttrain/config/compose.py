@@ -88,6 +88,7 @@ class Composer:
         with self.one_sentence(problems):
             single = [override for override in parsed if not override.is_sweep_override()]
             root = self._compose(self._lines(single))
+            self._join(root, self._lines(single))
             job = _completed(root)
             for override in single:
                 if not self._is_hydras(override):
@@ -126,6 +127,23 @@ class Composer:
             return root
         lines = [*lines, *(f"{group}={as_text(NULL_OPTION)}" for group in named)]
         return hydra.compose(self.files.name, lines, return_hydra_config=True)
+
+    def _join(self, root: DictConfig, lines: list[str]) -> None:
+        """Let logger=[a,b] choose both: the one with the most keys, which has those of the other, and that beside it.
+
+        Raises ConfigError for several options of another group.
+        """
+        loader = GlobalHydra.instance().config_loader()
+        for group in {*registry.groups()} - {*root.hydra.runtime.choices}:  # a list is not among the choices
+            listed = loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults
+            options = [path.rpartition("/") for each in listed if (path := str(each.config_path))]
+            names = list(dict.fromkeys(self.files.component(*each[::2]) for each in options if each[0] == group))
+            if len(names) > 1 and group != "logger":
+                raise ConfigError(f"{group}=[{','.join(names)}]: takes one option. Give one of them.")
+            if len(names) > 1:
+                name = max(names, key=lambda each: len(fields(registry.component(group, each).config)))
+                several = {"name": name, "beside": [each for each in names if each != name]}
+                OmegaConf.update(root, group, several, force_add=True)
 
     def parsed(self, overrides: Sequence[str], sweep: bool) -> tuple[list[Override], list[str]]:
         """The overrides that can be composed, and one problem for each that can't."""

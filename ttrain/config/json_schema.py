@@ -111,7 +111,9 @@ def _chosen(files: ConfigFiles) -> Schema:
     """Return the schema of an entry of a defaults list that chooses options of groups."""
     properties: Schema = {}
     for group in files.groups():
-        options = {"enum": [*files.options(group), None]}
+        options: Schema = {"enum": [*files.options(group), None]}
+        if group == "logger":
+            options = {"anyOf": [options, {"type": "array", "items": options}]}
         properties |= dict.fromkeys((f"override /{group}", f"override {group}", f"/{group}", group), options)
     # More forms of Hydra, such as `optional model` and `model@<package>`, pass as they are.
     names = {"anyOf": [{"enum": list(properties)}, {"pattern": "^optional |@"}]}

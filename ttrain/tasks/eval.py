@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.files import to_json, write_chosen
 from ttrain.core.folders import RESULTS, claim_results
 from ttrain.core.units import counted, format_bytes, format_count
-from ttrain.tasks.evaluating.measures import Choices, Documents, Scorer, opened
+from ttrain.tasks.evaluating.measures import Choices, Documents, opened
 from ttrain.train.runs.run_directory import chosen_model
 
 ROOT = Path("outputs/eval")
@@ -46,11 +43,11 @@ def run(config: Config) -> dict[str, Any]:
         try:
             if wanted.text:
                 texts = Documents.read(scorer, "eval.text", wanted.text, wanted.limit, wanted.text_key, wanted.stride)
-                results["text"] = _measured(scorer, texts, "predicting text", "seq")
+                results["text"] = texts.measure(scorer)
                 write_chosen("eval.out", out, to_json(results), folders=True)
             if wanted.choices is not None:
                 questions = Choices.read(scorer, "eval.choices", Path(wanted.choices), wanted.limit)
-                results["choices"] = _measured(scorer, questions, "scoring endings", "ending")
+                results["choices"] = questions.measure(scorer)
                 write_chosen("eval.out", out, to_json(results), folders=True)
         finally:
             if folder is not None:
@@ -60,12 +57,6 @@ def run(config: Config) -> dict[str, Any]:
     for label, value in _lines(results, out):
         print(f"{label.ljust(15)}{value}")
     return results
-
-
-def _measured(scorer: Scorer, given: Documents | Choices, what: str, unit: str) -> dict[str, Any]:
-    """Measure with a bar on stderr."""
-    with tqdm(total=len(given.texts), desc=what, unit=unit) as bar:
-        return given.measure(replace(scorer, told=bar.update))
 
 
 def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:

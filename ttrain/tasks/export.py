@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import ConfigError, DataError, raised_as
+from ttrain.core.errors import EXIT_DONE, ConfigError, DataError, raised_as
 from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.core.waiting import Waiting
 from ttrain.data.chat.messages import Template
@@ -27,6 +27,7 @@ from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.hub_folder import find_folder
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.checkpoint.weights_file import Metadata, same_tokenizer
+from ttrain.train.logging.wandb_logger import WandbLogger
 from ttrain.train.runs.export_folder import (
     Written,
     model_card,
@@ -40,6 +41,7 @@ from ttrain.train.runs.export_folder import (
 from ttrain.train.runs.export_gguf import export_problem, gguf_notice, write_gguf
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.warm_start import unrounded
+from ttrain.train.settings import WandbConfig
 from ttrain.train.steps.phases import PhaseSchedule
 
 
@@ -69,6 +71,12 @@ def run(config: Config) -> None:
             _write_adapters(given, Path(wanted.dir))
         elif wanted.dir is not None:
             _write_run(given, Path(wanted.dir), report)
+    if isinstance(config.logger, WandbConfig):
+        say = partial(print, file=sys.stderr)
+        logger = WandbLogger(config.logger, Path(config.run.dir or ""), _stored(given), None, say)
+        for path in filter(None, (wanted.file, wanted.dir)):
+            logger.upload("export", Path(path))
+        logger.close(EXIT_DONE)
 
 
 def _stored(given: OpenedModel) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ttrain.core.options import option, rule
 from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
-LOGGERS = ("console", "jsonl", "wandb")
+LOGGERS = ("console", "jsonl", "wandb", "tensorboard")
 EVALUATION, END = "evaluation", "end"  # when an entry of train.evals is measured
 KINDS = ("text", "choices", "samples")
 
@@ -198,7 +198,7 @@ class ReplicasConfig:
             return
         wanted = others.supervise.wanted(others.source.explicit)
         wrong = {
-            "logger": (others.logger.name == "wandb", "console", "W&B follows one run per process"),
+            "logger": (isinstance(others.logger, WandbConfig), "console", "W&B follows one run per process"),
             "recover.oom": (others.recover.oom == "shrink", "stop", "the replicas share the memory"),
             "supervise.enabled": (wanted, "false", "a supervisor follows one run"),
         }
@@ -211,14 +211,15 @@ class ReplicasConfig:
 class LoggerConfig:
     """Logger that shows the metrics; metrics.jsonl is always written."""
 
-    name: str = option("console", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
+    name: str = option("console", "console (progress bar), jsonl (no bar), wandb or tensorboard", choices=LOGGERS)
+    beside: list[str] = option([], "further loggers; logger=[wandb,tensorboard] fills this in")
 
 
 @dataclass
 class WandbConfig(LoggerConfig):
     """Weights & Biases next to the progress bar."""
 
-    name: str = option("wandb", "console (progress bar), jsonl (no bar) or wandb", choices=LOGGERS)
+    name: str = option("wandb", "console (progress bar), jsonl (no bar), wandb or tensorboard", choices=LOGGERS)
     project: str | None = option(None, "project of the run; null takes WANDB_PROJECT, else ttrain")
     entity: str | None = option(None, "user or team; null takes WANDB_ENTITY, else the account's default")
     mode: str | None = option(
@@ -227,6 +228,7 @@ class WandbConfig(LoggerConfig):
     run_name: str | None = option(None, "display name of the run; null takes WANDB_NAME, else the run directory's name")
     group: str | None = option(None, "name that related runs share; null takes WANDB_RUN_GROUP")
     tags: list[str] | None = option(None, "labels of the run; null takes WANDB_TAGS, separated by commas")
+    artifacts: list[str] = option([], "files to upload at the end of the run", choices=("config", "checkpoint"))
 
     @rule
     def _has_a_project(self, others: Any) -> Iterator[str]:

@@ -141,6 +141,8 @@ class ExportConfig(CheckpointConfig):
             yield ("task=export: run.dir and export.source both name parameters. Give one; a new run is export.dir.")
         if self.file is not None and self.file == self.source:
             yield f"export.file={self.file}: is export.source; all but the weights would be lost. Give another name."
+        if others.logger.name == "wandb" and run is None:
+            yield "logger=wandb: keeps an export with the W&B run of run.dir, which has no value. Leave it out."
         if self.file is None and self.dir is None:
             yield "task=export: nothing to write. Give export.file=<name>.safetensors or export.dir=<new folder>."
         if self.form == "gguf" and (self.dir is not None or not (self.file or "").endswith(".gguf")):

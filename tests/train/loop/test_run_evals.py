@@ -175,7 +175,7 @@ def test_what_a_signal_interrupts_is_measured_by_the_resume(monkeypatch: pytest.
     assert measured("again") == expected[:2]
     said = told("run.dir=again", "resume=auto")
     assert measured("again") == expected and tensors("again") == tensors("whole")
-    assert "Step 4: questions accuracy" in said and "Step 4: domain" not in said
+    assert "Step 4: eval/questions/accuracy 0." in said and "eval/domain" not in said
     told("run.dir=again", "resume=auto")
     assert measured("again") == expected  # once is enough
 

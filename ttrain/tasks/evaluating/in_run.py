@@ -10,7 +10,7 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, Interrupted, UserError
 from ttrain.core.folders import at_home
-from ttrain.core.waiting import Waiting
+from ttrain.core.waiting import waited_for
 from ttrain.engine.base import Step, Trace
 from ttrain.models.base import Model
 from ttrain.tasks.evaluating.measures import TRACES, Choices, Documents, Scorer
@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
         """Return pairs of prompt and text."""
         sample = replace(scorer.given.config.sample, mode="ar", cache=False)
         source, samples = TokenSource(scorer.steps, sample, scorer.tokenizer.vocabulary), []
-        for ids, stop in self.texts:
+        for ids, stop in waited_for(self.texts, "Writing samples"):
             scorer.told(0)
             text = stream_text(scorer.tokenizer, ids, source.tokens(ids, 0), lambda text: None, stop, echo=False)
             samples.append((scorer.tokenizer.decode(ids), text))
@@ -99,9 +99,9 @@ class RunEvals:
         session.graph = replace(graph, further=further)
         self.scorer = replace(self.scorer, steps=steps)
 
-    def measure(self, due: str, stopped: Callable[[], bool], say: Callable[[str], None]) -> dict[str, Any]:
-        """Return metrics by name and samples by entry, of those that are due. Raises Interrupted if `stopped`."""
-        found: dict[str, Any] = {}
+    def measure(self, due: str, stopped: Callable[[], bool], tell: Callable[..., None]) -> dict[str, float]:
+        """Return metrics by name, of the entries that are due, and tell of samples. Raises Interrupted if `stopped`."""
+        found: dict[str, float] = {}
 
         def told(texts: int) -> None:
             if stopped():
@@ -109,10 +109,11 @@ class RunEvals:
 
         for entry, content in self.entries:
             if entry.every == due:
-                with Waiting(f"Evaluating {entry.name}", say):
-                    numbers = content.measure(replace(self.scorer, told=told))
+                numbers = content.measure(replace(self.scorer, told=told))
                 found |= {f"eval/{entry.name}/{name}": numbers[key] for name, key in content.metrics.items()}
-                found |= {str(entry.name): numbers["samples"]} if "samples" in numbers else {}
+                for prompt, text in numbers.get("samples", ()):
+                    told_of = f"{entry.name}, after {prompt!r}: {text}"
+                    tell("sample", told_of, name=entry.name, prompt=prompt, text=text)
         return found
 
 

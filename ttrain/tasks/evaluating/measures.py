@@ -118,7 +118,7 @@ class Scorer:
     def loss(self, texts: Sequence[Text]) -> float:
         """Return the mean cross-entropy of all targets in nats."""
         total, prepare = 0.0, preparation(self.given.model)
-        for length, numbers in self._batches(texts):
+        for length, numbers in waited_for(self._batches(texts), "Predicting texts"):
             step = self._step("evaluate", length)
             fields, counts = prepare(self._batch([texts[number] for number in numbers], length))
             outputs = step({**fields, **loss_weights(counts)})
@@ -134,7 +134,7 @@ class Scorer:
     def likelihoods(self, texts: Sequence[Text]) -> list[Likelihood]:
         """Return the likelihood of what is predicted of each text."""
         found: dict[int, Likelihood] = {}
-        for length, numbers in self._batches(texts):
+        for length, numbers in waited_for(self._batches(texts), "Scoring continuations"):
             found |= zip(numbers, self._of_batch([texts[number] for number in numbers], length), strict=True)
             self.told(len(numbers))
         return [found[number] for number in range(len(texts))]

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
@@ -204,9 +204,11 @@ class Attempt:
     def _loggers(self, progress: Progress) -> Loggers:
         folder, console, logger, views = self.folder, self.console, self.run.config.logger, []
         if folder.leads:
-            views = build.made("logger", logger, folder.path, self.run.stored, progress.wandb_id, console.say)
+            views = build.build_loggers(logger, folder.path, self.run.stored, progress.wandb_id, console.say)
         progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
-        return Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
+        loggers = Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
+        self.events.passed = loggers.tell
+        return loggers
 
     def _evaluation(self, progress: Progress) -> Evaluation:
         """Return the evaluation on held-out data, by the step that was built last."""
@@ -220,16 +222,11 @@ class Attempt:
         return Evaluation(*parts, around=around, measure=partial(self._measure, progress))
 
     def _measure(self, progress: Progress, due: str, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Measure what is due of train.evals on the leading rank. Note samples, and let all ranks have the metrics."""
-        run = self.run
-        if not any(entry.every == due for entry in run.config.train.evals):
+        """Measure what is due of train.evals on the leading rank, and return the metrics on all."""
+        evals, tell = self.run.evals, partial(self.events.tell, step=progress.step)
+        if not any(entry.every == due for entry in self.run.config.train.evals):
             return {}
-        found = json.loads(run.world.once(lambda: json.dumps(run.evals.measure(due, stopped, self.console.say))))
-        for name in [key for key, value in found.items() if isinstance(value, list)]:
-            for prompt, text in found.pop(name):
-                told = f"{name}, after {prompt!r}: {text}"
-                self.events.tell("sample", told, progress.step, name=name, prompt=prompt, text=text)
-        return cast("dict[str, float]", found)
+        return dict(json.loads(self.run.world.once(lambda: json.dumps(evals.measure(due, stopped, tell)))))
 
     def _meter(self, session: Session, step: int) -> Meter:
         """Return what times the steps after step `step`, and says how long the run takes."""

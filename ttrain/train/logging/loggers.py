@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, EXIT_INTERRUPTED
 from ttrain.core.units import format_count
-from ttrain.train.logging.metrics import EVAL, Metrics, MetricsFile, told_evals
+from ttrain.train.logging.metrics import EVAL, Event, Metrics, MetricsFile
 
 
 class Logger(Protocol):
-    """Receives every line of metrics.jsonl."""
+    """Receives every line of metrics.jsonl, and where it has `tell(event)`, every event of events.jsonl."""
 
     @property
     def run_id(self) -> str | None:
@@ -73,9 +73,8 @@ class Console:
                 self._bar.disable, self._bar = True, None
 
     def log(self, metrics: Metrics) -> None:
-        if told := told_evals(metrics):
-            found = "; ".join(f"{name} {text}" for name, text in told.items())
-            self.say(f"Step {metrics['step']}: {found}.")
+        if found := [f"{key} {value:.4f}" for key, value in metrics.items() if key.startswith(EVAL)]:
+            self.say(f"Step {metrics['step']}: {', '.join(found)}.")
         if self._bar is None:
             return
         formats = {"train/loss": ("loss", "{:.4f}"), "val/loss": ("val", "{:.4f}"), "lr": ("lr", "{:.2e}")}
@@ -104,9 +103,16 @@ class Loggers:
 
     def log(self, metrics: Metrics) -> None:
         self.file.append(metrics)
+        self._each(lambda view: view.log(metrics))
+
+    def tell(self, event: Event) -> None:
+        """Pass an event on to the views that receive events."""
+        self._each(lambda view: view.tell(event) if hasattr(view, "tell") else None)
+
+    def _each(self, act: Callable[[Any], object]) -> None:
         for view in list(self._views):
             try:
-                view.log(metrics)
+                act(view)
             except Exception as error:
                 self._views.remove(view)
                 self.console.say(

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -95,19 +95,6 @@ def _is_metrics(value: Any) -> bool:
 
 
 EVAL = "eval/"  # begins what is measured of an entry of train.evals: eval/<name>/<what>
-
-
-def told_evals(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is measured of each entry of train.evals, for people."""
-    found: dict[str, str] = {}
-    for key, value in metrics.items():
-        if key.startswith(EVAL) and value is not None:
-            _, name, what = key.split("/")
-            before = f"{found[name]}, " if name in found else ""
-            found[name] = f"{before}{what.replace('_', ' ')} {value:.4f}"
-    return found
-
-
 EVENTS = "events.jsonl"
 
 Event = dict[str, Any]
@@ -119,6 +106,7 @@ class Events:
     def __init__(self, run: Path | None, say: Callable[[str], None] = lambda message: None) -> None:
         """Append to the events of `run`, or nowhere where it is None. `say` shows a message to the user."""
         self._path, self._say = None if run is None else run / EVENTS, say
+        self.passed: Callable[[Event], None] = lambda event: None  # is given every event too
 
     def tell(self, kind: str, message: str, step: int | None = None, mark: str = "", **facts: Any) -> None:
         """Add a line, and show its message."""
@@ -131,6 +119,7 @@ class Events:
         """Add a line; `facts` are further JSON values."""
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
+        self.passed(event)
         if self._path is not None:
             with suppress(OSError), open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(event, ensure_ascii=False) + "\n")

@@ -15,12 +15,14 @@ from typing import Any
 
 from ttrain.core.errors import UserError, raised_as
 from ttrain.core.files import read_json, replace_file, to_json
-from ttrain.train.logging.metrics import METRICS, Metrics, read_metrics
+from ttrain.train.logging.metrics import METRICS, Event, Metrics, read_events, read_metrics
 from ttrain.train.settings import WandbConfig
 
 RECORD = "wandb.json"
 SUPERSEDED = "superseded"
 _KINDS = ("train/loss", "val/loss")
+_ALERTS = ("spike", "rollback", "skipped", "not_moving", "held_out", "save_failed", "failed")  # events
+_SAMPLE = ("step", "name", "prompt", "text")
 _SETTINGS = {"console": "off", "init_timeout": 60}  # seconds; of wandb's settings, unless the environment has them
 _MODES = {"dryrun": "offline", "run": "online"}  # older words that wandb still takes in WANDB_MODE
 
@@ -66,6 +68,8 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
         self._id, self._project = str(self._run.id), getattr(self._run, "project", None)
         self._note(active=True)
+        self._samples = [event for event in read_events(folder) if event["kind"] == "sample"]
+        self._shown = len(self._samples)  # of them, in the newest table
         for line in read_metrics(folder / METRICS) if self.mode != "disabled" else ():
             self.log(line)  # what the W&B run lacks of the earlier lines
 
@@ -79,10 +83,39 @@ class WandbLogger:
         kind, step = _kind(metrics), int(metrics["step"] or 0)
         if step > self._told.get(kind, 0):
             self._told[kind] = step
-            self._run.log({key: value for key, value in metrics.items() if value is not None})
+            self._run.log({key: value for key, value in metrics.items() if value is not None} | self._table())
+
+    def tell(self, event: Event) -> None:
+        """Alert whoever watches of what a guard did, and keep a sample for the table, which goes with the next line."""
+        if event["kind"] in _ALERTS:
+            self._run.alert(f"{self._folder.name}: {event['kind']}", event["message"], level="WARN")
+        elif event["kind"] == "sample":
+            self._samples.append(event)
+
+    def _table(self) -> dict[str, Any]:
+        """Return a table of all samples, if there are new ones."""
+        if self._shown == len(self._samples):
+            return {}
+        self._shown = len(self._samples)
+        rows = [[event[key] for key in _SAMPLE] for event in self._samples]
+        return {"samples": self._wandb.Table(columns=list(_SAMPLE), data=rows)}
+
+    def upload(self, kind: str, path: Path) -> None:
+        """Keep a file or folder as an artifact of the run."""
+        if self.mode != "disabled":
+            self._run.log_artifact(str(path), name=f"{kind}-{self._id}", type=kind)
 
     def close(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
+        newest = sorted(self._folder.glob("checkpoints/step_*/manifest.json"))[-1:]
+        found = {"config": [self._folder / "config.yaml"], "checkpoint": [file.parent for file in newest]}
+        try:
+            if table := self._table():
+                self._run.log({"step": self._samples[-1]["step"], **table})
+            for kind in self._config.artifacts:
+                for path in found[kind]:
+                    self.upload(kind, path)
+        finally:
+            self._run.finish(exit_code=exit_code)
         if self.mode == "online":
             self._online = dict(self._told)
         self._note(active=False)

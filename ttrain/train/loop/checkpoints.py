@@ -50,7 +50,9 @@ class RunContext:
     @cached_property
     def events(self) -> Events:
         """The run's events.jsonl; its notes are shown on the console too."""
-        return Events(self.run.events, self.loggers.console.say)
+        events = Events(self.run.events, self.loggers.console.say)
+        events.passed = self.loggers.tell
+        return events
 
     def check_held_out(self) -> None:
         """Drop the losses that were measured on other held-out data, with a warning."""

@@ -11,7 +11,7 @@ from ttrain.core.units import counted, format_bytes, format_count, format_durati
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.chart import Series, draw, new_figure
-from ttrain.train.logging.metrics import EVAL, loop_speed, told_evals
+from ttrain.train.logging.metrics import EVAL, loop_speed
 from ttrain.train.runs.record import START, continue_command, override
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
     if metrics:
         lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
-    lines += [(f"eval {name}", text) for name, text in told_evals(summary["evals"]).items()]
+    lines += [(key, _loss(value)) for key, value in summary["evals"].items()]
     compared = next((f"; compare {name}" for name in metrics if name.endswith("/ce")), "")
     baseline = summary["baseline"]
     lines.append((baseline["name"], f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})"))
