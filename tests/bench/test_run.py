@@ -254,7 +254,8 @@ def test_what_goes_wrong_in_a_process_is_told(tmp_path: Path, monkeypatch: pytes
             assert said in str(caught.value)
     finally:
         worker.close()
-    worker = Worker(tmp_path, silence=0.01)
+    monkeypatch.setattr(run, "SILENCE_SECONDS", 0.01)
+    worker = Worker(tmp_path)
     with pytest.raises(WorkerFailed, match="nothing happened for 10 ms"):
         worker.ask(*order("static"))
     worker.close()

@@ -55,16 +55,10 @@ class WorkerFailed(Exception):
 class Worker:
     """The measuring process of a contender, or one for each rank of it. See `child` for the messages."""
 
-    def __init__(
-        self,
-        folder: Path,
-        ranks: int = 1,
-        environment: Mapping[str, str] | None = None,
-        silence: float = SILENCE_SECONDS,
-    ) -> None:
+    def __init__(self, folder: Path, ranks: int = 1, environment: Mapping[str, str] | None = None) -> None:
         """`folder` takes what the processes print."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._log, self._silence = folder / "output.txt", silence
+        self._log = folder / "output.txt"
         root = str(Path(ttrain.__file__).resolve().parent.parent)  # so that it finds this very ttrain
         path = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         self.links, self.children = list[Any](), list[Child]()
@@ -89,14 +83,14 @@ class Worker:
     def _answer(self, number: int) -> dict[str, Any]:
         link = self.links[number]
         try:
-            if link.poll(self._silence):
+            if link.poll(SILENCE_SECONDS):
                 return link.recv()
         except (EOFError, OSError):
             words = [line.strip() for line in self._log.read_text("utf-8", errors="replace").splitlines()]
             last = f": {next(filter(None, reversed(words)), '')[:240]}".rstrip(": ")
             code = self.children[number].wait() or 0
             raise WorkerFailed(f"the measuring process ended: {describe_exit(code)}{last}") from None
-        waited = format_duration(self._silence)
+        waited = format_duration(SILENCE_SECONDS)
         raise WorkerFailed(f"nothing happened for {waited}; the measuring process was ended")
 
     def close(self) -> None:

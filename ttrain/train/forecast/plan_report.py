@@ -191,17 +191,11 @@ def op_table(step: str, nodes: Sequence[Node]) -> Table:
     """Launched ops of one run of a step: how often, bytes moved and operations, with shares of the whole."""
     costs = op_costs(nodes)
     moved, flops = (sum(cost[key] for cost in costs) for key in ("nbytes", "flops"))
-    rows = [
-        (
-            cost["op"],
-            str(cost["count"]),
-            format_bytes(cost["nbytes"]),
-            _share(cost["nbytes"], moved),
-            format_count(cost["flops"]),
-            _share(cost["flops"], flops),
-        )
-        for cost in costs
-    ]
+    rows = []
+    for cost in costs:
+        nbytes, computed = cost["nbytes"], cost["flops"]
+        work = format_bytes(nbytes), _share(nbytes, moved), format_count(computed), _share(computed, flops)
+        rows.append((cost["op"], str(cost["count"]), *work))
     rows.append(("all", str(len(nodes)), format_bytes(moved), "", format_count(flops), ""))
     return Table(f"Ops of step {step}", ("op", "launches", "bytes moved", "share", "FLOP", "share"), rows)
 

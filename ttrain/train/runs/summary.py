@@ -55,12 +55,10 @@ def summarize(
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return label and value of every line for people."""
     bits, rates, metrics, unit = (summary[key] for key in (BITS, "learning_rates", "val_metrics", "unit"))
+    steps = f"{summary['step']} in {format_duration(summary['seconds'])}"
     lines = [
         ("model", f"{summary['model']}, {format_count(summary['parameters'])} parameters"),
-        (
-            "steps",
-            f"{summary['step']} in {format_duration(summary['seconds'])}, {format_count(summary['tokens'])} {unit}",
-        ),
+        ("steps", f"{steps}, {format_count(summary['tokens'])} {unit}"),
         ("train loss", _loss(summary["train/loss"])),
         ("val loss", _val_loss(summary)),
     ]

@@ -133,12 +133,8 @@ class Supervisor:
         config = self._config
         wait = min(config.backoff * 2 ** (self.failures - 1), LONGEST_WAIT)
         start = f"step {self._reached}" if self._reached >= 0 else "the beginning"
-        self._note(
-            "restart",
-            f"Restart {self.restarts} from {start} in {format_duration(wait)}, after {end.reason}.",
-            exit_code=end.code,
-            hung=end.hung,
-        )
+        told = f"Restart {self.restarts} from {start} in {format_duration(wait)}, after {end.reason}."
+        self._note("restart", told, exit_code=end.code, hung=end.hung)
         until = time.monotonic() + wait
         while time.monotonic() < until and not signals.received:
             time.sleep(min(_POLL_SECONDS, max(until - time.monotonic(), 0)))
