@@ -101,7 +101,7 @@ def _stopped(rank: int) -> None:
 def _late(rank: int) -> None:
     """Rank 1 fails while rank 0, which it exchanges gradients with, has yet to come."""
     under_way(1, 3, _raise)(rank)
-    at_step(0, 3, lambda: time.sleep(1000))(rank)
+    at_step(0, 3, _hang)(rank)
 
 
 def _no_room(rank: int) -> None:
@@ -116,6 +116,11 @@ def _no_room(rank: int) -> None:
     wrap("ttrain.train.checkpoint.save.write_rank_files", write)
     if rank:
         wrap("ttrain.tasks.training.attempt.held_out_hash", lambda *given: 1 / 0)
+
+
+def _hang() -> None:
+    resolve_name("ttrain.parallel.failure_store")._GRACE_SECONDS = 1.0  # then its watch ends it
+    time.sleep(1000)
 
 
 def _raise() -> None:
@@ -151,7 +156,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "raises": (at_step(1, 3, _raise), [[], []]),
     "leader_raises": (at_step(0, 3, _raise), [[], []]),
     "fails": (at_step(1, 3, lambda: 1 / 0), [[], []]),
-    "hangs": (at_step(1, 3, lambda: time.sleep(1000)), [[], []]),
+    "hangs": (at_step(1, 3, _hang), [[], []]),
     "killed": (under_way(1, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
     "leader_killed": (at_step(0, 3, lambda: os.kill(os.getpid(), signal.SIGKILL)), [[], []]),
     "late": (_late, [[], []]),
@@ -167,7 +172,7 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }
 WAITING = ("hangs", "absent")  # until the time-out
-LATE = (*WAITING, "killed", "leader_killed", "late")  # to end, and idle meanwhile
+LATE = ("absent", "hangs", "killed", "leader_killed", "late")  # to end, and idle meanwhile
 SHARDED = ("overflow",)  # where each rank updates its part
 
 
@@ -208,20 +213,25 @@ class Forks:
         return [[line for line in own if line.startswith(starts)] for own in lines]
 
 
-def outcomes(names: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
-    """Run pairs of ranks at once, one of which has a fault; return the outcomes by fault."""
-    begun = {}
+def begun(names: Sequence[str], folder: Path) -> dict[str, Forks]:
+    """Start pairs of ranks at once, one of which has a fault."""
+    found = {}
     for name in names:
         mode, timeout = "zero1" if name in SHARDED else "ddp", 3 if name in WAITING else 60
         common = [*TINY, f"parallel={mode}", f"parallel.timeout={timeout}", f"run.dir={folder / name}"]
-        begun[name] = Forks([[*common, *own] for own in FAULTS[name][1]], folder / f"{name}.log", name)
+        found[name] = Forks([[*common, *own] for own in FAULTS[name][1]], folder / f"{name}.log", name)
+    return found
+
+
+def outcomes(ranks: dict[str, Forks], folder: Path) -> dict[str, dict[str, Any]]:
+    """Wait for pairs of ranks to end; return the outcomes by fault."""
     return {
         name: {
-            "ended": ranks.wait(), "codes": ranks.codes, "said": ranks.said("ttrain: ", "Traceback"),
+            "ended": pair.wait(), "codes": pair.codes, "said": pair.said("ttrain: ", "Traceback"),
             "saved": sorted(path.name for path in (folder / name / "checkpoints").glob("*")),
-            "notes": [line for own in ranks.said("This was", "WARNING") for line in own],
+            "notes": [line for own in pair.said("This was", "WARNING") for line in own],
         }
-        for name, ranks in begun.items()
+        for name, pair in ranks.items()
     }  # fmt: skip
 
 

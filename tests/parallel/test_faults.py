@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.parallel.forks import FAULTS, LATE, outcomes
+from tests.parallel.forks import FAULTS, LATE, begun, outcomes
 
 INFINITE = (
     "Step 4: train/loss is inf. The first tensor with NaN or Inf is the activation that squared_error makes in loss "
@@ -16,12 +16,14 @@ INFINITE += "(1 of 1 elements) on rank 1. The last good checkpoint is "
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By fault, what became of two ranks; those that take long to end, and idle meanwhile, are together."""
-    folder, names = tmp_path_factory.mktemp("forks"), sorted(FAULTS, key=lambda name: name not in LATE)
+    """By fault, what became of two ranks. Others run while those that take long to end idle."""
+    folder, others = tmp_path_factory.mktemp("forks"), [name for name in FAULTS if name not in LATE]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        parts = [outcomes(names[start : start + 5], folder) for start in range(0, len(names), 5)]
-    return {name: result for part in parts for name, result in part.items()}
+        late = begun(LATE, folder)
+        late["absent"].wait()  # whose time-out counts from its start
+        parts = [outcomes(begun(others[start : start + 6], folder), folder) for start in range(0, len(others), 6)]
+        return {name: result for part in (*parts, outcomes(late, folder)) for name, result in part.items()}
 
 
 @pytest.mark.parametrize(
