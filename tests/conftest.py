@@ -10,20 +10,22 @@ or runs a kernel another way.
 
 from __future__ import annotations
 
+import atexit
 import os
-import pickle
 import shlex
 import shutil
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hurry import hurry
+from tests.composing import FOLDER
+from tests.hurry import hurry, leave_imported
 
 if TYPE_CHECKING:
     from ttrain.config.schema import Config
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 MEMORY = Path("/dev/shm")
 if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 << 30 and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+# The first process of a session makes the folder, and ends last.
+if FOLDER not in os.environ:
+    os.environ[FOLDER] = tempfile.mkdtemp(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+    atexit.register(shutil.rmtree, os.environ[FOLDER], ignore_errors=True)
 # Most processes of tests have an empty cache folder, in which matplotlib would list the fonts of the machine again.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
@@ -103,55 +109,12 @@ def cache_home(folder: Path) -> str:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def in_a_hurry() -> Iterator[None]:
-    """Runs of tests are in a hurry, and a config is composed once for the same arguments."""
-    import hydra
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    compose = once(hydra.compose, lambda name, overrides, **given: of_ours(name, overrides, *sorted(given.items())))
-
-    def composed_here(*given: Any, **named: Any) -> Any:
-        found = compose(*given, **named)
-        found.hydra.runtime.cwd = os.getcwd()
-        return found
-
-    listed = once(ConfigLoaderImpl.compute_defaults_list, lambda _, *given: of_ours(*given))
+def in_a_hurry() -> None:
     hurry()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hydra, "compose", composed_here)
-        patch.setattr(ConfigLoaderImpl, "compute_defaults_list", listed)
-        patch.setattr(OverridesParser, "parse_rule", once(OverridesParser.parse_rule, lambda _, *given: given))
-        for name in ("is_config", "is_group"):  # of Hydra's own files
-            found = once(getattr(ImportlibResourcesConfigSource, name), lambda source, path: (source.path, path))
-            patch.setattr(ImportlibResourcesConfigSource, name, found)
-        yield
 
 
-def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a memory: it copies its earlier result for an equal key. A key None is not kept."""
-    kept: dict[Any, bytes] = {}
-
-    def found(*given: Any, **named: Any) -> Any:
-        if (wanted := key(*given, **named)) is None:
-            return function(*given, **named)
-        if wanted not in kept:
-            kept[wanted] = pickle.dumps(function(*given, **named))
-        return pickle.loads(kept[wanted])
-
-    return found
-
-
-def of_ours(name: str | None, overrides: Sequence[str], *more: Any) -> Any:
-    """The key of a composition; None where it looks into other files than our own."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    from ttrain.config.files import packaged
-
-    places = {place.path for place in GlobalHydra.instance().config_loader().get_search_path().get_path()}
-    ours = str(packaged()) in places and [*overrides[:1]] == ["hydra.searchpath=[]"]
-    return (name, *overrides, *more) if ours else None
+def pytest_runtest_logfinish() -> None:
+    leave_imported()
 
 
 def composed(command: str) -> Config:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import shutil
+import sys
 from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
 
 import yaml
+
+from tests.composing import compose_once
 
 # A third of the time of -O3, with the same multiply-adds. Clang doesn't know the passes of GCC that are left out.
 QUICKLY = ("-O1", "-fexpensive-optimizations", "-fno-schedule-insns")
@@ -40,8 +43,21 @@ def hurry() -> None:
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # type: ignore[misc]
     yaml.safe_dump = dumped  # type: ignore[assignment]
     registry.entry_points = cache(registry.entry_points)
-    gc.freeze()
+    compose_once()
+    leave_imported()
     gc.set_threshold(20_000, 20, 100)
+
+
+_modules = 0
+
+
+def leave_imported() -> None:
+    """Leave what was imported by now out of searches for garbage, if it is much that is new."""
+    global _modules
+    if len(sys.modules) > _modules + 100:
+        _modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def dumped(data: Any, **how: Any) -> Any:

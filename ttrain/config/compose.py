@@ -104,7 +104,7 @@ class Composer:
 
     def check(self, composed: Composed) -> Config:
         """Return the typed config of a tree; raises ConfigError with every problem found."""
-        HydraConfig.instance().set_config(composed.root)
+        HydraConfig.instance().cfg = cast(Any, composed.root)  # which set_config would copy
         bad = {problem.partition("=")[0] for problem in composed.problems}
         findings = Findings(list(composed.problems), bad, cache(lambda: self._origins(composed)))
         with self.one_sentence(composed.problems):
@@ -368,17 +368,16 @@ def _name_overrides(composed: Composed) -> None:
 
 def _resolved(node: DictConfig, findings: Findings) -> dict[Any, Any]:
     """Plain values with every interpolation resolved; one that can't be is reported and left out."""
+    with suppress(OmegaConfBaseException):
+        return cast("dict[Any, Any]", OmegaConf.to_container(node, resolve=True))
     plain: dict[Any, Any] = {}
     for key in node:
         try:
             value = "???" if OmegaConf.is_missing(node, key) else node[key]
+            value = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+            plain[key] = _resolved(value, findings) if isinstance(value, DictConfig) else value
         except OmegaConfBaseException as error:
             findings.add(f"{error.full_key}: {str(error).splitlines()[0]}.", str(error.full_key).partition(".")[0])
-            continue
-        if isinstance(value, DictConfig):
-            plain[key] = _resolved(value, findings)
-        else:
-            plain[key] = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
     return plain
 
 
