@@ -347,7 +347,8 @@ def dead_names(page: Path) -> Iterator[str]:
             yield target
     folders = tuple(f"{name}/" for name in ("conf", "docs", "examples", "tests", "ttrain", ".ci"))
     for span in spans(page):
-        if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span) and not (REPO / span).exists():
+        place = span.partition("::")[0]  # of a test
+        if span.startswith(folders) and not re.search(r"[<*{ ]|\.\.\.", span) and not (REPO / place).exists():
             yield span
         if re.fullmatch(r"ttrain(\.\w+)+", span) and span != "ttrain.plugins" and find_spec(span) is None:
             yield span
