@@ -73,5 +73,5 @@ def _lines(results: dict[str, Any], out: Path) -> list[tuple[str, str]]:
         lines.append(("choices", f"{choices['source']}: {counted(choices['questions'], 'question')}"))
         for name in (name for name in choices if f"{name}_stderr" in choices):
             lines.append((name, f"{choices[name]:.4f} ± {choices[f'{name}_stderr']:.4f}"))
-        lines.append(("acc_norm centred", f"{choices['centred_accuracy']:.4f} (0 is guessing)"))
+        lines.append(("centred", f"{choices['centred_accuracy']:.4f} (acc_norm; 0 is guessing)"))
     return [*lines, ("results", str(out))]

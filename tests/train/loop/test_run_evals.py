@@ -123,7 +123,7 @@ def test_the_numbers_are_those_of_plain_torch(capsys: pytest.CaptureFixture[str]
     assert summary["evals"] == {key: value for line in (second, last) for key, value in line.items() if key != "step"}
     files = ["eval.text=[texts.jsonl]", "eval.choices=questions.jsonl", "eval.out=found.json"]
     assert main(["task=eval", "run.dir=whole", "device=cpu", *files]) == 0
-    assert "acc_norm centred" in capsys.readouterr().out
+    assert f"\ncentred        {(accuracy - 1 / 3) / (1 - 1 / 3):.4f}" in capsys.readouterr().out
     found = json.loads(Path("found.json").read_text())
     assert found["text"]["loss"] == pytest.approx(total / count, rel=1e-5)
     assert found["choices"]["acc_norm"] == accuracy
