@@ -60,6 +60,7 @@ NOT_RUN: dict[str, Callable[[Config], bool]] = {
     ),
     "needs someone who writes; tests/train/sampling does it": lambda config: config.task.name == "chat",
     "measures for minutes; tests/bench does it at a small size": lambda config: config.task.name == "bench",
+    "starts many runs; tests/sweep/test_trial.py does it": lambda config: config.task.name == "trial",
     "looks for cards in a process of its own; tests/ttnn does it": lambda config: config.task.name == "doctor",
 }
 

@@ -34,6 +34,7 @@ NEEDS = {
     "task=prepare": ["prepare.dir=x"],
     "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
+    "task=trial": ["trial.variants={a:[]}"],
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "precision=tf32": ["device=cuda"],

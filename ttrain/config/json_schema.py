@@ -98,6 +98,8 @@ def _value(config: type[Any], declared: Field[Any], key: str) -> Schema:
 def _single(kind: Any, rules: Mapping[str, Any], null: list[str]) -> Schema:
     if rules["choices"]:
         return {"anyOf": [{"enum": [*rules["choices"], *(None for _ in null)]}, {"type": "string", "pattern": LATER}]}
+    if get_origin(kind) is list:
+        return {"type": "array", "items": _single(get_args(kind)[0], rules, [])}
     if kind not in KINDS:
         return {}
     if kind is str:

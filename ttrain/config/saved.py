@@ -18,7 +18,7 @@ from ttrain.core.options import key_of
 # What a command is asked to do is never remembered from the run that it works on.
 ALWAYS_GIVEN = (
     "task", "resume", "run.dir", "plugins", "eval", "export", "plan", "prepare", "bench", "supervise", "sweep", "runs",
-    "report", "replicas", "lr_finder", "parallel.name", "parallel.processes", "parallel.timeout",
+    "report", "replicas", "lr_finder", "trial", "parallel.name", "parallel.processes", "parallel.timeout",
 )  # fmt: skip
 
 

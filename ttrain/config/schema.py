@@ -37,6 +37,7 @@ from ttrain.train.task_settings import (
     ReportConfig,
     RunsConfig,
     SampleConfig,
+    TrialConfig,
     VerifyConfig,
 )
 
@@ -186,6 +187,7 @@ class Config:
     guard: GuardConfig = option(GuardConfig, "what happens when numbers go wrong")
     recover: RecoverConfig = option(RecoverConfig, "what a run may change to go on")
     sweep: SweepConfig = option(SweepConfig, "how the jobs of -m are run")
+    trial: TrialConfig = option(TrialConfig, "what task=trial compares")
     lr_finder: LrFinderConfig = option(LrFinderConfig, "what task=lr_finder tries")
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
     report: ReportConfig = option(ReportConfig, "what task=report writes")

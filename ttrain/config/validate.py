@@ -27,7 +27,7 @@ KINDS = {
     NoneType: "null", int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list",
     dict: "a mapping",
 }  # fmt: skip
-MANY = {int: "integers", float: "numbers", bool: "true or false", str: "texts"}
+MANY = {int: "integers", float: "numbers", bool: "true or false", str: "texts", list[str]: "lists of texts"}
 NO_VALUE = "None"  # Python's word for null, in which W&B's agents pass it
 _REFUSED = object()
 
@@ -230,7 +230,7 @@ def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
     if get_origin(bare) in (list, dict) and str(text).strip()[:1] in ("[", "{", "("):
         given = re.sub(r"^\s*\((.*?),?\s*\)\s*$", r"[\1]", str(text), flags=re.DOTALL)  # a tuple of Python is a list
         try:
-            return yaml.safe_load(given)
+            return yaml.load(given, yaml.loader.SafeLoader)  # libyaml's wants a space between `:` and `[`
         except yaml.YAMLError:
             return text
     return text

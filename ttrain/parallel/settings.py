@@ -89,7 +89,7 @@ def first_host(names: str) -> str:
     return "".join(part or "" for part in found.groups()) if found else names
 
 
-TASKS = ("train", "plan")  # that are of several ranks
+TASKS = ("train", "trial", "plan")  # that are of several ranks
 STEPPING = (*TASKS, "lr_finder", "profile")  # that divide a batch into slices
 
 

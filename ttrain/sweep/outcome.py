@@ -80,14 +80,15 @@ def print_table(records: Sequence[dict[str, Any]], axes: Sequence[str], objectiv
         reason = str(record["reason"] or "").splitlines()
         cells = [
             str(record["job"]), *(str(record[key]) for key in axes), record["state"],
-            *(_cell(key, record.get(key)) for key in shown),
+            *(cell(key, record.get(key)) for key in shown),
             format_duration(record["seconds"]) if record["seconds"] else "", reason[0][:_SHOWN] if reason else "",
         ]  # fmt: skip
         lines.append(cells)
     print(*fitted(lines, window(), range(len(lines[0]))), sep="\n")
 
 
-def _cell(key: str, value: Any) -> str:
+def cell(key: str, value: Any) -> str:
+    """Return a number of a run by its name as tables show it."""
     if value is None or value == "":
         return ""
     if key.endswith("_bytes"):

@@ -256,9 +256,10 @@ class Runner:
             reason = f"pruned after {len(values)} evaluation(s)"
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             state, told = PRUNED, f"was {reason}"
-        elif code == EXIT_INTERRUPTED:
+        elif code in (EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):  # the latter before it could save anything
             self.interrupted = True  # also where somebody sent the signal to the job alone
-            state, told, reason = "interrupted", "was interrupted; its state is saved", "interrupted"
+            saved = "; its state is saved" if code == EXIT_INTERRUPTED else ""
+            state, told, reason = "interrupted", f"was interrupted{saved}", "interrupted"
         else:
             if problem is None:
                 problem, trace = outcome.failure_text(self.folder.job_folder(job) / LOG, running.log_start)

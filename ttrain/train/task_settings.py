@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from ttrain.core.options import option, rule
 from ttrain.device.info import MOCK, info_of
 from ttrain.models.settings import AGILLMConfig, TransformerConfig
+
+BASELINE = "baseline"  # the config that variants are compared with
 
 
 @dataclass
@@ -196,6 +199,29 @@ class VerifyConfig:
     def _none_stands_alone(self, others: Any) -> Iterator[str]:
         if "none" in self.ops and len(self.ops) > 1:
             yield f"verify.ops=[{','.join(self.ops)}]: none takes no op. Leave it out, or the others."
+
+
+@dataclass
+class TrialConfig:
+    """Options of task=trial, which compares variants of a config with it, seed by seed."""
+
+    variants: dict[str, list[str]] = option({}, "names with overrides of the config, such as {wide:[model.width=160]}")
+    seeds: int = option(8, "most seeds of each, counted up from run.seed", minimum=2, maximum=64)
+    level: float = option(0.05, "most probability of a wrong verdict, for each variant", minimum=1e-3, maximum=0.5)
+    bound: float | None = option(None, "smallest difference of interest; null never says bounded", above=0)
+    metric: str = option("val/loss", "last number that is compared", choices=("val/loss", "val/bits_per_byte"))
+
+    @rule
+    def _compares(self, others: Any) -> Iterator[str]:
+        if others.task.name != "trial":
+            return
+        if not self.variants:
+            yield "trial.variants={}: there is nothing to compare. Give trial.variants={wide:[model.width=160]}, say."
+        for name in self.variants:
+            if name == BASELINE or not re.fullmatch(r"\w[\w.+-]*", name):
+                yield f"trial.variants.{name}: must be a word other than {BASELINE}, because folders have that name."
+        if others.run.dir is not None:
+            yield f"run.dir={others.run.dir}: a trial has many runs. Give sweep.dir=<folder> for all of them."
 
 
 @dataclass

@@ -235,6 +235,11 @@ def pace_of(run: Run, session: Session, steps: Steps, step: int, say: Callable[[
     return Pace(found, 3600 * hours, say, others)
 
 
+def steps_seconds(run: Run) -> float:
+    """Return how long the steps of a new run take by its plan; 0 where that is not known."""
+    return _Runs(run.config, run.dataset, Forecast(0.0, run.config.train.steps)).planned(run.config).total
+
+
 def evaluations_left(step: int, steps: int, every: int | None) -> int:
     """Return how often a run evaluates after `step`: at every multiple, and at its end."""
     if step >= steps:

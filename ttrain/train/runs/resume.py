@@ -33,7 +33,7 @@ from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt
 # Keys that say where and how a run is run, not what it computes.
 _UNREPORTED = (
     "resume", "task", "run.dir", "sample", "eval", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
-    "supervise", "sweep", "runs", "report", "lr_finder",
+    "supervise", "sweep", "runs", "report", "lr_finder", "trial",
 )  # fmt: skip
 
 
