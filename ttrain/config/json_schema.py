@@ -14,7 +14,7 @@ from ttrain.config import registry
 from ttrain.config.compose import ON_COMMAND_LINE
 from ttrain.config.files import ConfigFiles
 from ttrain.config.schema import Config, sections
-from ttrain.config.validate import entry_type, hints_of, without_none
+from ttrain.config.validate import entry_type, hints_of, takes_texts, without_none
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import LARGEST_INTEGER, default_of, key_of
@@ -86,7 +86,8 @@ def _value(config: type[Any], declared: Field[Any], key: str) -> Schema:
     kind, parts = get_origin(bare), get_args(bare)
     null = ["null"] if bare is not hint or default == "none" else []
     if kind is list:
-        item = _object(key, entry, {}) if (entry := entry_type(hint)) else _single(parts[0], rules, [])
+        entry, text = entry_type(hint), _single(str if takes_texts(hint) else parts[0], rules, [])
+        item = {"anyOf": [_object(key, entry, {}), *([text] if takes_texts(hint) else [])]} if entry else text
         found = {**about, "type": ["array", "string", *null], "items": item, "pattern": LATER}
         return {**about, "anyOf": [found, item]} if rules["one"] else found
     if kind is dict:

@@ -169,10 +169,14 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
         return _REFUSED
     if value is None or (isinstance(value, str) and not rules.get("verbatim")):
         value = _meant(value, hint, declared)
-    if rules.get("one") and isinstance(value, str | int):
+    if rules.get("one") and isinstance(value, str | int | float):
         value = [value]
-    if (entry := entry_type(hint)) and isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        return [_fill(entry, f"{path}[{number}]", each, found) for number, each in enumerate(value)]
+    entry, kinds = entry_type(hint), (Mapping, str, int) if takes_texts(hint) else Mapping
+    if entry and isinstance(value, list) and all(isinstance(each, kinds) for each in value):
+        return [
+            _fill(entry, f"{path}[{n}]", each, found) if isinstance(each, Mapping) else _path(str(each))
+            for n, each in enumerate(value)
+        ]
     if bare is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
@@ -181,7 +185,7 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
         shown = "null" if value is None else repr(value) if isinstance(value, str) else str(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         problem = f"{path}={shown}: must be {expected(hint)}, got {_given(value, hint)}{found.origin(path)}."
-        if isinstance(value, str) and bare == list[str]:
+        if isinstance(value, str) and takes_texts(hint):
             problem += f" Write {path}=[{'' if value == NO_VALUE else value}]."
         found.add(problem, section)
         return _REFUSED
@@ -206,8 +210,18 @@ def _has_type(value: Any, hint: Any) -> bool:
 
 def entry_type(hint: Any) -> type[Any] | None:
     """Return the dataclass of the mappings that a list of this type holds; None for any other type."""
-    inside = get_args(without_none(hint))
-    return inside[0] if inside and is_dataclass(inside[0]) and isinstance(inside[0], type) else None
+    return next((kind for kind in _items(hint) if is_dataclass(kind) and isinstance(kind, type)), None)
+
+
+def takes_texts(hint: Any) -> bool:
+    """Return whether a list of this type holds texts."""
+    return str in _items(hint) and get_origin(without_none(hint)) is list
+
+
+def _items(hint: Any) -> tuple[Any, ...]:
+    """Return the types of what a list of this type holds."""
+    inside = get_args(without_none(hint))[:1]
+    return get_args(inside[0]) or inside if inside else ()
 
 
 def _converted(value: Any, hint: Any) -> Any:
@@ -229,6 +243,8 @@ def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
         return declared.default if declared.default == "none" else text
     if get_origin(bare) in (list, dict) and str(text).strip()[:1] in ("[", "{", "("):
         given = re.sub(r"^\s*\((.*?),?\s*\)\s*$", r"[\1]", str(text), flags=re.DOTALL)  # a tuple of Python is a list
+        if entry_type(bare):  # as Hydra reads them, which can't read every path
+            given = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", given)
         try:
             return yaml.load(given, yaml.loader.SafeLoader)  # libyaml's wants a space between `:` and `[`
         except yaml.YAMLError:
@@ -247,7 +263,8 @@ def expected(hint: Any) -> str:
     bare = without_none(hint)
     kind, parts = get_origin(bare), get_args(bare)
     if entry := entry_type(hint):
-        words = f"a list of mappings with {', '.join(map(key_of, fields(entry)))}"
+        texts = "texts and of " if takes_texts(hint) else ""
+        words = f"a list of {texts}mappings with {', '.join(map(key_of, fields(entry)))}"
     elif kind is list:
         words = f"a list of {MANY[parts[0]]}"
     elif kind is dict:

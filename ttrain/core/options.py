@@ -90,7 +90,7 @@ def value_problems(key: str, value: Any, rules: Mapping[str, Any]) -> Iterator[s
     for path, item in items if rules and value is not None else ():
         if rules.get("choices") and item not in rules["choices"]:
             yield f"{path}={item}: no such choice. {did_you_mean(str(item), rules['choices'])}"
-        if rules.get("path") and (not item.strip() or "\0" in item):
+        if rules.get("path") and isinstance(item, str) and (not item.strip() or "\0" in item):
             yield f"{path}={item!r}: must be the path of a file or folder."
         if isinstance(item, int | float) and not isinstance(item, bool):
             yield from _bound_problems(path, item, rules)

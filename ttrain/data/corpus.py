@@ -196,6 +196,7 @@ class FileList:
     files: list[Path]
     others: tuple[Path, ...] = ()
     notices: tuple[str, ...] = ()
+    limit: int | None = None  # documents that are read of it
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """Return path, size and time of change of the files: they are equal as long as no file has changed.

@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import tee
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
+from ttrain.core.units import counted
 from ttrain.data.corpus import SAMPLE_CHARACTERS, FileList, byte_bar
 from ttrain.data.end_token import EndToken, with_end_token
 from ttrain.data.library_tokenizer import LibraryTokenizer, Marks
@@ -51,9 +52,13 @@ def fill_documents(
         tokenizer.config["eos_token"] = end.text
     with named_place(passes.place):
         tokenizer.notices += tuple(check_round_trip(tokenizer, passes.samples))
-        documents = _encoded(passes.documents("writing tokens"), made, tokenizer, end, config.loss_on == "replies")
-        splits = _write_splits(folder, documents, passes.held_out, config.loss_on == "replies")
-    held, skipped = int(passes.held_out.sum()), passes.skipped
+        order = np.argsort(passes.origins, kind="stable") if config.weights else slice(None)
+        found = passes.documents("writing tokens", apart=bool(config.weights))
+        documents = _encoded(found, made, tokenizer, end, config.loss_on == "replies")
+        splits = _write_splits(folder, documents, passes.held_out[order], config.loss_on == "replies")
+    held, skipped, mixed = int(passes.held_out.sum()), passes.skipped, {}
+    if config.weights:
+        mixed = {"by_source": {"train": passes.counts(~passes.held_out), "val": passes.counts(passes.held_out)}}
     described = {
         "source": [source.given for source in sources],
         "files": sum(len(source.files) for source in sources),
@@ -63,15 +68,17 @@ def fill_documents(
         "bad_rows": skipped.bad_rows,
         "sha256": passes.sha256,
         **({} if skipped.first_bad is None else {"first_bad_row": skipped.first_bad}),
+        **mixed,
     }
     described = with_notices(described, [*tokenizer.notices, *skipped.notices(), *told])
     return write_header(folder, tokenizer, splits, described, end_token=vars(end))
 
 
-def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.bool_]:
+def held_out_documents(hashes: NDArray[np.uint64], share: float, of: str = "data.sources") -> NDArray[np.bool_]:
     """Return a mask of the documents that are held out: those with the lowest hashes, so that equal ones never part.
 
-    Both splits get a document at least. Raises DataError where all documents are equal or there is only one.
+    Both splits get a document at least. Raises DataError, which names what they are `of`, where all documents are equal
+    or there is only one.
     """
     count = len(hashes)
     wanted = min(max(1, round(share * count)), count)
@@ -80,7 +87,7 @@ def held_out_documents(hashes: NDArray[np.uint64], share: float) -> NDArray[np.b
         held = hashes < hashes.max()  # equal documents took more than their share
     if not held.any():
         what = "one document" if count == 1 else f"{count} documents, all equal,"
-        raise DataError(f"data.sources has {what} and needs at least two: one to train on, one held out.")
+        raise DataError(f"{of} has {what} and needs at least two: one to train on, one held out.")
     return held
 
 
@@ -94,7 +101,7 @@ class _Passes:
     def __init__(self, config: DocumentsConfig, sources: list[FileList], delay: float | None) -> None:
         self._config, self._sources, self._delay = config, sources, delay
         self._size, self.bytes = sum(source.size for source in sources), 0
-        self._hashes, self.samples = array("Q"), list[str]()
+        self._hashes, origins, self.samples = array("Q"), array("I"), list[str]()
         digests = [hashlib.sha256() for _ in sources]
         reader = DocumentReader(config)
         with byte_bar(self._size, "reading documents", delay) as on_bytes:
@@ -109,7 +116,8 @@ class _Passes:
                     self.samples.append(document.text[:SAMPLE_CHARACTERS])
                 content = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
                 self._hashes.append(int.from_bytes(content, "little"))
-        self.skipped = reader.skipped
+                origins.append(document.source)
+        self.origins, self.skipped = np.array(origins), reader.skipped
         self.sha256 = hashlib.sha256("".join(digest.hexdigest() for digest in digests).encode()).hexdigest()
         self.held_out = self._held_out()
 
@@ -121,18 +129,41 @@ class _Passes:
             bad = self.skipped.bad_rows
             left_out = f" and {bad} rows that can't be used" if bad else ""
             raise DataError(f"data.sources has only blank documents{left_out}. Give files with text.{hints}")
+        for source, count in zip(sources, self.counts(), strict=True):
+            if count < (source.limit or 0) and len(self._hashes) != self._config.max_documents:
+                more = f"limit={source.limit} of {source.given} is more than its {counted(count, 'document')}"
+                raise DataError(f"data.sources: {more}. Give a lower limit, or leave it out.{hints}")
         try:
-            return held_out_documents(np.frombuffer(self._hashes, np.uint64), self._config.held_out)
+            hashes, share = np.frombuffer(self._hashes, np.uint64), self._config.held_out
+            return self._held_out_of_each(hashes) if self._config.weights else held_out_documents(hashes, share)
         except DataError as error:
             if self._config.delimiter is None and not all(has_rows(file) for each in sources for file in each.files):
                 splits = "data.delimiter splits a text file: it is the line between two documents, '' for a blank."
                 hints = f" {splits}{hints}"
             raise DataError(f"{error}{hints}") from None
 
-    def documents(self, what: str = "") -> Iterator[Document]:
-        """Yield all documents, with a bar where it is said `what` is done with them."""
+    def _held_out_of_each(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Hold out a share of each source, and whatever is equal to it. Raises DataError where nothing else is left."""
+        of_each = {f"data.sources: {source.given}": self.origins == n for n, source in enumerate(self._sources)}
+        parts = [(hashes[own], of) for of, own in of_each.items() if own.any()]
+        held = np.concatenate([own[held_out_documents(own, self._config.held_out, of)] for own, of in parts])
+        mask: NDArray[np.bool_] = np.isin(hashes, held)
+        for of, own in of_each.items():
+            if mask[own].all():
+                none = "has no document to train on: all are blank, or equal to ones held out of other sources"
+                raise DataError(f"{of} {none}. Leave it out.")
+        return mask
+
+    def counts(self, of: Any = ...) -> list[int]:
+        """Return how many documents each source has, all or those `of` a mask."""
+        return [*map(int, np.bincount(self.origins[of], minlength=len(self._sources)))]
+
+    def documents(self, what: str = "", apart: bool = False) -> Iterator[Document]:
+        """Yield all documents, with a bar where it is said `what` is done with them; `apart` source after source."""
         with byte_bar(self._size if what else 0, what, self._delay) as on_bytes:
-            yield from DocumentReader(self._config).in_turn(self._sources, [on_bytes] * len(self._sources))
+            reader, read = DocumentReader(self._config), (self._sources, [on_bytes] * len(self._sources))
+            each = map(islice, reader.each(*read), self.counts()) if apart else [reader.in_turn(*read)]
+            yield from chain.from_iterable(each)
 
     def training_text(self) -> Iterator[str]:
         """Yield the training documents, each with a line break after it, so that no merge spans two."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ttrain.core.errors import DataError
+from ttrain.core.errors import DataError, raised_as
 from ttrain.core.files import sha256_file
 from ttrain.core.folders import at_home, cache_folder
 from ttrain.data.batches import Batch, Sizes, Split, TokenSequences, held_out, require_length, sample_numbers
@@ -22,6 +22,7 @@ from ttrain.data.corpus import FileList
 from ttrain.data.counter import Words
 from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
+from ttrain.data.mixture import Mixture
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import find_sources
 from ttrain.data.stream import DocumentStream, Places, WholeDocuments
@@ -171,8 +172,8 @@ class DocumentDataset(TokenSequences):
         return [self._streams[split].read(seed, start, self.context) for start in starts]
 
 
-def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
-    """Open the dataset of documents; tokenize them first unless the cache has them.
+def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset | Mixture:
+    """Open the dataset of documents, a mixture of weighted sources; tokenize them first unless the cache has them.
 
     Raises DataError for sources that can't be used.
     """
@@ -198,7 +199,21 @@ def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset:
     described = {**files.header["corpus"], "tokenizer": files.tokenizer.description}
     described |= {"dtype": files.dtype.name, "end_token": files.header["end_token"]}
     described = with_notices(described, (told for source in sources for told in source.notices))
-    return DocumentDataset(splits, ends, context, config, files.tokenizer, described, marks or None)
+    if not config.weights:
+        return DocumentDataset(splits, ends, context, config, files.tokenizer, described, marks or None)
+    parts, begins, counts = {}, dict.fromkeys(splits, (0, 0)), described.pop("by_source")
+    for number, entry in enumerate(config.entries):
+        documents = {split: counts[split][number] for split in splits}
+        own: list[dict[str, Any]] = [{}, {}, {}]  # ids, ends and marks by split
+        for split, (document, token) in begins.items():  # those of the sources before
+            lasts = ends[split][document : document + documents[split]]
+            begins[split], cut = (document + len(lasts), lasts[-1]), slice(token, lasts[-1])
+            own[0][split], own[1][split] = splits[split][cut], lasts - token
+            own[2] |= {split: marks[split][cut]} if marks else {}
+        rest = context, config, files.tokenizer, {"weight": entry.weight, "documents": documents}, own[2] or None
+        with raised_as(DataError, f"data.sources: {entry.path}", of=DataError):
+            parts[str(entry.name)] = DocumentDataset(own[0], own[1], *rest)
+    return Mixture(parts, config.weights, described)
 
 
 def tokenized(config: DocumentsConfig, sources: list[FileList]) -> Path:
@@ -212,7 +227,10 @@ def tokenized(config: DocumentsConfig, sources: list[FileList]) -> Path:
     tokenizer = at_home(config.tokenizer)
     files = [tokenizer, *(tokenizer.with_name(name) for name in (CONFIG_FILE, TEMPLATE_FILE))]
     contents = [sha256_file(file) for file in files if os.access(file, os.R_OK) and file.is_file()]
-    key = json.dumps([_LAYOUT, stamps, kept, contents], sort_keys=True).encode(errors="backslashreplace")
+    cut = [[bool(each.weight), each.limit] for each in config.entries]
+    key = json.dumps([_LAYOUT, stamps, kept, contents, *(cut if any(map(any, cut)) else [])], sort_keys=True).encode(
+        errors="backslashreplace"
+    )
     folder = base / hashlib.sha256(key).hexdigest()[:32]
 
     def fill(place: Path) -> dict[str, Any]:

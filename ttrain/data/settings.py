@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ttrain.core.options import option, rule
+from ttrain.core.units import counted
 
 TOKENIZERS = ("char", "byte", "bpe")
 TOKEN_DTYPES = ("uint16", "uint32")
@@ -73,13 +75,26 @@ class TokensConfig(DataConfig):
 
 
 @dataclass
+class SourceConfig:
+    """An entry of data.sources, where it is more than a path."""
+
+    path: str = option("", "file or folder; required", path=True)
+    name: str | None = option(None, "name in metrics; null takes the name of file or folder, without its endings")
+    weight: list[float] | None = option(
+        None, "share of training sequences, relative to other weights; a list has one per phase", minimum=0, one=True
+    )
+    limit: int | None = option(None, "documents to read, from the first on; null reads all", minimum=1)
+
+
+@dataclass
 class DocumentsConfig(DataConfig):
     """Documents of local files, tokenized once into memory-mapped files and laid end to end."""
 
     name: str = option("documents", "registered name of the data")
-    sources: list[str] = option(
+    sources: list[str | SourceConfig] = option(
         [],
-        "files or folders, read in turn: .jsonl, .parquet and .arrow have a document per row, other files are text",
+        "files or folders, read in turn: .jsonl, .parquet and .arrow have a document per row, other files are text; "
+        "weights draw each sequence from one of them",
         path=True,
     )
     held_out: float = option(0.1, "share of documents, chosen by their hash, kept for evaluation", above=0, below=1)
@@ -127,6 +142,46 @@ class DocumentsConfig(DataConfig):
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
     end_token: str | None = option(None, "token after each document; null takes the tokenizer's, or adds <|endoftext|>")
     cache: str | None = option(None, "folder for the tokenized documents; null takes the user's cache", path=True)
+
+    @property
+    def entries(self) -> list[SourceConfig]:
+        """Return all sources as entries with the names that they have in metrics."""
+        found = [SourceConfig(each) if isinstance(each, str) else each for each in self.sources]
+        return [replace(each, name=each.name or Path(each.path).name.partition(".")[0] or each.path) for each in found]
+
+    @property
+    def weights(self) -> list[tuple[float, ...]]:
+        """Return the weights of all sources, phase by phase; none where their documents take turns."""
+        given = [each.weight for each in self.entries if each.weight]
+        return list(zip(*(each * (max(map(len, given)) if len(each) == 1 else 1) for each in given), strict=False))
+
+    @rule
+    def _can_be_mixed(self, others: Any) -> Iterator[str]:
+        entries, key, train = self.entries, "data.sources", others.train
+        names, given = [each.name for each in entries], [each for each in entries if each.weight is not None]
+        phases = max(len(train.length_schedule), len(train.batch_schedule))
+        phases = phases if phases > 1 else max((len(each.weight or ()) for each in given), default=0)
+        for number, each in enumerate(entries):
+            count = len(each.weight or ())
+            if not each.path.strip():
+                yield f"{key}[{number}]: has no path. Give path: <file or folder>."
+            elif given and names.index(each.name) < number:
+                paths = f"{entries[names.index(each.name)].path} and {each.path} are both named {each.name!r}"
+                yield f"{key}: {paths}. Give each its own: {{path: <file>, name: <name>}}."
+            elif given and each.weight is None:
+                yield f"{key}: {each.path} has no weight, but others have. Give every source a weight, or none."
+            elif given and count not in (1, phases):
+                has = f"weight={each.weight} of {each.name} has {counted(count, 'value')}, but there are"
+                yield f"{key}: {has} {counted(phases, 'phase')}. Give one weight, or one for each phase."
+            elif given and not any(each.weight or ()):
+                none = "nothing would be read of it. Leave the source out, or give a weight above 0"
+                yield f"{key}: weight={each.weight} of {each.name}: {none}."
+        for number, each_phase in enumerate(self.weights, 1):
+            if not any(each_phase) and any(map(any, self.weights)):
+                yield f"{key}: all weights of phase {number} are 0. Give a source a weight above 0 there."
+        for reason, unfit in (("data.limit", self.limit is not None), ("task=prepare", others.task.name == "prepare")):
+            if unfit and given:
+                yield f"{key}: weights are not for {reason}. Leave out one of the two."
 
     @rule
     def _can_be_read(self, others: Any) -> Iterator[str]:

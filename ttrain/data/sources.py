@@ -6,7 +6,8 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class Document(NamedTuple):
     place: str
     replies: tuple[Span, ...] | None = None
     closed: bool = False
+    source: int = 0  # its place in data.sources
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Skipped:
 
 def find_sources(config: DocumentsConfig) -> list[FileList]:
     """Return the sources of a config. Raises DataError for a missing, empty or repeated one, and an unknown form."""
-    sources = [_source(given, config) for given in config.sources]
+    sources = [replace(_source(each.path, config), limit=each.limit) for each in config.entries]
     seen: dict[Path, tuple[str, Path]] = {}
     for source in sources:
         for file in source.files:
@@ -99,7 +101,7 @@ class DocumentReader:
         `on_bytes` has a function for each source, called with its raw bytes in order. Raises DataError that names file
         and line.
         """
-        turns, read = deque(map(self.documents, sources, on_bytes)), 0
+        turns, read = deque(self.each(sources, on_bytes)), 0
         while turns and read != self._config.max_documents:
             if (document := next(turns[0], None)) is None:
                 turns.popleft()
@@ -107,6 +109,12 @@ class DocumentReader:
             yield document
             turns.rotate(-1)
             read += 1
+
+    def each(self, sources: list[FileList], on_bytes: list[OnBytes]) -> Iterator[Iterator[Document]]:
+        """Yield the documents of each source, up to its limit."""
+        for number, (source, counted) in enumerate(zip(sources, on_bytes, strict=True)):
+            found = islice(self.documents(source, counted), source.limit)
+            yield map(partial(Document._replace, source=number), found)
 
     def documents(self, source: FileList, on_bytes: OnBytes) -> Iterator[Document]:
         """Yield the documents of one source that are not blank."""

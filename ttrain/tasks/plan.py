@@ -29,6 +29,7 @@ from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit
 from ttrain.train.forecast.plan_report import PlanReport, op_table, padding, plan_report
 from ttrain.train.forecast.show import product_ways, save_picture, show, show_plan, show_ways
 from ttrain.train.forecast.step_cost import collectives, communication_table
+from ttrain.train.runs.summary import mixture_table
 from ttrain.train.steps.resident import resident_by_default
 from ttrain.train.steps.session import Session
 
@@ -53,7 +54,8 @@ def run(config: Config) -> dict[str, Any]:
         products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
         print(_title(config, session, dataset is None) + multiplied + extra.verdict + "\n")
-        _print([*report.tables(), *extra.tables])  # what takes no time is there at once
+        mixture = None if dataset is None else mixture_table(dataset, config.train)
+        _print([*filter(None, [mixture]), *report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables():
             _print([table])
         if chosen.show is not None:

@@ -49,7 +49,9 @@ class TrainConfig:
     length_schedule: list[int] = option(
         [], "growing sequence lengths, each for phase_steps; empty is model.context", minimum=1
     )
-    phase_steps: int = option(50_000, "steps per entry of batch_schedule and length_schedule", minimum=1)
+    phase_steps: int = option(
+        50_000, "steps per entry of batch_schedule, of length_schedule and of weights of data.sources", minimum=1
+    )
     long_hours: float | None = option(
         1.0, "forecast in hours from which a run names faster settings; null names none", above=0
     )

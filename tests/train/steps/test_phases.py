@@ -54,12 +54,12 @@ def test_phases_and_what_came_before_them() -> None:
     config = TrainConfig(length_schedule=[8, 16, 32], batch_schedule=[2, 4], batch_size=4, phase_steps=6)
     schedule = PhaseSchedule.of(config, 32)
     assert [schedule.number(step) for step in (1, 6, 7, 12, 13, 99)] == [0, 0, 1, 1, 2, 2]
-    assert schedule.phases == ((8, 2), (16, 4), (32, 4))
+    assert schedule.phases == (Phase(8, 2), Phase(16, 4), Phase(32, 4))
     for done, step in ((0, 1), (0, 9), (4, 7), (8, 20), (14, 15)):  # counted step by step
         read = [schedule.at(each) for each in range(done + 1, step)]
         samples, tokens = sum(phase.rows for phase in read), sum(phase.rows * phase.length for phase in read)
         data = TokenDataset(*[np.zeros(99, np.uint16)] * 2, 32, 9, TextConfig(order="sequential"))
-        assert BatchReader(data, 0, schedule, done, Position(5, 7)).before(step) == (5 + samples, 7 + tokens)
+        assert BatchReader(data, 0, schedule, done, Position(5, 7)).before(step) == Position(5 + samples, 7 + tokens)
     assert PhaseSchedule.of(TrainConfig(), 32).phases == (Phase(32, 16),)
 
 

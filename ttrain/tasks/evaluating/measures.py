@@ -323,7 +323,7 @@ class Documents(NamedTuple):
         given = scorer.given
         chat_key = getattr(given.config.data, "chat_key", DocumentsConfig().chat_key)
         template = given.template or DocumentsConfig().template
-        config = DocumentsConfig(sources=sources, text_key=text_key, chat_key=chat_key, template=template)
+        config = DocumentsConfig(sources=[*sources], text_key=text_key, chat_key=chat_key, template=template)
         files = DocumentReader(config, given.conversations() if given.template else None, learns=False)
         try:
             found = find_sources(config)

@@ -118,7 +118,7 @@ class Attempt:
         for note in notes:
             self.console.say(note)
         self.heartbeat.beat()
-        if not (config.train.length_schedule or config.train.batch_schedule):
+        if len(run.phases.phases) == 1:
             self.steps.update(session.build_training())
             return progress, began, None
         phases = Phases(run.phases, session, run.shorter, self.steps)  # build_dataset made sure that lengths can change
@@ -140,7 +140,9 @@ class Attempt:
         )
         context.check_held_out()
         checkpoints = Checkpoints(context, run.content)
-        start = Position(progress.read_samples, progress.read_tokens)
+        start = Position(progress.read_samples, progress.read_tokens, progress.read_sources)
+        for name in {*getattr(run.dataset, "parts", ())} - {*progress.read_sources} if progress.read_samples else ():
+            self.console.say(f"{name} is read from its start: the checkpoint does not tell how far it was read.")
         reader, peak_rates = run.reader(session, progress.step, start), run.rates
 
         def rates(step: int) -> Rates:

@@ -19,7 +19,7 @@ _SHORTEST_PAIRS = 4  # tokens: a window of two and the two that it predicts
 
 def notices(config: Config) -> Iterator[str]:
     """One sentence each."""
-    train, model = config.train, config.model
+    train, model, weights = config.train, config.model, getattr(config.data, "weights", [])
     if config.optimizer.lr == 0:
         yield "optimizer.lr=0, so no parameter changes."
     if isinstance(config.optimizer, ScheduleFreeConfig) and config.schedule.name != "constant":
@@ -44,12 +44,13 @@ def notices(config: Config) -> Iterator[str]:
             "model=gpt2 reads characters here, but is made for tokens of several characters. data.tokenizer=bpe trains "
             "such a tokenizer on the text; data.vocabulary_size=50257 gives it as many tokens as GPT-2 has."
         )
-    for key, unit in (("length_schedule", "sequences of {} tokens"), ("batch_schedule", "batches of {}")):
-        sizes = getattr(train, key)
+    schedules = [("train.length_schedule", train.length_schedule, "sequences of {} tokens")]
+    schedules += [("train.batch_schedule", train.batch_schedule, "batches of {}")]
+    for key, sizes, unit in (*schedules, ("data.sources", weights, "the weights {}")):
         reached = (len(sizes) - 1) * train.phase_steps + 1
         if train.steps < reached:
             yield (
-                f"train.steps={train.steps} end before train.{key} does: {unit.format(sizes[-1])} begin at step "
+                f"train.steps={train.steps} end before {key} does: {unit.format(sizes[-1])} begin at step "
                 f"{reached}. A lower train.phase_steps gets there."
             )
     shortest = min([model.context or _SHORTEST_PAIRS, *train.length_schedule]) if isinstance(model, AGILLMConfig) else 0
@@ -88,7 +89,8 @@ def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
     yield "optimizer.weight_decay", none, "with optimizer.decay_rule=none nothing decays"
     yield "optimizer.decay_rule", optimizer.weight_decay == 0 and not none, "optimizer.weight_decay is 0"
     yield "optimizer.cautious", none or optimizer.weight_decay == 0, "nothing decays"
-    yield "train.phase_steps", not (train.length_schedule or train.batch_schedule), "there are no phases"
+    phases = train.length_schedule, train.batch_schedule, getattr(config.data, "weights", [])[1:]
+    yield "train.phase_steps", not any(phases), "there are no phases"
     yield "train.early_stop", train.eval_every is None, "with train.eval_every=null there is one evaluation, at the end"
     yield "train.init_anyway", train.init_from is None, "there is no train.init_from"
     for key in ("base_width", "base_head_width"):

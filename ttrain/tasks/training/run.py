@@ -13,6 +13,7 @@ from ttrain.config import build
 from ttrain.config.build import made
 from ttrain.config.schema import Config
 from ttrain.config.validate import section_type
+from ttrain.core.tables import plain_table
 from ttrain.core.units import format_count
 from ttrain.data.batches import Dataset, Indexed
 from ttrain.data.end_token import named_end
@@ -32,7 +33,7 @@ from ttrain.train.forecast.show import product_ways, show_ways
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.run_directory import RunDirectory, part_of
-from ttrain.train.runs.summary import extent_line
+from ttrain.train.runs.summary import extent_line, mixture_table
 from ttrain.train.runs.warm_start import Origin
 from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, encode_prompt, whole_text_scores
 from ttrain.train.sampling.source import length_class
@@ -185,7 +186,8 @@ class Run:
     @property
     def phases(self) -> PhaseSchedule:
         """Return the sizes of every step's batch."""
-        return PhaseSchedule.of(self.config.train, getattr(self.dataset, "context", None))
+        facts = getattr(self.dataset, "context", None), getattr(self.dataset, "weights", ())
+        return PhaseSchedule.of(self.config.train, *facts)
 
     @property
     def rates(self) -> Callable[[int], Rates]:
@@ -223,6 +225,8 @@ class Run:
         schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.steps)]
         yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
+        if (mixture := mixture_table(self.dataset, train)) is not None:
+            yield plain_table(mixture).rstrip()
         of_device = filter(None, [device.caution, self._other_bits(device, ways)])
         for warning in (*of_device, *notices(config), *self.warnings):
             yield f"WARNING: {warning}"

@@ -122,7 +122,7 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    phases = PhaseSchedule.of(train, getattr(dataset, "context", None))
+    phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads else RunEvals([])
     if point is None:

@@ -70,6 +70,7 @@ class Progress(LossScale):
     compacted: bool = False  # whether rank matrices were compacted afterwards: such parameters are for inference
     read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
     read_tokens: int = 0  # position in the stream of tokens, see steps.phases.Position
+    read_sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same of each source that has a weight
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:
         """Notes an evaluation after the current step; whether it is the best so far."""
@@ -103,6 +104,9 @@ class Progress(LossScale):
                 raise CheckpointError(f"the progress holds {name!r}, which this version of ttrain does not know.")
             kinds, least = {hints[name], *get_args(hints[name])}, -np.inf if name.endswith("_loss") else 0
             known = type(value) in kinds or (type(value) is int and float in kinds)
+            if name == "read_sources":
+                read = value.values() if isinstance(value, dict) else [value]
+                known = all(isinstance(n, list) and [*map(type, n)] == [int, int] and min(n) >= 0 for n in read)
             if not known or (isinstance(value, int | float) and not least <= value < np.inf):
                 expected = getattr(hints[name], "__name__", hints[name])
                 raise CheckpointError(f"the progress holds {name}={value!r}, expected {expected}. It was changed.")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +18,7 @@ from ttrain.core.errors import DataError, Interrupted, NonFiniteError
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset
+from ttrain.data.mixture import Mixture
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import Numbers, World
 from ttrain.train.checkpoint.checkpoint import Progress
@@ -41,7 +42,8 @@ class EvaluationResult:
     """The loss, and what else the model names; each the mean over its own targets of the whole split, if it has any.
 
     Where the targets are text, also bits_per_byte: the sum of the losses of all tokens in bits over the UTF-8 bytes of
-    their text, which compares across tokenizers. A token that ends a document has a loss and no byte.
+    their text, which compares across tokenizers. A token that ends a document has a loss and no byte. Of a mixture also
+    loss/<name>, the mean loss of a token of each source.
     """
 
     loss: float
@@ -71,7 +73,12 @@ class Evaluation:
     def __post_init__(self) -> None:
         self.samples = min(self.limit or self.dataset.val_samples, self.dataset.val_samples)
         self.tokens = self.bytes = 0  # targets and their bytes, known after an evaluation
-        self._counts: Counter[str] | None = None
+        self._counts: dict[str, dict[str, int]] = {}  # of each source, and of all under ""
+        whole = {"": (self.dataset, self.samples)}
+        parts = self.dataset.divided(self.samples) if isinstance(self.dataset, Mixture) else whole
+        self._batches: list[tuple[str, Any, int, int]] = []  # of one source each, with its data, first sample and rows
+        for name, (data, count) in parts.items():
+            self._batches += [(name, data, at, min(self.rows, count - at)) for at in range(0, count, self.rows)]
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
         """Return the loss per valid target; None if `stopped` became true on the way.
@@ -79,43 +86,48 @@ class Evaluation:
         Raises NonFiniteError, and DataError where there is no target at all.
         """
         with Waiting("Evaluating on held-out data", self.say) as waiting, self.around():
-            if self._counts is None and (counted := self._totals(stopped, waiting, self._count)) is not None:
-                self._counts = Counter({name: int(count) for name, count in counted.items()})
-                self.tokens, self.bytes = self._counts[LOSS_WEIGHT], self._counts.pop(_BYTES)
+            if not self._counts and (counted := self._totals(stopped, waiting, self._count)) is not None:
+                self._counts = {of: {name: int(count) for name, count in each.items()} for of, each in counted.items()}
+                self.tokens, self.bytes = self._counts[""][LOSS_WEIGHT], self._counts[""].pop(_BYTES)
                 if not self.tokens:
                     none = f"held-out data has no target in {self.samples} sample(s)"
                     raise DataError(f"{none}, so there is no loss of it.")
-            if self._counts is None:
+            if not self._counts:
                 return None
-            sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts)))
+            sums = self._totals(stopped, waiting, partial(self._sums, loss_weights(self._counts[""])))
             if sums is None:
                 return None
             further = self.measure(EVALUATION, stopped)
-        found = {name: value for name, value in means(sums, self._counts).items() if value is not None}
+        found = {name: value for name, value in means(sums[""], self._counts[""]).items() if value is not None}
         loss = found.pop("loss")
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss on held-out data is {loss}")
         if self.bytes:
-            entropy = next((value for name, value in found.items() if name.endswith("/ce")), loss)
-            found[BITS_PER_BYTE] = entropy * self.tokens / math.log(2) / self.bytes
+            found[BITS_PER_BYTE] = _entropy({**found, "loss": loss}) * self.tokens / math.log(2) / self.bytes
+        for name, counts in self._counts.items():
+            if name and counts[LOSS_WEIGHT]:
+                found[f"loss/{name}"] = _entropy(sums[name]) * self.tokens / counts[LOSS_WEIGHT]
         return EvaluationResult(loss, found, further)
 
     def _totals(
         self, stopped: Callable[[], bool], waiting: Waiting, of_batch: Callable[[Batch], Mapping[str, float]]
-    ) -> dict[str, float] | None:
-        """Add up the numbers of all batches, which ranks take turns at; None if `stopped` became true on any rank."""
-        totals: dict[str, float] = {}
-        ranks, batches = self.world.ranks, -(-self.samples // self.rows)
-        for first in range(0, batches, ranks.count):
+    ) -> dict[str, dict[str, float]] | None:
+        """Add up the numbers of all batches, which ranks take turns at; None if `stopped` became true on any rank.
+
+        The sums of all are under "", those of a source under its name.
+        """
+        totals: dict[str, dict[str, float]] = {}
+        ranks, batches = self.world.ranks, self._batches
+        for first in range(0, len(batches), ranks.count):
             if self.world.largest({"stopped": float(stopped())})["stopped"] > 0:
                 return None
             waiting.at(first * self.rows, self.samples)
             # Samples in their order; the last batch may have fewer rows than the others.
-            start = self.rows * min(first + ranks.rank, batches - 1)
-            batch = self.dataset.batch("val", 0, start, min(self.rows, self.samples - start))
-            for found in self.world.gather([of_batch(batch)])[: batches - first]:
-                for name, value in found.items():
-                    totals[name] = totals.get(name, 0) + value
+            _, data, start, rows = batches[min(first + ranks.rank, len(batches) - 1)]
+            found = self.world.gather([of_batch(data.batch("val", 0, start, rows))])
+            for (source, *_), sums in zip(batches[first:], found, strict=False):
+                for of in (totals.setdefault(name, {}) for name in {"", source}):
+                    of.update((name, of.get(name, 0) + value) for name, value in sums.items())
         return totals
 
     def _count(self, batch: Batch) -> dict[str, float]:
@@ -139,6 +151,11 @@ class Evaluation:
         times, rest = divmod(self.rows, rows)
         extra = self._sums(weights, {name: array[:rest] for name, array in batch.items()}) if rest else {}
         return {name: (value - extra.get(name, 0.0)) / times for name, value in sums.items()}
+
+
+def _entropy(sums: Mapping[str, float]) -> float:
+    """Return the cross-entropy among the metrics of a model; it is the loss where none is named so."""
+    return next((value for name, value in sums.items() if name.endswith("/ce")), sums["loss"])
 
 
 @dataclass
@@ -217,7 +234,8 @@ class Loop:
             context.loggers.console.close()
             context.loggers.console.start(progress.step, context.config.steps)
         else:
-            progress.step, (progress.read_samples, progress.read_tokens) = step, self.reader.before(step + 1)
+            progress.step, (progress.read_samples, progress.read_tokens, read) = step, self.reader.before(step + 1)
+            progress.read_sources = {**read}
             context.loggers.console.advance()
             if not self._started:
                 self._started = True
@@ -356,6 +374,7 @@ class Loop:
             "tokens": progress.tokens,
             "seconds": round(progress.seconds, 3),
             "nonfinite_steps": 0 if result.finite else 1,
+            **self.reader.metrics(step),
         }
         further = {"activation_norm": result.activation_norm, "loss_scale": result.loss_scale}
         line |= {name: value for name, value in further.items() if value is not None}

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrain.core.tables import Table
 from ttrain.core.units import counted, format_bytes, format_count, format_duration
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.chart import Series, draw, new_figure
 from ttrain.train.logging.metrics import EVAL, loop_speed
 from ttrain.train.runs.record import START, continue_command, override
+from ttrain.train.settings import TrainConfig
+from ttrain.train.steps.phases import PhaseSchedule
 
 if TYPE_CHECKING:
     from ttrain.data.batches import Dataset
@@ -66,6 +69,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("skipped", f"the updates of {counted(summary['skipped_steps'], 'step')}"))
     if bits is not None:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
+    for name, facts in summary.get("sources", {}).items():
+        drawn = f"{100 * facts['share']:.1f} % of sequences, {_passes(facts['epochs'])}"
+        lines.append((f"source {name}", f"{drawn}, val loss {_loss(facts['val/loss'])}"))
     if metrics:
         lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
     lines += [(key, _loss(value)) for key, value in summary["evals"].items()]
@@ -133,7 +139,24 @@ def extent_line(
     only = " (data.limit)" if limit else ""
     trained = counted(counts["train"], "token" if of_tokens else "example")
     told += f": {trained} to train on, {counts['val']:,} held out."
+    if "sources" in described:
+        return told
     return f"{told} A pass is {what}{only}; {counted(steps, 'step')} of {of} make {_passes(passes)}."
+
+
+def mixture_table(dataset: Dataset, train: TrainConfig) -> Table | None:
+    """Return a table of the sources of a mixture, with the passes over them of the whole run; None of other data."""
+    sources, context = dataset.description.get("sources", {}), dataset.fields["targets"].size
+    schedule, rows = PhaseSchedule.of(train, context, getattr(dataset, "weights", ())), []
+    reads = [count * phase.length for count, phase in zip(schedule.rows(0, train.steps), schedule.phases, strict=True)]
+    for number, (name, facts) in enumerate(sources.items()):
+        shares = [phase.weights[number] / sum(phase.weights) for phase in schedule.phases]
+        a_pass = facts["sequences"]["train"] * context if "sequences" in facts else facts["tokens"]["train"]
+        passes = sum(share * tokens for share, tokens in zip(shares, reads, strict=True)) / a_pass
+        documents, tokens = (f"{facts[key]['train']:,} + {facts[key]['val']:,}" for key in ("documents", "tokens"))
+        rows.append((name, ", ".join(f"{100 * share:.3g} %" for share in shares), documents, tokens, _passes(passes)))
+    columns = ("", "sequences", "documents + held out", "tokens + held out", f"in {counted(train.steps, 'step')}")
+    return Table("Sources", columns, rows) if rows else None
 
 
 def _passes(passes: float) -> str:
@@ -159,8 +182,13 @@ def recorded(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     whole = sum(time for time, _ in rated)
     # of one line, so that both figures agree
     median = sorted(timed, key=lambda line: line["step_ms"])[len(timed) // 2] if timed else {}
-    measured = {name: value for name, value in _newest(lines, "val").items() if value is not None}
+    newest = _newest(lines, "val")
+    measured = {name: value for name, value in newest.items() if value is not None and not name.startswith("val/loss")}
     bits = measured.pop(BITS, None)
+    found = {**_newest(lines, "train"), **newest}
+    names = [key.removeprefix("train/share/") for key in found if key.startswith("train/share/")]
+    keys = {"share": "train/share", "epochs": "train/epochs", "val/loss": "val/loss"}
+    sources = {name: {kind: found.get(f"{key}/{name}") for kind, key in keys.items()} for name in names}
     return {
         BITS: bits,
         "mfu": round(sum(time * mfu for time, mfu in rated) / whole, 4) if whole > 0 else None,
@@ -168,7 +196,8 @@ def recorded(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "median_tokens_per_s": median.get("tokens_per_s"),
         "learning_rates": _newest(lines, "lr"),
         "evals": {key: value for line in lines for key, value in line.items() if key.startswith(EVAL)},
-        "val_metrics": {key.removeprefix("val/"): value for key, value in measured.items() if key != "val/loss"},
+        "val_metrics": {key.removeprefix("val/"): value for key, value in measured.items()},
+        **({"sources": sources} if sources else {}),
     }
 
 

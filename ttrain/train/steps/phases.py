@@ -9,11 +9,13 @@ sample and token.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.core.units import counted
+from ttrain.data.mixture import Read
 from ttrain.models.base import Batch
 
 if TYPE_CHECKING:
@@ -24,14 +26,16 @@ if TYPE_CHECKING:
 
 
 class Phase(NamedTuple):
-    """Size of the batch that a training step reads."""
+    """Size of the batch that a training step reads, and where it is from."""
 
     length: int  # tokens of a sequence; 1 where examples are read
     rows: int  # sequences or examples
+    weights: tuple[float, ...] = ()  # of the sources, where sequences are drawn by weights
 
     def text(self) -> str:
         """Return the size as text for people."""
-        return counted(self.rows, "row") + (f" of {self.length} tokens" if self.length > 1 else "")
+        drawn = f" by the weights {', '.join(f'{weight:g}' for weight in self.weights)}" if self.weights else ""
+        return counted(self.rows, "row") + (f" of {self.length} tokens" if self.length > 1 else "") + drawn
 
 
 class Position(NamedTuple):
@@ -42,6 +46,7 @@ class Position(NamedTuple):
 
     samples: int = 0
     tokens: int = 0
+    sources: Read = MappingProxyType({})  # where sequences are drawn by weights
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,16 @@ class PhaseSchedule:
     every: int
 
     @classmethod
-    def of(cls, config: TrainConfig, context: int | None) -> PhaseSchedule:
-        """Return the schedule of a config, for a model of this context (None for a model that reads examples)."""
+    def of(cls, config: TrainConfig, context: int | None, weights: Sequence[tuple[float, ...]] = ()) -> PhaseSchedule:
+        """Return the schedule of a config, for a model of this context (None for a model that reads examples).
+
+        `weights` are those of Mixture.
+        """
         lengths, rows = config.length_schedule or [context or 1], config.batch_schedule or [config.batch_size]
-        count = max(len(lengths), len(rows))
-        lengths, rows = (each + each[-1:] * (count - len(each)) for each in (lengths, rows))
-        return cls(tuple(map(Phase, lengths, rows)), config.phase_steps)
+        parts: tuple[Sequence[Any], ...] = lengths, rows, weights or [()]
+        count = max(map(len, parts))
+        phases = (Phase(*(each[min(number, len(each) - 1)] for each in parts)) for number in range(count))
+        return cls(tuple(phases), config.phase_steps)
 
     def number(self, step: int) -> int:
         """Index of the phase of a step, counted from 1."""
@@ -69,12 +78,14 @@ class PhaseSchedule:
 
     def read(self, done: int, steps: int) -> Position:
         """Return the samples and tokens that the steps after the first `done` read, up to step number `steps`."""
-        samples = tokens = 0
-        for number, (length, rows) in enumerate(self.phases):
-            end = steps if number + 1 == len(self.phases) else min((number + 1) * self.every, steps)
-            count = rows * max(end - max(number * self.every, done), 0)
-            samples, tokens = samples + count, tokens + count * length
-        return Position(samples, tokens)
+        counts = self.rows(done, steps)
+        return Position(sum(counts), sum(count * each.length for count, each in zip(counts, self.phases, strict=True)))
+
+    def rows(self, done: int, steps: int) -> list[int]:
+        """Return how many rows those steps read in each phase."""
+        ends = [*((number + 1) * self.every for number in range(len(self.phases) - 1)), steps]
+        steps_of = (max(min(end, steps) - max(number * self.every, done), 0) for number, end in enumerate(ends))
+        return [phase.rows * count for phase, count in zip(self.phases, steps_of, strict=True)]
 
     def in_steps_of(self, phase: Phase, done: int, steps: int) -> float:
         """Return how many steps of this phase read as many tokens as the steps from `done` to `steps`."""
@@ -82,7 +93,7 @@ class PhaseSchedule:
 
     def text(self) -> str:
         """Return the schedule as text for people."""
-        sizes = ", ".join(f"{rows} x {length}" for length, rows in self.phases)
+        sizes = ", ".join(f"{phase.rows} x {phase.length}" for phase in self.phases)
         return f"phases of {self.every} steps with sequences x tokens of {sizes}"
 
 
@@ -107,19 +118,27 @@ class BatchReader:
         """Return where a step of the attempt, counted from 1, starts to read."""
         return self._position(self.schedule.number(step), step)
 
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return what the steps up to this one have read of each source, where sequences are drawn by weights."""
+        read = self.before(step + 1).sources
+        return self._dataset.metrics(read) if read else {}
+
     def _position(self, phase: int, step: int) -> Position:
         """Return where a step after one of this phase starts to read. Data that fills sequences up tells its tokens."""
-        samples, tokens = self.schedule.read(self._step, step - 1)
+        samples, tokens, _ = self.schedule.read(self._step, step - 1)
         samples, view = self._start.samples + samples, self._view(phase)
-        known = hasattr(view, "position")
-        return Position(samples, view.position(self._seed, samples) if known else self._start.tokens + tokens)
+        tokens = view.position(self._seed, samples) if hasattr(view, "position") else self._start.tokens + tokens
+        mixed = bool(self.schedule.phases[phase].weights)
+        return Position(samples, tokens, view.read_before(self._seed, samples) if mixed else {})
 
     def _view(self, phase: int) -> Any:
         """Return the data in sequences of a phase's length, from where the phase before it ended."""
         if phase not in self._views and hasattr(self._dataset, "at"):
             first = phase * self.schedule.every
             start = self._start if first <= self._step else self._position(phase - 1, first + 1)
-            self._views[phase] = self._dataset.at(self.schedule.phases[phase].length, *start)
+            chosen = self.schedule.phases[phase]
+            mixed = (start.sources, chosen.weights) if chosen.weights else ()
+            self._views[phase] = self._dataset.at(chosen.length, start.samples, start.tokens, *mixed)
         return self._views.get(phase, self._dataset)  # examples have no length
 
 
