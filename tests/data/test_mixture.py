@@ -21,7 +21,7 @@ from ttrain.cli import main
 from ttrain.core.errors import CheckpointError, DataError
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
-from ttrain.data.mixture import Mixture, quotas
+from ttrain.data.sequences.mixture import Mixture, quotas
 from ttrain.data.settings import SourceConfig
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.metrics import read_metrics

@@ -171,7 +171,7 @@ def _convert(schema: type[Any], declared: Field[Any], path: str, value: Any, fou
         value = _meant(value, hint, declared)
     if rules.get("one") and isinstance(value, str | int | float):
         value = [value]
-    entry, kinds = entry_type(hint), (Mapping, str, int) if takes_texts(hint) else Mapping
+    entry, kinds = entry_type(hint), (Mapping, str, int, float) if takes_texts(hint) else Mapping
     if entry and isinstance(value, list) and all(isinstance(each, kinds) for each in value):
         return [
             _fill(entry, f"{path}[{n}]", each, found) if isinstance(each, Mapping) else _path(str(each))

@@ -22,10 +22,10 @@ from ttrain.data.corpus import FileList
 from ttrain.data.counter import Words
 from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
-from ttrain.data.mixture import Mixture
+from ttrain.data.sequences.mixture import Mixture
+from ttrain.data.sequences.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.settings import DocumentsConfig, TokensConfig
 from ttrain.data.sources import find_sources
-from ttrain.data.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.text import require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
 from ttrain.data.tokens import ENDS_FILE, HEADER_FILE, MARKS_FILE, find_token_files, open_ids, open_split, write_folder

@@ -18,7 +18,7 @@ from ttrain.core.errors import DataError, Interrupted, NonFiniteError
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset
-from ttrain.data.mixture import Mixture
+from ttrain.data.sequences.mixture import Mixture
 from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.world import Numbers, World
 from ttrain.train.checkpoint.checkpoint import Progress

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.core.units import counted
-from ttrain.data.mixture import Read
+from ttrain.data.sequences.mixture import Read
 from ttrain.models.base import Batch
 
 if TYPE_CHECKING:
