@@ -83,7 +83,7 @@ def use(programs: Path) -> None:
         run([ttrain_, "recipe=agillm_tiny", "train.steps=4", "schedule.warmup=1", "run.dir=b"], **place)
         assert json.loads(run([ttrain_, "task=plan", "plan.time=false", "--json"], **place))["parameters"]["total"]
         assert run([ttrain_, "task=sample", "run.dir=a", "sample.prompt=def ", "sample.tokens=20"], **place)
-        assert json.loads(run([ttrain_, "--schema"], **place))["$defs"]
+        assert json.loads(run([ttrain_, "task=schema"], **place))["$defs"]
         run([ttrain_, "train.stpes=1"], code=2, **place)
         run([str(programs / "python"), "-c", RUN_CELLS, str(REPO / "examples" / "first_steps.ipynb")], **place)
         assert Path(folder, "outputs", "first-steps", "metrics.jsonl").is_file()

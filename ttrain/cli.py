@@ -19,7 +19,6 @@ from ttrain.config import registry
 from ttrain.config.compose import Composer
 from ttrain.config.help import help_text
 from ttrain.config.help import shown as as_word
-from ttrain.config.json_schema import file_schema
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.config.validate import owner_of
 from ttrain.core.errors import EXIT_DONE, EXIT_FAILURE, ConfigError, Interrupted, RankFailed, TtrainError
@@ -43,7 +42,6 @@ class Flags(argparse.ArgumentParser):
         self.add_argument("--version", "-V", action="store_true")
         self.add_argument("--multirun", "-m", action="store_true")
         self.add_argument("--cfg", "-c", choices=["job"])
-        self.add_argument("--schema", action="store_true")
         self.add_argument("--json", action="store_true")
         self.add_argument("--package", "-p")
         self.add_argument("--config-name", "-cn")
@@ -110,9 +108,6 @@ def _run(arguments: list[str]) -> int:
             print(help_text(composer))
         elif flags.cfg:
             _show_config(composer.typed(overrides), flags.package)
-        elif flags.schema:
-            composer.typed(overrides)  # which loads plugins
-            print(to_json(file_schema(composer.files, flags.package)), end="")
         elif flags.json:
             _print_document(composer.typed(overrides))
         else:
@@ -169,7 +164,7 @@ def parse_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[
     if unknown:
         hint = _key_hint(unknown[0]) or did_you_mean(unknown[0], parser.names)
         raise ConfigError(f"{unknown[0]}: unknown flag. {hint}")
-    given = [f"--{name}" for name in ("multirun", "cfg", "schema", "json") if getattr(flags, name)]
+    given = [f"--{name}" for name in ("multirun", "cfg", "json") if getattr(flags, name)]
     if len(given) > 1:
         raise ConfigError(f"only one of {' and '.join(given)} can be given.")
     return flags, flags.overrides

@@ -159,13 +159,13 @@ def test_interpolations_and_values_that_come_later_are_taken(schema: Any) -> Non
     assert schema.is_valid(later) and not schema.is_valid({"train": {"steps": "data.examples"}})
 
 
-def test_the_flag_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--schema"]) == 0
+def test_the_task_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=schema"]) == 0
     steps = json.loads(capsys.readouterr().out)["$defs"]["train"]["properties"]["steps"]
     assert steps["type"] == ["integer", "string"] and (steps["minimum"], steps["pattern"]) == (1, LATER)
     assert steps["default"] == TrainConfig().steps and "optimizer steps" in steps["description"]
-    assert main(["--schema", "train.stpes=1"]) == 2
-    assert main(["--schema", "-p", "modle"]) == 2
+    assert main(["task=schema", "train.stpes=1"]) == 2
+    assert main(["task=schema", "schema.group=modle"]) == 2
     assert "Did you mean 'model'?" in capsys.readouterr().err
 
 

@@ -57,6 +57,7 @@ TASKS = ("train", "sample", "chat", "eval", "export", "plan", "prepare", "runs",
 ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("task", TaskConfig, "ttrain.tasks.{}:run", TASKS),
     ("task", TaskConfig, "ttrain.tasks.training.lr_finder:run", ("lr_finder",)),
+    ("task", TaskConfig, "ttrain.config.json_schema:run", ("schema",)),
     ("task", TaskConfig, "ttrain.sweep.trial:run", ("trial",)),
     ("model", MLPConfig, "ttrain.models.mlp:MLP", ("mlp",)),
     ("model", GPTConfig, "ttrain.models.gpt:GPT", ("gpt",)),

@@ -245,7 +245,7 @@ class Composer:
             if isinstance(option := composed.choices.get(group), str):
                 explicit |= {*self.files.sets(group, option)}
         lines = tuple(str(override.input_line) for override in mine)
-        return Given(composed.choices, lines, self.job_flags(composed), frozenset(explicit))
+        return Given(composed.choices, lines, self.job_flags(composed), frozenset(explicit), files=self.files)
 
     def _origins(self, composed: Composed) -> dict[str, str]:
         """Dotted key or section -> the file that set it last; empty for what the command line gave."""

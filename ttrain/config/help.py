@@ -44,8 +44,8 @@ def help_text(composer: Composer) -> str:
         "Groups (the default in brackets)\n" + _table(_group_rows(composer, config)),
         "Main keys (docs/config.md lists every key, --cfg job those of a command)\n" + _table(_key_rows(config)),
         "Examples\n" + "\n".join(f"  {command}\n      {meaning}" for command, meaning in EXAMPLES),
-        "Flags: --help, --version, --cfg job, --schema, --package, --json, --multirun or -m, --config-name,\n"
-        "--config-dir, --config-path. --key=value is accepted as key=value.\n"
+        "Flags: --help, --version, --cfg job, --package, --json, --multirun or -m, --config-name, --config-dir,\n"
+        "--config-path. --key=value is accepted as key=value.\n"
         "Exit codes: 0 done, 2 wrong input, 75 device busy, 130 interrupted, others a failure of ttrain.",
     ]
     return "\n\n".join(parts)

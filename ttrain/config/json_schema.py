@@ -16,6 +16,7 @@ from ttrain.config.files import ConfigFiles
 from ttrain.config.schema import Config, sections
 from ttrain.config.validate import entry_type, hints_of, takes_texts, without_none
 from ttrain.core.errors import ConfigError
+from ttrain.core.files import to_json
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import LARGEST_INTEGER, default_of, key_of
 
@@ -26,6 +27,11 @@ BOUNDS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum
 LATER = r"^\?\?\?$|\$\{"  # a text in place of any value: another file gives it, or it is an interpolation
 
 
+def run(config: Config) -> None:
+    """Task schema: prints the schema to stdout. Raises ConfigError for an unknown schema.group."""
+    print(to_json(file_schema(config.source.files, config.schema.group)), end="")
+
+
 def file_schema(files: ConfigFiles, section: str | None = None) -> Schema:
     """Return the schema of recipes and main configs, or of the files in the folder of one `section`.
 
@@ -34,7 +40,7 @@ def file_schema(files: ConfigFiles, section: str | None = None) -> Schema:
     listed = {"defaults": {"type": "array", "items": {"anyOf": [{"type": "string"}, _chosen(files)]}}}
     if section is not None:
         if section not in (known := {*files.groups()} & {*sections()}):
-            raise ConfigError(f"--schema --package {section}: no such group. {did_you_mean(section, known)}")
+            raise ConfigError(f"schema.group={section}: no such group. {did_you_mean(section, known)}")
         return {"$schema": DIALECT, "$ref": f"#/$defs/{section}", "$defs": _parts(section, listed)}
     keys = {**listed, **{name: _part(name) for name in sections()}, "hydra": {"type": "object"}}
     parts = {name: part for section in sections() for name, part in _parts(section, {}).items()}

@@ -37,6 +37,7 @@ from ttrain.train.task_settings import (
     ReportConfig,
     RunsConfig,
     SampleConfig,
+    SchemaConfig,
     TrialConfig,
     VerifyConfig,
 )
@@ -125,6 +126,7 @@ class Given:
     flags: tuple[str, ...] = ()  # which files it reads besides ttrain's, such as --config-name mine
     explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
     merged: bool = False  # whether the config of a checkpoint lies below
+    files: Any = field(default=None, repr=False)  # ConfigFiles that the command can name
 
     def awaits_model(self, resume: str) -> bool:
         """Return whether the model is still to come from the checkpoint to resume; checks of it are made again then."""
@@ -190,6 +192,7 @@ class Config:
     trial: TrialConfig = option(TrialConfig, "what task=trial compares")
     lr_finder: LrFinderConfig = option(LrFinderConfig, "what task=lr_finder tries")
     runs: RunsConfig = option(RunsConfig, "what task=runs lists")
+    schema: SchemaConfig = option(SchemaConfig, "what task=schema prints")
     report: ReportConfig = option(ReportConfig, "what task=report writes")
     plugins: list[str] = option([], "modules that register more components; command line only")
     source: Given = field(default_factory=Given, repr=False, compare=False)

@@ -167,6 +167,13 @@ class RunsConfig:
 
 
 @dataclass
+class SchemaConfig:
+    """Options of task=schema, which prints a JSON Schema of config files."""
+
+    group: str | None = option(None, "group whose files it is of, such as model; null is recipes and main configs")
+
+
+@dataclass
 class ReportConfig:
     """Options of task=report. `run=<folder>,<folder>` is short for report.run=[<folder>,<folder>]."""
 
