@@ -163,8 +163,11 @@ class Trial(Grid):
         going = [side for side in self.variants if side.verdict is None]
         left = sum(self._settings.seeds - len(side.ends) for side in ([*going, self.baseline] if going else []))
         spent = [end["seconds"] for side in self.sides for end in side.ends]
-        told = f"{len(spent)} of at most {len(spent) + left} runs, {format_duration(time.monotonic() - self._began)}"
-        return f"{told}, at most {format_duration(left * fmean(spent) / self._parallel)} to go" if spent else told
+        if not spent:
+            return f"at most {left} runs"
+        so_far, rest = time.monotonic() - self._began, left * fmean(spent) / self._parallel
+        told = f"{len(spent)} of at most {len(spent) + left} runs, {format_duration(so_far)}"
+        return f"{told}, at most {format_duration(rest)} to go" if left else told
 
     def results(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
