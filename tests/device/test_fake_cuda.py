@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.device.fake_cuda import FakeCuda, fake_cuda
-from tests.ops.harness import all_cases, every_op
+from tests.ops.harness import every_op, most_cases
 from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.spec import DType
@@ -36,12 +36,12 @@ def plain(device: FakeCuda) -> FakeCuda:
     return device
 
 
-@every_op(all_cases(DType.FP32, DType.BF16))
+@every_op(most_cases())
 def test_every_row_takes_its_cases(device: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
     device.takes(op, case, dtype)
 
 
-@every_op(all_cases(DType.FP32, DType.BF16, where=lambda op: op.name in RULES and op.name != "fused"))
+@every_op(most_cases(lambda op: op.name in RULES and op.name != "fused"))
 def test_rows_of_aten_take_what_triton_does(plain: FakeCuda, op: Op, case: Case, dtype: DType) -> None:
     plain.takes(op, case, dtype)
 

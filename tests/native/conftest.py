@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.hurry import QUICKLY
-from tests.ops.harness import all_cases
+from tests.ops.harness import most_cases
 from ttrain.core.errors import UserError
-from ttrain.core.spec import DType
 from ttrain.device.base import Kernel
 from ttrain.device.torch.device import TorchDevice
 from ttrain.device.torch.native import toolchain
@@ -30,9 +29,8 @@ def has_kernel(op: Op) -> bool:
 
 
 def every_case(where: Callable[[Op], bool] = has_kernel) -> list[Any]:
-    """(op, case, dtype) of all ops with a kernel, those of passes too; in bf16 every other case, to compile less."""
-    narrow = [case for case in all_cases(DType.BF16, where=where) if int(case.id.split("-")[-2]) % 2 == 0]
-    return [*all_cases(DType.FP32, where=where), *narrow]
+    """(op, case, dtype) of all ops with a kernel, those of passes too."""
+    return most_cases(where)
 
 
 class NativeDevice(TorchDevice):

@@ -47,14 +47,13 @@ READS: dict[str, Order] = {
 LIMITS = {"mlp": 22, "nano-gpt": 150, "nano-gpt pure": 137, "many ids": 114, "llama": 215}
 READ_LIMITS = {"nano-gpt": 119, "llama": 130, "agillm": 127, "agillm pairs": 130}
 TINY = {"pad_vocabulary": 32, "vocabulary": 300, "context": 64}
-SEVERAL = (MLP, {**STEPS["nano-gpt"], "rows": 8}, STEPS["many ids"], STEPS["llama"], ODD)  # with rows per chip
 # What each must take: cores, settings of the device, and cases.
 BOARDS: dict[str, tuple[list[int], Order, tuple[Order, ...]]] = {
     "n300, one chip": ([7, 8], {"board": "n300"}, (
         MLP, *({**agillm(name, **TINY, **more), **BF16}
                for name, more in (("femto_12x", {}), ("nano_3x", {"recompute": "block"}))),
     )),
-    "n300": ([7, 8], {"board": "n300", "mesh": [1, 2]}, SEVERAL),
+    "n300": ([7, 8], {"board": "n300", "mesh": [1, 2]}, (MLP, {**STEPS["nano-gpt"], "rows": 8}, STEPS["many ids"])),
     "t3000": ([7, 8], {"board": "t3000", "mesh": [2, 4]}, (MLP, STEPS["llama"], ODD)),
     "p150": ([10, 13], {"board": "p150"}, (MLP, ODD)),
     "dispatch from Ethernet cores": ([8, 8], {"board": "n300", "dispatch": "eth"}, ()),
