@@ -67,7 +67,7 @@ def test_a_misspelt_key_in_a_config_and_nested(tmp_path: Path) -> None:
     write(tmp_path, "mine.yaml", OWN + "trian: {steps: 3}\ntrain: {steps: {count: 3}}\n")
     assert problems(config_dir=tmp_path, config_name="mine") == [
         f"trian: unknown key (set in mine.yaml). {did_you_mean('trian', load().__dict__.keys() - {'source'})}",
-        "train.steps={'count': 3}: must be an integer, got a mapping (set in mine.yaml).",
+        "train.steps={'count': 3}: must be an integer or null, got a mapping (set in mine.yaml).",
     ]
 
 

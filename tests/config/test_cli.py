@@ -64,7 +64,9 @@ def test_bad_input_exits_with_2_before_any_task_and_without_a_traceback(ran: lis
     assert main(["train.stpes=5", "train.steps=x"]) == 2
     assert not ran
     errors = capsys.readouterr().err
-    assert errors.startswith("ttrain: 2 problems in the config:\n  1. train.steps='x': must be an integer, got text.")
+    assert errors.startswith(
+        "ttrain: 2 problems in the config:\n  1. train.steps='x': must be an integer or null, got text."
+    )
     assert "Traceback" not in errors
 
 

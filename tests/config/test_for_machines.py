@@ -32,7 +32,7 @@ train: {stpes: 5}
 train: {steps: many}
 train: {steps: 1.5}
 train: {steps: 0}
-train: {steps: null}
+train: {tokens: 0}
 train: {steps: [5]}
 train: {batch_size: -1}
 train: {ema: 1.0}
@@ -162,7 +162,7 @@ def test_interpolations_and_values_that_come_later_are_taken(schema: Any) -> Non
 def test_the_task_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["task=schema"]) == 0
     steps = json.loads(capsys.readouterr().out)["$defs"]["train"]["properties"]["steps"]
-    assert steps["type"] == ["integer", "string"] and (steps["minimum"], steps["pattern"]) == (1, LATER)
+    assert steps["type"] == ["integer", "string", "null"] and (steps["minimum"], steps["pattern"]) == (1, LATER)
     assert steps["default"] == TrainConfig().steps and "optimizer steps" in steps["description"]
     assert main(["task=schema", "train.stpes=1"]) == 2
     assert main(["task=schema", "schema.group=modle"]) == 2

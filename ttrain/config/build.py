@@ -237,7 +237,7 @@ def build_session(
 
 def build_rates(model: Model, config: Config) -> Callable[[int], dict[str, float]]:
     """Step, counted from 1, to its learning rates by the names of their step inputs."""
-    schedule = made("schedule", config.schedule, config.train.steps)
+    schedule = made("schedule", config.schedule, config.train.last)
     return learning_rates(model.parameters(), config.optimizer, schedule)
 
 

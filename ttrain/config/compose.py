@@ -34,6 +34,7 @@ from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of
 from ttrain.train.runs.record import as_text
+from ttrain.train.settings import superseded
 
 _HEEDED = re.compile(  # of Hydra's keys
     r"hydra(\.(mode|sweeper\.params(\..+)?|job\.(num|id|override_dirname)"
@@ -90,6 +91,7 @@ class Composer:
             root = self._compose(self._lines(single))
             self._join(root, self._lines(single))
             job = _completed(root)
+            job.train.update(dict.fromkeys(superseded([override.key_or_group for override in single])))
             for override in single:
                 if not self._is_hydras(override):
                     _apply(job, override)
@@ -244,6 +246,7 @@ class Composer:
             explicit |= {group} & {*sections()}
             if isinstance(option := composed.choices.get(group), str):
                 explicit |= {*self.files.sets(group, option)}
+        explicit -= {f"train.{name}" for name in superseded([override.key_or_group for override in mine])}
         lines = tuple(str(override.input_line) for override in mine)
         return Given(composed.choices, lines, self.job_flags(composed), frozenset(explicit), files=self.files)
 

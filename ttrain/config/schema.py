@@ -81,10 +81,10 @@ class SweepConfig:
             yield f"sweep.prune={self.prune}: ends jobs of a search. Give sweep.search=tpe as well."
         if task != "train":
             yield f"sweep.prune={self.prune}: task={task} has no evaluations to go by. Leave it out."
-        elif train.eval_every is None or train.eval_every * (self.prune_after + 1) > train.steps:
+        elif train.eval_every is None or train.eval_every * (self.prune_after + 1) > train.last:
             yield (
                 f"sweep.prune={self.prune}: needs more than sweep.prune_after={self.prune_after} evaluation(s) of a "
-                f"job. Give train.eval_every=<steps>, at most {max(train.steps // (self.prune_after + 1), 1)}."
+                f"job. Give train.eval_every=<steps>, at most {max(train.last // (self.prune_after + 1), 1)}."
             )
 
     @rule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache
@@ -22,6 +22,7 @@ from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of, rules_of, value_problems
 from ttrain.device.info import info_of
+from ttrain.train.settings import LENGTHS
 
 KINDS = {
     NoneType: "null", int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list",
@@ -72,20 +73,33 @@ def typed_config(values: Mapping[str, Any], source: Given | None = None, finding
             section = _section(name, values[name], found)
             if section is not _REFUSED:
                 setattr(config, name, section)
-    _settle(config)
+    found.problems += _settle(config, found.bad_sections)
     found.problems += rule_problems(config, found.bad_sections)
     if found.problems:
         raise ConfigError(list(dict.fromkeys(map(found.with_recipe, found.problems))))
     return config
 
 
-def _settle(config: Config) -> None:
-    """Replace engine=auto and precision=auto by what they stand for on the device; records have what was taken."""
-    info = info_of(config.device)
+def _settle(config: Config, bad_sections: Set[str]) -> Iterator[str]:
+    """Replace engine=auto, precision=auto and train.tokens by what they stand for; records have what was taken.
+
+    Yield the problem of a run whose length is not said in one way. A run that is continued has steps that were fixed.
+    """
+    info, train = info_of(config.device), config.train
     if config.engine.name == "auto":
         config.engine = replace(config.engine, name=info.best_engine(config.device)[0])
     if config.precision.name == "auto":
         config.precision = replace(config.precision, name=info.best_precision(config.device)[0])
+    lengths = {f"train.{name}": getattr(train, name) for name in sorted(LENGTHS)}
+    if train.tokens is not None:
+        from ttrain.train.steps.phases import PhaseSchedule
+
+        steps = PhaseSchedule.of(train, getattr(config.model, "context", None)).steps_for(train.tokens)
+        config.train = replace(train, steps=train.steps or steps)
+        lengths |= {"train.steps": None} if train.steps == steps else {}  # of a config that was settled before
+    given = " ".join(f"{key}={value}" for key, value in lengths.items() if value is not None)
+    if "train" not in bad_sections and (not given or (" " in given and not config.source.merged)):
+        yield f"{given or 'train.steps=null'}: give one of train.steps, minutes and tokens; in files null for others."
 
 
 class _Untrusted(Exception):

@@ -191,7 +191,7 @@ class ScheduleFreeConfig(OptimizerConfig):
         train = others.train
         if train.ema is not None:
             yield f"train.ema={train.ema}: optimizer=schedule_free keeps an average of its own. Give train.ema=null."
-        elif self.average_after >= train.steps:
+        elif self.average_after >= (train.steps or float("inf")):
             yield (
                 f"optimizer.average_after={self.average_after}: must be below train.steps={train.steps}, or the "
                 "average has no step to take in."
@@ -215,7 +215,8 @@ class ScheduleConfig:
 
     @rule
     def _within_the_run(self, others: Any) -> Iterator[str]:
-        end, key = (others.train.steps, "train.steps") if self.steps is None else (self.steps, "schedule.steps")
+        length = others.train.steps or float("inf")  # not known before it is measured
+        end, key = (length, "train.steps") if self.steps is None else (self.steps, "schedule.steps")
         given = f"schedule.decay_from={self.decay_from}"
         if self.warmup > end:
             yield f"schedule.warmup={self.warmup}: must be at most {key}={end}."

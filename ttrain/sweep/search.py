@@ -65,7 +65,7 @@ class Search(Grid):
             self._study = optuna.create_study(
                 study_name="ttrain",  # by which hyperband sorts trials into brackets
                 storage=optuna.storages.JournalStorage(journal), load_if_exists=True, direction=settings.direction,
-                pruner=self._pruner(train.steps // (train.eval_every or train.steps)),
+                pruner=self._pruner(train.last // (train.eval_every or train.last)),
             )  # fmt: skip
         known = self._study.trials
         sampler = getattr(optuna.samplers, _SAMPLERS[str(settings.search)])

@@ -218,7 +218,9 @@ class _Extra:
         found = expected.expected_time(config, *built, config.plan.seconds, compares=True, dataset=self.dataset)
         if isinstance(found, str):
             return [Table("Expected time of one optimizer step", ("", ""), [], (found,))]
-        count, schedule = config.train.steps, expected.schedule_of(config)
+        schedule = expected.schedule_of(config)
+        first = found.time.total * schedule.in_steps_of(schedule.phases[-1], 0, 1)
+        count = config.train.steps or expected.steps_within(config, 0, 0, (first, 0, 0, 0))
         run = schedule.in_steps_of(schedule.phases[-1], 0, count) * found.time.total
         self.values["expected"] = {**found.to_dict(), "run_s": run}
         step, ways = found.tables()

@@ -11,12 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ttrain.core.errors import ConfigError
 from ttrain.core.names import nearest_divisor
 from ttrain.core.options import option, rule
 from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb", "tensorboard")
+LENGTHS = {"steps", "minutes", "tokens"}  # keys of train of which one says how long a run is
 EVALUATION, END = "evaluation", "end"  # when an entry of train.evals is measured
 KINDS = ("text", "choices", "samples")
 
@@ -40,7 +42,9 @@ class RunEvalConfig:
 class TrainConfig:
     """Length of training, the data of each step, and what happens between steps."""
 
-    steps: int = option(1000, "optimizer steps of the whole run, from its first start", minimum=1)
+    steps: int | None = option(1000, "optimizer steps of the whole run; null where minutes or tokens say it", minimum=1)
+    minutes: float | None = option(None, "minutes of steps, evaluations and saves, instead of steps", above=0)
+    tokens: int | None = option(None, "tokens (or examples) that are read, instead of steps", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)
     batch_schedule: list[int] = option([], "growing batch sizes, each for phase_steps; empty is batch_size", minimum=1)
@@ -73,6 +77,13 @@ class TrainConfig:
     )
     min_improvement: float = option(0.0, "smallest fall of val/loss that counts as lower", minimum=0)
     peak_tflops: float | None = option(None, "peak of the device in TFLOP/s, for mfu; null measures a matmul", above=0)
+
+    @property
+    def last(self) -> int:
+        """Return the number of the last step. Raises ConfigError where a run would first have to measure it."""
+        if self.steps is None:
+            raise ConfigError(f"train.minutes={self.minutes}: a run measures its steps first. Give train.steps here.")
+        return self.steps
 
     @rule
     def _micro_batches(self, others: Any) -> Iterator[str]:
@@ -143,6 +154,12 @@ def _growth_problem(key: str, sizes: list[int], end_key: str, end: int | None) -
     return None
 
 
+def superseded(given: Collection[str]) -> set[str]:
+    """Return the keys of train that say how long a run is, where a `given` key takes their place."""
+    named = {name for name in LENGTHS if f"train.{name}" in given}
+    return LENGTHS - named if named else set()
+
+
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:
     """Return the config with the largest batches and sequences from the first step on, and with changes."""
     return replace(train, batch_schedule=[], length_schedule=[], **changes)
@@ -201,6 +218,7 @@ class ReplicasConfig:
         wanted = others.supervise.wanted(others.source.explicit)
         wrong = {
             "logger": (isinstance(others.logger, WandbConfig), "console", "W&B follows one run per process"),
+            "train.steps": (others.train.minutes is not None, "<steps>", "no step can be timed alone"),
             "recover.oom": (others.recover.oom == "shrink", "stop", "the replicas share the memory"),
             "supervise.enabled": (wanted, "false", "a supervisor follows one run"),
         }

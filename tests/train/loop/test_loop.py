@@ -172,7 +172,8 @@ def test_resumed_run_is_the_uninterrupted_one(make_training: MakeTraining, attem
     again = make_training("attempts", resume=True, **settings)
     assert again.loop.run().step == 14 and lines(again) == before  # a finished run does nothing when resumed
     ended, expected = (vars(each.loop.context.progress).copy() for each in (training, whole))
-    assert ended.pop("seconds") > 0 and expected.pop("seconds") > 0
+    for timed in ("seconds", "spent"):
+        assert ended.pop(timed) > 0 and expected.pop(timed) > 0
     assert ended == expected
 
 
@@ -334,7 +335,7 @@ def test_a_kill_during_an_evaluation_loses_no_step(
     for checkpoint in list_checkpoints(whole.run_directory.checkpoints)[0]:
         same = read_checkpoint(again.run_directory.checkpoints / checkpoint.path.name)
         assert (same.val_loss, same.step) == (checkpoint.val_loss, checkpoint.step)
-        ignored = {"seconds": 0.0}
+        ignored = {"seconds": 0.0, "spent": 0.0}
         assert same.progress | ignored == checkpoint.progress | ignored
 
 

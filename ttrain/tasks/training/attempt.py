@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
+from ttrain.config.validate import rule_problems
+from ttrain.core.errors import ConfigError, DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
+from ttrain.core.units import counted, format_duration
 from ttrain.core.waiting import Waiting
 from ttrain.data.text import byte_counter
 from ttrain.device.base import Device
@@ -26,11 +30,12 @@ from ttrain.device.info import info_of
 from ttrain.engine.base import Step
 from ttrain.models.base import preparation
 from ttrain.tasks.training.dry_run import dry_run
-from ttrain.tasks.training.expected import changed, pace_of
+from ttrain.tasks.training.expected import changed, pace_of, steps_within
 from ttrain.tasks.training.run import Run, train_on
 from ttrain.tasks.training.start import start_run
-from ttrain.train.checkpoint.checkpoint import Progress, held_out_hash
+from ttrain.train.checkpoint.checkpoint import UNFINISHED, Progress, held_out_hash, read_manifest, step_name
 from ttrain.train.checkpoint.retention import check_space, checkpoint_bytes, list_checkpoints
+from ttrain.train.checkpoint.save import host_copy, save_checkpoint
 from ttrain.train.forecast.limits import is_out_of_memory, memory_message
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.metrics import Events, Meter, MetricsFile, read_metrics
@@ -41,7 +46,7 @@ from ttrain.train.loop.loop import Evaluation, Loop
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.settings import ReplicasConfig
+from ttrain.train.settings import END, ReplicasConfig
 from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import Rates, reads_ahead
@@ -87,6 +92,8 @@ class Attempt:
                 run.evals.prepare(session, self.steps)
                 progress, began, phases = self._begin(session)
                 self.heartbeat.beat()
+                if run.config.train.steps is None:
+                    run = self.run = self._with_steps(session, phases, progress)
                 run.record(folder, session, self.steps, began)
                 loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
             self._checkpoints = loop.checkpoints
@@ -125,6 +132,48 @@ class Attempt:
         phases.turn(progress.step + 1)
         return progress, began, phases
 
+    def _with_steps(self, session: Session, phases: Phases | None, progress: Progress) -> Run:
+        """Return the run with the steps that the rest of train.minutes allows, by measured ones; the state stays as is.
+
+        The leading rank's times count for all. Raises ConfigError where other keys ask for more steps.
+        """
+        run, start, minutes = self.run, time.perf_counter(), self.run.config.train.minutes or 0
+
+        def seconds(work: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            work()
+            return run.world.broadcast(max(time.perf_counter() - began, 1e-9))
+
+        def files(due: str, stopped: Callable[[], bool]) -> dict[str, float]:
+            run.world.once(lambda: str(run.evals.measure(due, stopped, lambda *told, **facts: None)))
+            return {}
+
+        with TemporaryDirectory(prefix=UNFINISHED, dir=self.folder.checkpoints) as scratch:
+            hold = seconds(lambda: host_copy(session.state))
+            save = seconds(lambda: save_checkpoint(Path(scratch), session.state, run.content(progress, None)))
+            evaluation = replace(self._evaluation(progress), measure=files)
+            replace(evaluation, limit=evaluation.rows)()  # what compiles is not timed
+            evaluated, ended = seconds(evaluation), seconds(partial(files, END, bool))
+            some = replace(run, config=changed(run.config, {"train.steps": 1}))
+            # Where there are phases, one batch is read, as the next phase takes other steps.
+            step, first, on = some.stepper(session, self.steps, 0 if phases else 2**62), progress.step + 1, not phases
+            seconds(partial(step, first))
+            one = seconds(partial(step, first + on))
+            times = 1 + int(min(3 * minutes, 10) / one)  # for a twentieth of it
+            one = seconds(lambda: [step(first + on * number) for number in range(times)]) / times
+            read_manifest(Path(scratch, step_name(progress.step))).load(session.state)
+        beside = run.config.train.async_save and self.device.name != "cpu"  # whose cores a save takes from steps
+        parts = one, evaluated, hold if beside else save, save + ended
+        steps = steps_within(run.config, progress.spent, progress.step, parts)
+        config = changed(run.config, {"train.steps": steps})
+        told = f"train.minutes={minutes:g} allows {counted(steps, 'step')}"
+        if problems := rule_problems(config):
+            raise ConfigError(f"{told}. {' '.join(problems)}")
+        shown = map(format_duration, (one, evaluated, save, time.perf_counter() - start))
+        told += " of {}, with evaluations of {} and saves of {}. Not counted: {} of measuring.".format(*shown)
+        self.events.tell("budget", told, progress.step, last=steps, seconds=parts)
+        return replace(run, config=config, stored={**run.stored, "train": {**run.stored["train"], "steps": steps}})
+
     def _loop(
         self, session: Session, phases: Phases | None, loggers: Loggers, progress: Progress, stop: StopRequests
     ) -> Loop:
@@ -149,7 +198,7 @@ class Attempt:
             """Return the learning rates of a step by their inputs. Rollbacks have lowered them."""
             return {name: rate * progress.lr_factor for name, rate in peak_rates(step).items()}
 
-        ahead = reads_ahead(reader, rates, config.train.steps if phases is None else 0)  # a phase is built as it begins
+        ahead = reads_ahead(reader, rates, config.train.last if phases is None else 0)  # a phase is built as it begins
         train_step = session.train_step(self.steps, config.run.seed, run.world, ahead, progress)
         guards = (
             NonFiniteGuard(guard, context, checkpoints, reader, train_step, list(run.model.parameters())),
@@ -238,7 +287,7 @@ class Attempt:
         first = Waiting(FIRST, say)
         pace = pace_of(run, session, self.steps, step, say)
         pace.announce()
-        if config.train.steps > step:
+        if config.train.last > step:
             self._stack.enter_context(first)
 
         def timed(seconds: float) -> None:

@@ -31,7 +31,9 @@ def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
     A device that tells what steps cost leaves a record, never a checkpoint. On another one each step is built, and one
     is launched; nothing stays.
     """
-    config = replace(run.config, train=without_phases(run.config.train))
+    if run.config.train.steps is None:
+        say("train.minutes: a run measures how many steps that makes before its first one; a dry run does not.")
+    config = replace(run.config, train=without_phases(run.config.train, steps=run.config.train.steps or 1))
     run = replace(run, config=config)
     if device.step_facts():
         _costed(run, device, say)

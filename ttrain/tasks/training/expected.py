@@ -7,6 +7,7 @@ steps.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -221,10 +222,10 @@ class Pace:
 def pace_of(run: Run, session: Session, steps: Steps, step: int, say: Callable[[str], None]) -> Pace:
     """Return the pace of a run after `step`, with ways to take less where the run does not continue another."""
     config = run.config
-    hours, count, schedule = config.train.long_hours, config.train.steps, schedule_of(config)
+    hours, count, schedule = config.train.long_hours, config.train.last, schedule_of(config)
     left = schedule.in_steps_of(schedule.at(step + 1), step, count)
     plain = Forecast(0.0, left, 0.0, evaluations_left(step, count, config.train.eval_every))
-    if hours is None or step >= count:
+    if hours is None or config.train.minutes or step >= count:
         return Pace(plain, math.inf, say, list)
     runs, found = _Runs(config, run.dataset, plain), plain
     if info_of(config.device).mode(config.device) == SILICON:
@@ -236,8 +237,9 @@ def pace_of(run: Run, session: Session, steps: Steps, step: int, say: Callable[[
 
 
 def steps_seconds(run: Run) -> float:
-    """Return how long the steps of a new run take by its plan; 0 where that is not known."""
-    return _Runs(run.config, run.dataset, Forecast(0.0, run.config.train.steps)).planned(run.config).total
+    """Return how long the steps of a new run take by its plan, or its minutes; 0 where that is not known."""
+    config, minutes = run.config, run.config.train.minutes or 0
+    return 60 * minutes or _Runs(config, run.dataset, Forecast(0.0, config.train.last)).planned(config).total
 
 
 def evaluations_left(step: int, steps: int, every: int | None) -> int:
@@ -246,6 +248,23 @@ def evaluations_left(step: int, steps: int, every: int | None) -> int:
         return 0
     due = 0 if every is None else steps // every - step // every
     return due + (every is None or steps % every != 0)
+
+
+def steps_within(config: Config, spent: float, done: int, parts: Sequence[float]) -> int:
+    """Return the most steps that train.minutes allows a run that has spent so many seconds on `done`; at least one.
+
+    The parts are the seconds of the next step (one of another phase takes as long as its tokens), of an evaluation, of
+    the start of a save, and of the whole last save.
+    """
+    train, schedule, (step, evaluation, hold, save) = config.train, schedule_of(config), parts
+
+    def needed(steps: int) -> float:
+        between = evaluations_left(done, steps, train.eval_every) * (evaluation + hold)
+        between += (steps - done) // (train.save_every or steps + 1) * hold
+        return step * schedule.in_steps_of(schedule.at(done + 1), done, steps) + between + save
+
+    left = 60 * (train.minutes or 0) - spent
+    return max(done + bisect_right(range(done + 1, done + 2 + int(max(left, 0) / step)), left, key=needed), 1)
 
 
 @dataclass(frozen=True)

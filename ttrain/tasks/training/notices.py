@@ -48,7 +48,7 @@ def notices(config: Config) -> Iterator[str]:
     schedules += [("train.batch_schedule", train.batch_schedule, "batches of {}")]
     for key, sizes, unit in (*schedules, ("data.sources", weights, "the weights {}")):
         reached = (len(sizes) - 1) * train.phase_steps + 1
-        if train.steps < reached:
+        if train.last < reached:
             yield (
                 f"train.steps={train.steps} end before {key} does: {unit.format(sizes[-1])} begin at step "
                 f"{reached}. A lower train.phase_steps gets there."

@@ -128,10 +128,9 @@ class Run:
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
-    rate: Rate
     warnings: list[str]  # what has to be known before the run starts, beside the notices of the config
     world: World  # the ranks that train together
-    earlier: dict[str, Any]  # the device of the attempt before
+    earlier: dict[str, Any]  # the record of the attempt before
     evals: RunEvals  # of train.evals, on the rank that measures
 
     @property
@@ -184,6 +183,11 @@ class Run:
         return BatchReader(data, self.config.run.seed, self.phases, step, start)
 
     @property
+    def rate(self) -> Rate:
+        """Return the learning rate over its steps."""
+        return Rate(self.config.optimizer.lr, self.config.schedule, self.config.train.last)
+
+    @property
     def phases(self) -> PhaseSchedule:
         """Return the sizes of every step's batch."""
         facts = getattr(self.dataset, "context", None), getattr(self.dataset, "weights", ())
@@ -223,28 +227,31 @@ class Run:
         if ways and config.engine.name == "traced":
             yield show_ways(ways)
         schedule = self.phases
-        rows = [schedule.at(number).rows for number in (1, train.steps)]
-        yield extent_line(self.dataset, train.steps, rows, schedule.read(0, train.steps).tokens, config.data.limit)
+        rows = [schedule.at(number).rows for number in (1, train.last)]
+        yield extent_line(self.dataset, train.last, rows, schedule.read(0, train.last).tokens, config.data.limit)
         if (mixture := mixture_table(self.dataset, train)) is not None:
             yield plain_table(mixture).rstrip()
-        of_device = filter(None, [device.caution, self._other_bits(device, ways)])
-        for warning in (*of_device, *notices(config), *self.warnings):
+        saved = None if self.origin.point is None else self.origin.point.checkpoint
+        jump = saved and rate_jump(saved.config, self.rate, Progress.from_dict(saved.progress))
+        of_device = [device.caution, self._other_bits(device, ways)]
+        for warning in (*filter(None, [*of_device, jump]), *notices(config), *self.warnings):
             yield f"WARNING: {warning}"
-        if step >= train.steps:
-            yield f"All {train.steps} steps are done; give train.steps=<more> to train on."
+        if step >= train.last:
+            yield f"All {train.last} steps are done; give train.steps=<more> to train on."
 
     def _other_bits(self, device: Device, ways: Mapping[str, str]) -> str | None:
         """Return why results differ in their last bits from those of the attempt before, if they do on the CPU."""
-        before, now = self.earlier.get("threads"), getattr(device, "threads", None)
-        if not self.earlier.get("name") == device.name == "cpu":
+        earlier = part_of(self.earlier, "device")
+        before, now = earlier.get("threads"), getattr(device, "threads", None)
+        if not earlier.get("name") == device.name == "cpu":
             return None
         if before not in (None, now):
             return (
                 f"kernels ran with {before} thread(s) before and run with {now} now, so that results differ in their "
                 f"last bits; device.threads={before} keeps the bits."
             )
-        earlier = part_of(self.earlier, "products")
-        changes = Counter(f"{earlier[name]} -> {way}" for name, way in ways.items() if earlier.get(name, way) != way)
+        others = part_of(earlier, "products")
+        changes = Counter(f"{others[name]} -> {way}" for name, way in ways.items() if others.get(name, way) != way)
         listed = ", ".join(f"{count} {change}" for change, count in sorted(changes.items()))
         return listed and (
             f"products or attention go another way than before ({listed}), so that results differ in their last bits; "

@@ -24,12 +24,11 @@ from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import World
 from ttrain.tasks.evaluating.in_run import RunEvals
-from ttrain.tasks.training.run import Rate, Run, rate_jump, sample_prompt
-from ttrain.train.checkpoint.checkpoint import Progress
+from ttrain.tasks.training.run import Run, sample_prompt
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.resume import ResumePoint
-from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, part_of, read_config
+from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, read_config
 from ttrain.train.runs.warm_start import Origin
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.child import Heartbeat
@@ -117,7 +116,7 @@ def check_all(
     config: Config, stored: dict[str, Any], dataset: Dataset, model: Model, origin: Origin, world: World
 ) -> Run:
     """Return the run, if its parts fit each other and its origin. Raises CheckpointError or UserError."""
-    point, train, jump = origin.point, config.train, None
+    point, train = origin.point, config.train
     if point is not None:
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
@@ -132,9 +131,6 @@ def check_all(
             changes = resuming.config_difference(origin.config, stored)
             origin.notes += (f"Changed since the run started: {change}" for change in changes)
     shorter = {length: build.shorter_model(model, length, config) for length in train.length_schedule}
-    rate = Rate(config.optimizer.lr, config.schedule, train.steps)
-    if point is not None:
-        jump = rate_jump(point.checkpoint.config, rate, Progress.from_dict(point.checkpoint.progress))
     chosen = chosen_model(origin.run) if config.source.merged else config.source.choices.get("model")
     return Run(
         config,
@@ -145,10 +141,9 @@ def check_all(
         shorter=shorter,
         prompt=prompt,
         origin=origin,
-        rate=rate,
-        warnings=[*filter(None, [jump]), *dataset.description.get("notices", ()), *empty, *evals.notices],
+        warnings=[*dataset.description.get("notices", ()), *empty, *evals.notices],
         world=world,
-        earlier=part_of(newest_attempt(None if point is None else point.run), "device"),
+        earlier=newest_attempt(origin.run),
         evals=evals,
     )
 
@@ -178,7 +173,7 @@ def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple
     return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
 
 
-def _branched(schedule: ScheduleConfig, steps: int, origin: Origin) -> ScheduleConfig:
+def _branched(schedule: ScheduleConfig, steps: int | None, origin: Origin) -> ScheduleConfig:
     """Fill in the checkpoint's step as the start of a decay, where the schedule asks. A branch keeps its own."""
     point = origin.point
     if schedule.decay_from != 0:
@@ -190,7 +185,7 @@ def _branched(schedule: ScheduleConfig, steps: int, origin: Origin) -> ScheduleC
         )
     known = None if origin.held is None else (origin.config or {})["schedule"].get("decay_from")
     step = known or point.checkpoint.step
-    if step >= (end := schedule.steps or steps):
+    if step >= (end := schedule.steps or steps or float("inf")):  # not known before it is measured
         raise ConfigError(
             f"schedule.decay_from=0: is step {step} here, and the schedule ends at step {end}. Give more train.steps."
         )
@@ -239,7 +234,7 @@ def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> 
     if isinstance(dataset, TokenDataset) or dataset.fields["targets"].dtype.is_floating:  # all have targets
         return []
     found, data, train, seed = [], config.data, config.train, config.run.seed
-    samples = schedule.read(0, train.steps).samples
+    samples = schedule.read(0, train.steps or train.phase_steps).samples
     for length in dict.fromkeys(phase.length for phase in schedule.phases):
         shorter: Any = dataset.at(length, 0, 0) if train.length_schedule else dataset  # type: ignore[attr-defined]
         look = empty_rows(shorter, "train", seed, samples)

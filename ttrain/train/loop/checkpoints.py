@@ -270,12 +270,12 @@ class Checkpoints:
         context, progress = self._context, self._context.progress
         self._world.barrier()
         checkpoint, _ = retention.newest_complete(self._run.checkpoints)
-        factor, rollbacks = progress.lr_factor * config.lr_factor, progress.rollbacks + 1
+        factor, rollbacks, spent = progress.lr_factor * config.lr_factor, progress.rollbacks + 1, progress.spent
         if checkpoint is None or rollbacks > config.max_rollbacks:
             return False
         checkpoint.load(context.state)
         vars(progress).update(vars(Progress.from_dict(checkpoint.progress)), wandb_id=progress.wandb_id)
-        progress.lr_factor, progress.rollbacks = factor, rollbacks
+        progress.lr_factor, progress.rollbacks, progress.spent = factor, rollbacks, spent
         dropped = context.loggers.file.cut(checkpoint.step, progress.evaluated_at == checkpoint.step)
         note = (
             f"{why} Rolled back to step {checkpoint.step} with {factor:g} times the learning rate; {dropped} lines "

@@ -160,7 +160,7 @@ def _entropy(sums: Mapping[str, float]) -> float:
 
 @dataclass
 class Loop:
-    """Trains from `context.progress.step` to `context.config.steps`.
+    """Trains from `context.progress.step` to `context.config.last`.
 
     Everything that varies from step to step is a function of the seed, the step and what was read before it. So a run
     that was stopped after any step and resumed from its checkpoint continues exactly.
@@ -181,6 +181,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._started = False
+        # A first step may compile, so it counts as the second does. A run may be off by a twentieth without a word.
+        self._counted, self._times, self._off = 0.0, iter((0, 2)), 0.05
         self._signal = 0  # number of the signal that stops all ranks
         self._asked: Numbers = {}  # what ranks asked with the last step
         # One that is alone need not wait for a step to be heard.
@@ -194,7 +196,8 @@ class Loop:
         change nothing.
         """
         context = self.context
-        context.loggers.console.start(context.progress.step, context.config.steps)
+        context.loggers.console.start(context.progress.step, context.config.last)
+        self._counted = time.monotonic()
         try:
             with self.stop:
                 for step in self._steps():
@@ -212,10 +215,12 @@ class Loop:
             self._save_and_evaluate()
             if self._signal:
                 raise self._interrupted(signal.Signals(self._signal).name)
-            if progress.step >= context.config.steps or self._stopped_early():
+            if progress.step >= context.config.last or self._stopped_early():
                 self._evaluate()
                 self.checkpoints.save(wait=True)
                 self._measure_at_end()
+                self._count()
+                self._tell_pace(0)
                 return
             step = progress.step + 1
             self.heartbeat()
@@ -232,7 +237,7 @@ class Loop:
             for guard in self.guards:
                 guard.forget()
             context.loggers.console.close()
-            context.loggers.console.start(progress.step, context.config.steps)
+            context.loggers.console.start(progress.step, context.config.last)
         else:
             progress.step, (progress.read_samples, progress.read_tokens, read) = step, self.reader.before(step + 1)
             progress.read_sources = {**read}
@@ -241,6 +246,24 @@ class Loop:
                 self._started = True
                 self._tell_start(step)
         progress.seconds += self.meter.rest()
+        self._count(next(self._times, 1))
+
+    def _count(self, times: int = 1) -> None:
+        """Count the time since the last call into what train.minutes counts."""
+        now = time.monotonic()
+        self.context.progress.spent += times * (now - self._counted)
+        self._counted = now
+
+    def _tell_pace(self, least: float) -> None:
+        """Tell how far the run is off train.minutes by its pace so far, if by `least` or more of them. 0 is its end."""
+        config, progress, read = self.context.config, self.context.progress, self.reader.schedule.read
+        if config.minutes and (progress.step < config.last or not least):
+            share = read(0, progress.step).tokens / read(0, config.last).tokens
+            off = progress.spent / (60 * config.minutes * share) - 1
+            if abs(off) >= least:
+                self._off = 2 * abs(off)
+                told = f"train.minutes={config.minutes:g}: {off:+.1%} off at step {progress.step:,} of {config.last:,}."
+                self.context.events.tell("pace", told, progress.step, off=round(off, 4))
 
     def _tell_start(self, step: int) -> None:
         """Tell how long the start took, imports included, and the kernels that it compiled or found compiled."""
@@ -259,6 +282,7 @@ class Loop:
         self.meter.restart(flops_per_step(self.phases.session.graph))
         note = f"From step {step} on, a step trains on {phase.text()}."
         self.context.events.tell("phase", note, step, length=phase.length, rows=phase.rows)
+        self._counted, self._times = time.monotonic(), iter((0, 2))
 
     def _save_and_evaluate(self) -> None:
         """Do what is due after the current step, also where a resumed run had left it undone.
@@ -272,7 +296,7 @@ class Loop:
             return
         if asked:
             context.events.tell("asked", f"Saving step {step}, as SIGUSR1 asked.", step)
-        last, every = step >= context.config.steps, context.config.eval_every
+        last, every = step >= context.config.last, context.config.eval_every
         due = last or by_time or asked or checkpoints.due(step)
         if due:
             checkpoints.save(wait=last)
@@ -297,6 +321,8 @@ class Loop:
         if result is None:  # a signal came meanwhile
             self._ask()
             return False
+        self._count()
+        self._tell_pace(self._off)
         further = {f"val/{name}": value for name, value in result.metrics.items()}
         context.loggers.log({"step": progress.step, "val/loss": result.loss, **further, **result.further})
         return progress.evaluated(result.loss, context.config.min_improvement)
@@ -361,7 +387,7 @@ class Loop:
         progress.tokens += result.tokens
         if result.loss is not None and math.isfinite(result.loss):
             progress.train_loss = result.loss
-        if result.finite and step % config.log_every and step != config.steps:
+        if result.finite and step % config.log_every and step != config.last:
             return
         line: Metrics = {
             "step": step,

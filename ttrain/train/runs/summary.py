@@ -148,14 +148,14 @@ def mixture_table(dataset: Dataset, train: TrainConfig) -> Table | None:
     """Return a table of the sources of a mixture, with the passes over them of the whole run; None of other data."""
     sources, context = dataset.description.get("sources", {}), dataset.fields["targets"].size
     schedule, rows = PhaseSchedule.of(train, context, getattr(dataset, "weights", ())), []
-    reads = [count * phase.length for count, phase in zip(schedule.rows(0, train.steps), schedule.phases, strict=True)]
+    reads = [count * phase.length for count, phase in zip(schedule.rows(0, train.last), schedule.phases, strict=True)]
     for number, (name, facts) in enumerate(sources.items()):
         shares = [phase.weights[number] / sum(phase.weights) for phase in schedule.phases]
         a_pass = facts["sequences"]["train"] * context if "sequences" in facts else facts["tokens"]["train"]
         passes = sum(share * tokens for share, tokens in zip(shares, reads, strict=True)) / a_pass
         documents, tokens = (f"{facts[key]['train']:,} + {facts[key]['val']:,}" for key in ("documents", "tokens"))
         rows.append((name, ", ".join(f"{100 * share:.3g} %" for share in shares), documents, tokens, _passes(passes)))
-    columns = ("", "sequences", "documents + held out", "tokens + held out", f"in {counted(train.steps, 'step')}")
+    columns = ("", "sequences", "documents + held out", "tokens + held out", f"in {counted(train.last, 'step')}")
     return Table("Sources", columns, rows) if rows else None
 
 

@@ -9,6 +9,7 @@ sample and token.
 from __future__ import annotations
 
 import gc
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -86,6 +87,10 @@ class PhaseSchedule:
         ends = [*((number + 1) * self.every for number in range(len(self.phases) - 1)), steps]
         steps_of = (max(min(end, steps) - max(number * self.every, done), 0) for number, end in enumerate(ends))
         return [phase.rows * count for phase, count in zip(self.phases, steps_of, strict=True)]
+
+    def steps_for(self, tokens: int) -> int:
+        """Return how many steps read at least so many tokens."""
+        return 1 + bisect_left(range(1, tokens), tokens, key=lambda steps: self.read(0, steps).tokens)
 
     def in_steps_of(self, phase: Phase, done: int, steps: int) -> float:
         """Return how many steps of this phase read as many tokens as the steps from `done` to `steps`."""
