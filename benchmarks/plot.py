@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from ttrain.bench.report import ms
 
 COLORS = {"PyTorch": "#ee6677", "ttrain": "#4477aa"}
@@ -16,6 +14,8 @@ COLORS = {"PyTorch": "#ee6677", "ttrain": "#4477aa"}
 
 def draw(result: dict[str, Any], picture: Path) -> None:
     """Write a picture with a bar per contender, median and quartiles, in a part for each size and precision."""
+    from matplotlib.figure import Figure
+
     cases = [(case, [row for row in case["rows"] if row.get("step_ms")]) for case in result["cases"]]
     cases = [(case, rows) for case, rows in cases if rows]
     if not cases:
