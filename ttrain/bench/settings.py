@@ -56,14 +56,10 @@ class BenchConfig:
         choices=MEASURED,
         one=True,
     )
-    seconds: float = option(
-        15.0, "seconds of steps for each size and precision, without building and compiling", above=0
-    )
+    seconds: float = option(15.0, "seconds of steps per size and precision, without building and compiling", above=0)
     rounds: int = option(20, "turns of each contender, in random order; fewer if time is up", minimum=3)
     starts: int = option(1, "starts of each contender with cold and with warm caches", minimum=1)
-    out: str | None = option(
-        None, "new folder for the results; null takes outputs/bench/<date>/<time>_<bench>_<size>", path=True
-    )
+    out: str | None = option(None, "new folder for results; null takes one below outputs/bench", path=True)
 
     @rule
     def _measures_something(self, others: Any) -> Iterator[str]:

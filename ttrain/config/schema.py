@@ -53,9 +53,7 @@ class SweepConfig:
         path=True,
     )
     parallel: int = option(1, "CPU jobs that run at once and share its threads; a card takes one job", minimum=1)
-    srun: str | None = option(
-        None, "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which then starts each job"
-    )
+    srun: str | None = option(None, "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which starts jobs")
     fail_fast: bool = option(False, "end the sweep at the first job that fails")
     objective: str = option("best_val_loss", "key of summary.json that compares jobs")
     direction: str = option("minimize", "direction in which the objective is better", choices=("minimize", "maximize"))
@@ -105,9 +103,7 @@ class LrFinderConfig:
     low: float = option(1e-6, "learning rate of the first step", above=0)
     high: float = option(10.0, "learning rate of the last step", above=0)
     steps: int = option(200, "most steps; fewer if the loss diverges", minimum=10)
-    out: str | None = option(
-        None, "folder for results.json and plot.png; null claims one below outputs/lr_finder", path=True
-    )
+    out: str | None = option(None, "new folder for results and plot; null takes one below outputs/lr_finder", path=True)
 
     @rule
     def _rises(self, others: Any) -> Iterator[str]:
@@ -174,9 +170,7 @@ class Config:
     logger: LoggerConfig = option(LoggerConfig, "who else sees the metrics")
     run: RunConfig = option(RunConfig, "where the run lives and its seed")
     replicas: ReplicasConfig = option(ReplicasConfig, "how replicas on sub-devices differ")
-    resume: str = option(
-        "none", "none, auto (newest complete checkpoint of run.dir), or the folder of a run or checkpoint", path=True
-    )
+    resume: str = option("none", "none, auto (run.dir's newest complete checkpoint), or a run or checkpoint", path=True)
     sample: SampleConfig = option(SampleConfig, "how text is drawn from a trained model")
     eval: EvalConfig = option(EvalConfig, "what task=eval measures")
     export: ExportConfig = option(ExportConfig, "what task=export writes")

@@ -31,18 +31,14 @@ class DataConfig:
         "place of the training split; auto is device on a GPU up to 256 MiB (4 bytes a token), else host",
         choices=("auto", "device", "host"),
     )
-    limit: int | None = option(
-        None, "train on this many first sequences only, to see a model overfit; null takes all", minimum=1
-    )
+    limit: int | None = option(None, "first sequences to train on, to see a model overfit; null takes all", minimum=1)
 
 
 @dataclass
 class TextConfig(DataConfig):
     """UTF-8 text, tokenized at the start of a run and kept in memory."""
 
-    path: str | None = option(
-        None, "UTF-8 file, or folder of them in sorted order; null takes Python's standard library", path=True
-    )
+    path: str | None = option(None, "UTF-8 file or folder, read in order; null is Python's standard library", path=True)
     suffixes: list[str] = option([], "file-name endings to read from a folder, such as [.txt, .md]; empty reads all")
     separator: str = option("\n", "text between two files; \\n is a line break", verbatim=True)
     max_bytes: int | None = option(None, "most bytes to read; null reads all", minimum=1)
@@ -63,10 +59,7 @@ class TokensConfig(DataConfig):
     dtype: str | None = option(None, "raw files: little-endian type of an id", choices=TOKEN_DTYPES)
     vocabulary: int | None = option(None, "raw files: number of ids", minimum=1)
     tokenizer: str | None = option(None, "raw files: path of the ids' tokenizer.json, for sampling", path=True)
-    verify: bool = option(
-        False,
-        "check all ids and checksums at the start; false does so up to 256 MiB",
-    )
+    verify: bool = option(False, "check all ids and checksums at the start; false does so up to 256 MiB")
 
     @rule
     def _has_a_path(self, others: Any) -> Iterator[str]:
@@ -135,9 +128,7 @@ class DocumentsConfig(DataConfig):
         "file-name endings to read from a folder, before .gz or .zst; empty reads all",
     )
     max_documents: int | None = option(None, "most documents to read; null reads all", minimum=2)
-    bad_rows: str = option(
-        "stop", "stop at an unusable row and name it, or skip and count it", choices=("stop", "skip")
-    )
+    bad_rows: str = option("stop", "stop at a bad row and name it, or skip and count it", choices=("stop", "skip"))
     tokenizer: str = option("bpe", "char, byte, bpe (learned from the text), or a tokenizer.json's path", path=True)
     vocabulary_size: int = option(2048, "bpe: token ids to train, including the 256 bytes", minimum=256)
     end_token: str | None = option(None, "token after each document; null takes the tokenizer's, or adds <|endoftext|>")

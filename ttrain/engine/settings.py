@@ -11,7 +11,5 @@ from ttrain.core.options import option
 class EngineConfig:
     """Settings of the engine, which runs the steps."""
 
-    name: str = option(
-        "auto", "registered name of the engine; auto is traced where the device compiles or captures, else static"
-    )
+    name: str = option("auto", "name of the engine; auto is traced where the device compiles or captures, else static")
     rematerialize: bool = option(True, "static and traced: recompute cheap elementwise activations in backward")

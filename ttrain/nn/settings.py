@@ -64,11 +64,7 @@ class LoraConfig:
         "name endings of layers that get an adapter, such as [qkv] or [c_attn]; * is any text, all-linear every "
         "linear layer of the blocks",
     )
-    from_: str | None = option(
-        None,
-        "folder of PEFT adapters that a new run starts with; it sets the other lora keys",
-        path=True,
-    )
+    from_: str | None = option(None, "folder of PEFT with which a new run starts; it sets other lora keys", path=True)
 
     @property
     def scale(self) -> float:

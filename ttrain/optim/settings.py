@@ -105,9 +105,7 @@ class LionConfig(OptimizerConfig):
 
     name: str = option("lion", "registered name of the optimizer")
     lr: float = option(1e-4, "peak learning rate", minimum=0)
-    betas: list[float] = option(
-        [0.9, 0.99], "share of the momentum in the direction; decay of the momentum", minimum=0, below=1
-    )
+    betas: list[float] = option([0.9, 0.99], "momentum's share in the direction, and its decay", minimum=0, below=1)
     weight_decay: float = option(1.0, "weight decay per unit of learning rate; see decay_rule", minimum=0)
 
 
@@ -157,9 +155,7 @@ class AdafactorConfig(OptimizerConfig):
     beta2_decay: float = option(-0.8, "exponent; the newest squares have weight step^beta2_decay in the mean", below=0)
     eps: float = option(1e-15, "smallest root of a second moment", minimum=1e-18)
     least_rms: float = option(1e-3, "smallest root mean square assumed for a parameter", minimum=FP32_NORMAL)
-    threshold: float = option(
-        1.0, "largest root mean square of an update; larger ones are scaled down", minimum=FP32_NORMAL
-    )
+    threshold: float = option(1.0, "root mean square of an update above which it is scaled down", minimum=FP32_NORMAL)
 
     @rule
     def _state_is_fp32(self, others: Any) -> Iterator[str]:

@@ -101,9 +101,7 @@ class ParallelConfig:
         "none", "each rank updates, and keeps the state of, the whole model (ddp) or its shard (zero1)",
         choices=("none", "ddp", "zero1"),
     )  # fmt: skip
-    processes: int | None = option(
-        None, "ranks to start on this machine; null takes those of torchrun or SLURM, else one", minimum=1
-    )
+    processes: int | None = option(None, "ranks to start here; null takes torchrun's or SLURM's, else one", minimum=1)
     slices: int | None = option(
         None,
         "parts of every batch, divided among the ranks; equal slices give equal bits; null takes the number of ranks",

@@ -50,15 +50,9 @@ class TrainConfig:
     batch_schedule: list[int] = option([], "growing batch sizes, each for phase_steps; empty is batch_size", minimum=1)
     ema: float | None = option(None, "decay of averaged weights, such as 0.999; null averages none", minimum=0, below=1)
     noise_scale: bool = option(False, "record the batch size whose gradient is as much signal as noise")
-    length_schedule: list[int] = option(
-        [], "growing sequence lengths, each for phase_steps; empty is model.context", minimum=1
-    )
-    phase_steps: int = option(
-        50_000, "steps per entry of batch_schedule, of length_schedule and of weights of data.sources", minimum=1
-    )
-    long_hours: float | None = option(
-        1.0, "forecast in hours from which a run names faster settings; null names none", above=0
-    )
+    length_schedule: list[int] = option([], "growing lengths, each for phase_steps; empty is model.context", minimum=1)
+    phase_steps: int = option(50_000, "steps per entry of batch_schedule, length_schedule or source weights", minimum=1)
+    long_hours: float | None = option(1.0, "forecast in hours from which to name faster settings; null is off", above=0)
     init_from: str | None = option(None, "run, checkpoint, Transformers folder or weights to start from", path=True)
     init_anyway: bool = option(False, "take the weights that fit although a model key or the tokenizer differs")
     eval_every: int | None = option(250, "steps between evaluations; null evaluates once, at the end", minimum=1)
@@ -72,9 +66,7 @@ class TrainConfig:
     keep_hours: float | None = option(None, "keep one checkpoint per this many hours forever; null keeps none", above=0)
     async_save: bool = option(True, "write checkpoints while training continues")
     log_every: int = option(10, "steps between two lines of metrics.jsonl", minimum=1)
-    early_stop: int | None = option(
-        None, "evaluations without a lower val/loss after which the run stops; null never does", minimum=1
-    )
+    early_stop: int | None = option(None, "evaluations without lower val/loss before a stop; null is never", minimum=1)
     min_improvement: float = option(0.0, "smallest fall of val/loss that counts as lower", minimum=0)
     peak_tflops: float | None = option(None, "peak of the device in TFLOP/s, for mfu; null measures a matmul", above=0)
 
@@ -292,6 +284,4 @@ class GuardConfig:
 class RecoverConfig:
     """Changes that a run may make by itself to continue."""
 
-    oom: str = option(
-        "stop", "when out of memory: stop, or halve the micro-batch, not the batch", choices=("stop", "shrink")
-    )
+    oom: str = option("stop", "out of memory: stop, or halve micro-batches, not the batch", choices=("stop", "shrink"))

@@ -42,9 +42,7 @@ class SampleConfig(CheckpointConfig):
     stop: list[str] = option([], "texts (\\n is a line break) and special tokens at which a sample ends; not printed")
     temperature: float = option(0.8, "divisor of the logits; 0 takes the likeliest token", minimum=0)
     top_k: int | None = option(None, "draw from the k likeliest tokens; null draws from all", minimum=1)
-    top_p: float | None = option(
-        None, "draw from the likeliest tokens of this total probability; null draws from all", above=0, maximum=1
-    )
+    top_p: float | None = option(None, "total probability of the likeliest tokens drawn; null is 1", above=0, maximum=1)
     seed: int = option(1337, "seed of the drawn tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
     mode: str = option(
@@ -54,15 +52,8 @@ class SampleConfig(CheckpointConfig):
     )
     cache: bool | None = option(None, "keep keys and values instead of recomputing them; null does if the model can")
     slide: int | None = option(None, "oldest tokens dropped when the context is full; null is an eighth", minimum=1)
-    min_p: float | None = option(
-        None,
-        "draw from tokens of at least this share of the highest probability; null draws from all",
-        above=0,
-        maximum=1,
-    )
-    repetition: float = option(
-        1.0, "divide positive logits of seen tokens by this, multiply negative ones; 1 is off", above=0
-    )
+    min_p: float | None = option(None, "least share of the highest probability; null draws all", above=0, maximum=1)
+    repetition: float = option(1.0, "divide positive logits of seen tokens by this, multiply others; 1 is off", above=0)
     presence: float = option(0.0, "subtract this from the logits of seen tokens")
     frequency: float = option(0.0, "subtract this from the logits of seen tokens, once per occurrence")
     penalty_window: int | None = option(128, "newest tokens that the three penalties look at; null is all", minimum=1)
@@ -117,9 +108,7 @@ class EvalConfig(CheckpointConfig):
 class ExportConfig(CheckpointConfig):
     """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
-    source: str | None = option(
-        None, ".pt or .safetensors file to export in place of run.dir; `model` names its model", path=True
-    )
+    source: str | None = option(None, ".pt or .safetensors in place of run.dir; `model` names its model", path=True)
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
@@ -254,15 +243,9 @@ class ProfileConfig:
 
     steps: int = option(5, "training steps to profile; with profile.csv the steps in it", minimum=1)
     top: int = option(20, "slowest nodes in the table", minimum=1)
-    csv: str | None = option(
-        None, "report of a device's own profiler to read instead of running",
-        path=True,
-    )  # fmt: skip
+    csv: str | None = option(None, "report of a device's own profiler to read instead of running", path=True)
     json: str | None = option(None, "file for the numbers of every node", path=True)
-    trace: str | None = option(
-        None, "file for one step, for ui.perfetto.dev; not with a device's own profiler",
-        path=True,
-    )  # fmt: skip
+    trace: str | None = option(None, "file for one step, for ui.perfetto.dev; not with a device's profiler", path=True)
 
     @rule
     def _something_takes_time(self, others: Any) -> Iterator[str]:

@@ -43,10 +43,7 @@ class TenstorrentConfig(DeviceConfig):
         600, "seconds without progress after which the process ends with exit code 75; null waits forever", minimum=1
     )
     weights: str = option("bf16", "dtype of matrices in products; precision=bf8 sets bf8", choices=("bf16", "bf8"))
-    profile: str | None = option(
-        None, "folder for the report of ttnn's device profiler; null is off",
-        path=True,
-    )  # fmt: skip
+    profile: str | None = option(None, "folder for the report of ttnn's device profiler; null is off", path=True)
     verbose: bool = option(False, "let ttnn write its log")
 
     @property
