@@ -228,7 +228,7 @@ def run(command: Command, number: int, capsys: pytest.CaptureFixture[str]) -> No
         assert re.fullmatch(pattern, capsys.readouterr().err.strip()), "the page shows another message"
         return
     flags, _ = parse_arguments(overrides)
-    if flags.help or flags.cfg or flags.version or flags.schema:
+    if flags.help or flags.cfg or flags.version:
         assert main(overrides) == 0
         return
     overrides = [existing(override) for override in overrides]
