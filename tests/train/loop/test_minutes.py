@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Told
+from tests.parallel.forks import TINY, Forks
 from tests.train.conftest import MakeTraining
 from tests.train.reading import events, losses, steps_on_disk, tensors
 from ttrain.cli import main
@@ -183,3 +184,44 @@ def test_a_run_of_minutes_is_the_run_of_its_steps_and_keeps_them(told: Told, mon
     more = expected_steps(60 * 2 * MINUTES - used, steps, step=1 / 4)
     assert run("run.dir=run", "resume=auto", f"train.minutes={2 * MINUTES}") == 0
     assert steps_of("run") == more > steps and steps_on_disk("run")[-1] == more
+
+
+@pytest.mark.usefixtures("inside", "ticks")
+def test_keys_that_ask_for_more_steps_a_tiny_budget_and_what_measures_nothing(told: Told, capsys: Any) -> None:
+    assert "allows 1 step of " in told(*SMALL, "run.dir=tiny", "train.minutes=0.001")
+    assert steps_of("tiny") == 1 and steps_on_disk("tiny") == [1]
+    refused = told(*SMALL, "run.dir=refused", f"train.minutes={MINUTES}", "schedule.warmup=900", code=2)
+    steps = expected_steps(60 * MINUTES)
+    assert f"allows {steps} steps. schedule.warmup=900: must be at most train.steps={steps}." in refused
+    assert not Path("refused").exists()
+    told("run.dir=none", "device=null", "data.max_bytes=100000", "train.minutes=1")
+    assert not Path("none").exists()
+
+
+@pytest.mark.usefixtures("inside", "ticks")
+def test_growing_batches_and_sequences_take_as_long_as_their_tokens() -> None:
+    words = ["data=stdlib", "data.max_bytes=100000", "model.layers=1", "model.width=16", "model.heads=1", "device=cpu"]
+    words += ["model.context=32", "train.batch_size=4", "train.gradient_accumulation=2", "train.phase_steps=8"]
+    words += ["train.batch_schedule=[2,4]", "train.length_schedule=[16,32]", "train.eval_every=null", "logger=jsonl"]
+    words += ["train.eval_sequences=8", "train.save_every=null", "device.threads=1", "sample.tokens=4"]
+    # A second each for an evaluation, its save, the last save, and the end; steps of 1/2 s, after 8 of them of 2 s.
+    left = 30.0 - 4
+    steps = 8 + int((left - 8 * 0.5) // 2.0)
+    assert main([*words, "run.dir=grows", "train.minutes=0.5"]) == 0 and steps_of("grows") == steps
+    assert main([*words, "run.dir=plain", f"train.steps={steps}"]) == 0
+    assert tensors("grows") == tensors("plain") and losses("grows") == losses("plain")
+
+
+def test_ranks_take_the_steps_of_the_leading_one(tmp_path: Path) -> None:
+    words = [word for word in TINY if not word.startswith("train.steps=")]
+    words += ["parallel=zero1"]
+
+    def ranks(name: str, *own: str) -> None:
+        begun = Forks([[*words, f"run.dir={tmp_path / name}", *own]] * 2, tmp_path / f"{name}.log")
+        assert begun.wait() and begun.codes == [0, 0], begun.said("")
+
+    ranks("minutes", "train.minutes=0.002")
+    steps = read_config(tmp_path / "minutes")["train"]["steps"]
+    ranks("plain", f"train.steps={steps}")
+    assert tensors(tmp_path / "minutes") == tensors(tmp_path / "plain")
+    assert losses(tmp_path / "minutes") == losses(tmp_path / "plain")
