@@ -111,10 +111,10 @@ def test_seeds_and_places_give_other_batches(order: str) -> None:
 
 def test_passes_take_every_piece_once_shuffled_and_shifted_anew() -> None:
     data = dataset(1000, 10, 7, "epoch")
-    passes = [data.batch("train", 3, index * 142, 142)["tokens"][:, 0] for index in range(12)]
-    assert len({order.tobytes() for order in passes}) == 12
-    assert len({int(order.min()) for order in passes}) > 1 and max(order.min() for order in passes) <= 999 % 7
-    assert all((np.diff(np.sort(order)) == 7).all() for order in passes) and not (np.diff(passes[0]) == 7).all()
+    epochs = [data.batch("train", 3, index * 142, 142)["tokens"][:, 0] for index in range(12)]
+    assert len({order.tobytes() for order in epochs}) == 12
+    assert len({int(order.min()) for order in epochs}) > 1 and max(order.min() for order in epochs) <= 999 % 7
+    assert all((np.diff(np.sort(order)) == 7).all() for order in epochs) and not (np.diff(epochs[0]) == 7).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,7 +124,7 @@ def test_passes_take_every_piece_once_shuffled_and_shifted_anew() -> None:
 )
 def test_a_pass_reads_no_token_twice_whatever_the_lengths(phases: list[tuple[int, int]], seed: int) -> None:
     """Counted by the tokens' own positions. A longer length leaves out at most the rest of a piece."""
-    data, length = dataset(100, 13, 12, "epoch"), 96  # 8 pieces of 12, and 3 tokens that passes leave out
+    data, length = dataset(100, 13, 12, "epoch"), 96  # 8 pieces of 12, and 3 tokens that epochs leave out
     counts, number, position = np.zeros((99, 100), np.int64), 0, 0
     for context, rows in [*phases, (12, 8)]:
         view = data.at(context, number, position)
@@ -135,9 +135,9 @@ def test_a_pass_reads_no_token_twice_whatever_the_lengths(phases: list[tuple[int
         position = view.position(seed, number)
         assert position % 12 + context <= 12
     assert counts.max() == 1
-    passes = position // length
+    epochs = position // length
     if not any(12 % context for context, _ in phases):
-        assert passes * length - counts[:passes].sum() <= 12 * len(phases)
+        assert epochs * length - counts[:epochs].sum() <= 12 * len(phases)
 
 
 @settings(max_examples=40, deadline=None)
@@ -268,8 +268,8 @@ def test_examples_read_one_after_another_or_the_first_again_and_again() -> None:
     inputs = regression(limit=2).batch("train", 0, 0, 5)["inputs"]
     assert np.array_equal(inputs, inputs[[0, 1, 0, 1, 0]])
     data = regression(examples=20, held_out=0.25, order="sequential")
-    passes = np.concatenate([data.batch("train", 1, index * 6, 6)["inputs"] for index in range(5)])
-    assert np.array_equal(passes, np.tile(data.examples(np.arange(15, dtype=np.uint64))["inputs"], (2, 1)))
+    epochs = np.concatenate([data.batch("train", 1, index * 6, 6)["inputs"] for index in range(5)])
+    assert np.array_equal(epochs, np.tile(data.examples(np.arange(15, dtype=np.uint64))["inputs"], (2, 1)))
 
 
 def test_sizes_must_be_the_models() -> None:

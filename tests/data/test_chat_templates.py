@@ -62,7 +62,7 @@ def replying(template: str, **more: Any) -> TokenizerTemplate:
 
 
 def parts(template: Any, *messages: Any) -> list[str]:
-    """Return what is learnt of a conversation."""
+    """Return what is learned of a conversation."""
     text, spans = template.render(Chat.of([*messages]))
     return [text[start:end] for start, end in spans]
 
@@ -183,7 +183,7 @@ def test_replies_that_are_cut_off_are_told(folder: Path) -> None:
     told = opened(folder, *([{**USER, "content": f"Say {n}"}, REPLY] for n in range(6)), long, **options)
     assert notices(told)[-2:] == [
         "1 of 7 documents are longer than model.context=24 and lose their end.",
-        "1 of these lose all that the assistant says, so nothing is learnt of them.",
+        "1 of these lose all that the assistant says, so nothing is learned of them.",
     ]
 
 

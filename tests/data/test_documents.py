@@ -280,7 +280,7 @@ def test_blocks_are_the_stream_as_read_cut_without_gap_or_overlap() -> None:
 
 @pytest.mark.parametrize("buffer", [None, 7, 1000])
 def test_a_pass_in_shuffled_order_holds_every_document_once(buffer: int | None) -> None:
-    """Against the documents as read: each pass is a permutation, and within groups of neighbours."""
+    """Against the documents as read: each epoch is a permutation, and within groups of neighbours."""
     data = opened(many("a.jsonl", 60), order="shuffled", shuffle_buffer=buffer, context=8)
     documents, length, stream = stored(data, "train"), len(data._splits["train"]), data._streams["train"]
     orders = []
@@ -321,7 +321,7 @@ def documents_of(batch: dict[str, np.ndarray]) -> list[list[int]]:
 SCHEDULES: dict[str, list[tuple[int, int, int]]] = {  # sequences, length, seed of the attempt
     "growing": [(3, 8, 1), (5, 16, 1), (60, 24, 1)],
     "shrinking": [(7, 24, 1), (11, 16, 1), (90, 8, 1)],
-    "at the end of a pass": [(100, 8, 1), (1, 16, 1), (1, 24, 1), (1, 16, 1), (99, 24, 1)],
+    "at the end of an epoch": [(100, 8, 1), (1, 16, 1), (1, 24, 1), (1, 16, 1), (99, 24, 1)],
 }
 
 
@@ -339,11 +339,11 @@ def test_whole_documents_are_read_once_a_pass_whatever_the_lengths(rule: str, or
                 seen += documents_of(view.batch("train", seed, first + rank, 1))
         number += sequences
         position = view.position(seed, number)
-    passes = [seen[start : start + len(given)] for start in range(0, len(seen), len(given))]
-    assert len(passes) > 2 and all(sorted(map(tuple, each)) == given for each in passes[:-1])
-    assert (passes[0] == passes[1]) == (order == "sequential")
-    rest = [tuple(ids) for ids in passes[-1]]
-    assert len(set(rest)) == len(rest) and position == (len(passes) - 1) * len(data._splits["train"]) + sum(
+    epochs = [seen[start : start + len(given)] for start in range(0, len(seen), len(given))]
+    assert len(epochs) > 2 and all(sorted(map(tuple, each)) == given for each in epochs[:-1])
+    assert (epochs[0] == epochs[1]) == (order == "sequential")
+    rest = [tuple(ids) for ids in epochs[-1]]
+    assert len(set(rest)) == len(rest) and position == (len(epochs) - 1) * len(data._splits["train"]) + sum(
         map(len, rest)
     )
 
@@ -465,7 +465,7 @@ def test_prepared_documents_keep_their_order() -> None:
     prepared = open_tokens(TokensConfig(path="tokens", order="sequential"), Sizes(context=16))
     assert header["end_token"]["id"] == END and prepared.vocabulary == direct.vocabulary
     assert prepared.description["tokenizer"] == direct.description["tokenizer"]
-    expected, given = (data.batch("train", 1, 0, 48) for data in (direct, prepared))  # more than a pass
+    expected, given = (data.batch("train", 1, 0, 48) for data in (direct, prepared))  # more than an epoch
     assert (expected["tokens"] == given["tokens"]).all() and (given["targets"] >= 0).all()
     assert (expected["targets"][:, :-1] == given["targets"][:, :-1]).all()
     ids = np.tile(prepared._splits["train"], 3)  # they go on when the length changes

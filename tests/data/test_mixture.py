@@ -1,4 +1,4 @@
-"""Sources with weights: which source each sequence is of, passes of each, what is held out, and runs on them."""
+"""Sources with weights: which source each sequence is of, epochs of each, what is held out, and runs on them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_batches_follow_from_seed_and_position_and_passes_from_the_source_alone(
         after = data.at(96, stop, 0, json.loads(json.dumps(data.read_before(7, stop))), (6, 3, 1))
         assert all((after.batch("train", 7, stop, 300)[name] == whole[name][stop : stop + 300]).all() for name in whole)
         assert after.read_before(7, 600) == data.read_before(7, 600)
-    # each source by itself, whatever the others are: passes over all its documents, in other orders if shuffled
+    # each source by itself, whatever the others are: epochs over all its documents, in other orders if shuffled
     alone = opened(entry("b", 1), entry("c", 1, name="other"), **options).batch("train", 7, 0, 200)["tokens"]
     found = {letter: [] for letter in "ab"}
     for letter, row in zip(letters(whole["tokens"]), whole["tokens"], strict=True):
@@ -114,9 +114,9 @@ def test_batches_follow_from_seed_and_position_and_passes_from_the_source_alone(
             len(each) for each in "".join(map(chr, np.concatenate(found[letter]))).replace("\0", "").split(chr(END))
         ]
         number = data.description["sources"][letter]["documents"]["train"]
-        passes = [documents[start : start + number] for start in range(0, len(documents) - number, number)]
-        assert len(passes) > 2 and all(len(set(each)) == number for each in passes)
-        assert (passes[0] == passes[1]) == (order == "sequential")
+        epochs = [documents[start : start + number] for start in range(0, len(documents) - number, number)]
+        assert len(epochs) > 2 and all(len(set(each)) == number for each in epochs)
+        assert (epochs[0] == epochs[1]) == (order == "sequential")
 
 
 def test_a_reader_keeps_each_place_over_phases_and_resumes() -> None:
@@ -131,7 +131,7 @@ def test_a_reader_keeps_each_place_over_phases_and_resumes() -> None:
         for letter, row in zip(letters(whole(step)["tokens"]), whole(step)["tokens"], strict=True):
             assert (step <= 30 or step > 60) or letter != "a"
             streams[letter] += "".join(map(chr, row))
-    for letter, number in (("a", 48), ("b", 24)):  # nothing is left out or read twice in a pass
+    for letter, number in (("a", 48), ("b", 24)):  # nothing is left out or read twice in an epoch
         documents = [len(each) for each in streams[letter].split(chr(END))[:-1]]
         assert len(documents) > 20 and len(set(documents[:number])) == len(documents[:number])
         assert {*documents} <= {len(each["text"]) for each in texts(letter, COUNTS[letter])}
@@ -258,11 +258,11 @@ def test_a_plan_tells_the_mixture(capsys: Any) -> None:
     assert main(["task=plan", *RUN, "train.steps=12", "plan.time=false"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "in 12 steps a 66.7 %, 40 % 48 + 12" in said
-    documents, held_out, tokens, _, passes = re.search(
-        r"c 11.1 %, 20 % (\d+) \+ (\d+) (\d+) \+ (\d+) (\S+) passes", said
+    documents, held_out, tokens, _, epochs = re.search(
+        r"c 11.1 %, 20 % (\d+) \+ (\d+) (\d+) \+ (\d+) (\S+) epochs", said
     ).groups()
     assert (documents, held_out) == ("16", "4")
-    assert float(passes) == pytest.approx(6 * 4 * 16 * (1 / 9 + 1 / 5) / int(tokens), abs=0.005)
+    assert float(epochs) == pytest.approx(6 * 4 * 16 * (1 / 9 + 1 / 5) / int(tokens), abs=0.005)
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 3}, {"a": [1, "2"]}, {"a": [-1, 2]}, "a", {"a": [1, 2, 3]}])

@@ -26,7 +26,7 @@ Batch = dict[str, NDArray[Any]]
 
 STREAM = "stream"  # array of a training split: ids one after another, of which sequences are cut
 # Words that tell the streams of one seed apart.
-_DRAWS, _PASSES, _HELD_OUT = 1, 2, 3
+_DRAWS, _EPOCHS, _HELD_OUT = 1, 2, 3
 
 _ENTROPY_TOKENS = 1 << 26  # of a longer split the first sequences, which lie all over it, are measured
 _ENTROPY_BATCH = 1 << 20  # tokens read at a time
@@ -94,7 +94,7 @@ _Sequences = TypeVar("_Sequences", bound="TokenSequences")
 class TokenSequences(ABC):
     """Base of datasets of tokens: sequences of `context` ids, whose length can change while a run goes on.
 
-    Its training data is an endless stream of tokens, pass after pass, which sequences are cut from.
+    Its training data is an endless stream of tokens, epoch after epoch, which sequences are cut from.
     """
 
     context: int
@@ -139,10 +139,10 @@ class TokenDataset(TokenSequences):
     """Next-token prediction: sequences of `context` ids, and as targets the ids that follow each of them.
 
     `train` and `val` are one-dimensional arrays of unsigned ids, in memory or memory-mapped. With order=random a
-    sequence starts at any token. With order=epoch a pass cuts the split into pieces of `context` tokens from a random
-    one of the first tokens on, and takes each piece once; shorter sequences are parts of a piece, one after another.
-    Neither reads across the end of the split. With order=sequential sequences follow one another, and the start of the
-    split follows its end.
+    sequence starts at any token. With order=epoch each epoch cuts the split into pieces of `context` tokens, from a
+    random one of the first tokens on, and takes each piece once; shorter sequences are parts of a piece, one after
+    another. Neither reads across the end of the split. With order=sequential sequences follow one another, and the
+    start of the split follows its end.
 
     Raises DataError when a split is shorter than context + 1 tokens.
     """
@@ -217,8 +217,8 @@ class TokenDataset(TokenSequences):
         if self._order == "sequential":
             return places % np.uint64(length)
         pieces, inside = np.divmod(places, np.uint64(self._longest))
-        passes, pieces = shuffled_passes(seed, pieces, (length - 1) // self._longest)
-        shift = random_words(derive_key(_PASSES, seed), passes) % np.uint64((length - 1) % self._longest + 1)
+        epochs, pieces = shuffled_epochs(seed, pieces, (length - 1) // self._longest)
+        shift = random_words(derive_key(_EPOCHS, seed), epochs) % np.uint64((length - 1) % self._longest + 1)
         return pieces * np.uint64(self._longest) + shift + inside
 
     def position(self, seed: int, number: int) -> int:
@@ -252,10 +252,10 @@ def drawn(seed: int, numbers: Words, count: int) -> Words:
     return random_words(derive_key(_DRAWS, seed), numbers) % np.uint64(count)
 
 
-def shuffled_passes(seed: int, numbers: Words, count: int) -> tuple[Words, Words]:
-    """Return the pass of each sample number, and its place in [0, count); a pass takes every place once."""
-    passes, positions = np.divmod(numbers, np.uint64(count))
-    return passes, shuffled(random_words(derive_key(_PASSES, seed, count), passes), positions, count)
+def shuffled_epochs(seed: int, numbers: Words, count: int) -> tuple[Words, Words]:
+    """Return the epoch of each sample number, and its place in [0, count); an epoch takes every place once."""
+    epochs, positions = np.divmod(numbers, np.uint64(count))
+    return epochs, shuffled(random_words(derive_key(_EPOCHS, seed, count), epochs), positions, count)
 
 
 def held_out(numbers: Words, count: int) -> Words:

@@ -1,4 +1,4 @@
-"""Token files of documents, written in two passes over the sources, in three where the tokenizer is learnt.
+"""Token files of documents, written in two passes over the sources, in three where the tokenizer is learned.
 
 Beside the files of a prepared folder there are `train.ends` and `val.ends`: the place in the ids of its split at which
 each document ends, little-endian uint64, the end token included. With data.loss_on=replies there are `train.marks` and

@@ -43,13 +43,13 @@ _FREE_KEYS = ("name", "sources", "order", "shuffle_buffer", "attention", "long_d
 class DocumentDataset(TokenSequences):
     """Next-token prediction on the stream of documents.
 
-    Training sequence n holds the tokens [n * context, (n + 1) * context) of the endless stream that the passes over the
-    documents make. So a pass reads every token once, and a sequence may hold parts of several documents, or the end of
-    one pass and the start of the next. The last position of a sequence has no target (-1), since the token after it
-    begins the next sequence. Held-out documents lie in the order in which they were read.
+    Training sequence n holds the tokens [n * context, (n + 1) * context) of the endless stream that the epochs make. So
+    an epoch reads every token once, and a sequence may hold parts of several documents, or the end of one epoch and the
+    start of the next. The last position of a sequence has no target (-1), since the token after it begins the next
+    sequence. Held-out documents lie in the order in which they were read.
 
     With long_documents=cut or skip sequences hold whole documents instead, neighbours in the stream, and after them
-    tokens that count for nothing; order=shuffled shuffles all documents anew for every pass.
+    tokens that count for nothing; order=shuffled shuffles all documents anew for every epoch.
 
     With attention=document the parts of documents in a sequence are separate: `positions` count from 0 in each, and its
     last token has no target.
@@ -94,9 +94,9 @@ class DocumentDataset(TokenSequences):
         """Return arrays by field, int64 [rows, context]; the last target of a row is -1. See batches.Dataset."""
         places = np.stack(self._rows(split, seed, sample_numbers(first, rows)))
         tokens = np.where(places < 0, 0, self._splits[split][places]).astype(np.int64)
-        learnt = places >= 0 if self._marks is None else (places >= 0) & (self._marks[split][places] > 0)
+        learned = places >= 0 if self._marks is None else (places >= 0) & (self._marks[split][places] > 0)
         targets = np.full_like(tokens, -1)
-        targets[:, :-1] = np.where(learnt[:, 1:], tokens[:, 1:], -1)
+        targets[:, :-1] = np.where(learned[:, 1:], tokens[:, 1:], -1)
         if self._config.attention == "sequence":
             return {"tokens": tokens, "targets": targets}
         begins, columns = self._streams[split].begins(places), np.arange(self.context)
@@ -125,7 +125,7 @@ class DocumentDataset(TokenSequences):
             documents = sum(map(len, self._ends.values()))
             yield f"{long} of {documents} documents are longer than model.context={self.context} and {what}."
         if silenced:
-            yield f"{silenced} of these lose all that the assistant says, so nothing is learnt of them."
+            yield f"{silenced} of these lose all that the assistant says, so nothing is learned of them."
 
     def _too_long(self, split: str) -> tuple[int, int]:
         """Return how many documents are longer than a sequence, and how many of these lose every target by that."""

@@ -195,7 +195,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> LibraryTokenizer:
-    """Byte-level byte-pair encoding learnt from a text: the 256 bytes, then merges until there are enough ids.
+    """Byte-level byte-pair encoding learned from a text: the 256 bytes, then merges until there are enough ids.
 
     A short text can give fewer ids. GPT-2's rule splits the text into words.
     """

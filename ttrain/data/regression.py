@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import Baseline, Batch, Sizes, Split, drawn, held_out, sample_numbers, shuffled_passes
+from ttrain.data.batches import Baseline, Batch, Sizes, Split, drawn, held_out, sample_numbers, shuffled_epochs
 from ttrain.data.counter import Words, derive_key, random_normals
 from ttrain.data.settings import RegressionConfig
 from ttrain.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ class RegressionDataset:
             return drawn(seed, numbers, count)
         if self._config.order == "sequential":
             return numbers % np.uint64(count)
-        return shuffled_passes(seed, numbers, count)[1]
+        return shuffled_epochs(seed, numbers, count)[1]
 
     @property
     def val_samples(self) -> int:

@@ -22,7 +22,7 @@ class DataConfig:
     held_out: float = option(0.1, "share at the end that is kept for evaluation", above=0, below=1)
     order: str = option(
         "random",
-        "random draws sequences independently; epoch takes each once per pass, shuffled; sequential takes them in "
+        "random draws sequences independently; epoch takes each once per epoch, shuffled; sequential takes them in "
         "order",
         choices=("random", "epoch", "sequential"),
     )
@@ -93,7 +93,7 @@ class DocumentsConfig(DataConfig):
     held_out: float = option(0.1, "share of documents, chosen by their hash, kept for evaluation", above=0, below=1)
     order: str = option(
         "shuffled",
-        "sequential takes documents in order; shuffled mixes shuffle_buffer neighbours anew for every pass",
+        "sequential takes documents in order; shuffled mixes shuffle_buffer neighbours anew for every epoch",
         choices=("sequential", "shuffled"),
     )
     shuffle_buffer: int | None = option(1000, "neighbouring documents shuffled together; null shuffles all", minimum=2)

@@ -15,7 +15,7 @@ from ttrain.core.errors import DataError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.core.names import listed
 from ttrain.core.units import format_bytes
-from ttrain.data.chat.conversation import LEARNT, TOOLS, Chat, json_kind, parsed
+from ttrain.data.chat.conversation import LEARNED, TOOLS, Chat, json_kind, parsed
 from ttrain.data.chat.jinja import TokenizerTemplate, chat_settings
 from ttrain.data.chat.messages import Span, Template
 from ttrain.data.corpus import NAME_ROWS, ROW_SUFFIXES, FileList, find_files, holds_json, not_text
@@ -38,7 +38,7 @@ _NAMED_KEYS = 8  # most that an error message lists
 class Document(NamedTuple):
     """One document, never blank. `place` is file:line of its start, in a table file:row.
 
-    `replies` are the parts of a conversation that are learnt as replies, None for a text. A `closed` document gets no
+    `replies` are the parts of a conversation that are learned as replies, None for a text. A `closed` document gets no
     end token, since its text has an end of its own.
     """
 
@@ -90,7 +90,7 @@ class DocumentReader:
     def __init__(
         self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None, learns: bool = True
     ) -> None:
-        """`template` takes the place of the config's. Unless it `learns`, no message has to say how it is learnt."""
+        """`template` takes the place of the config's. Unless it `learns`, no message has to say how it is learned."""
         self._config, self._learns = config, config.loss_on if learns else None
         self._template = template or chat_template(config)
         self.skipped = Skipped()
@@ -200,7 +200,7 @@ class DocumentReader:
             raise ValueError(f"{key!r} is {json_kind(messages)}, not a list of messages")
         chat = Chat.of(messages, row.get(TOOLS), self._learns)
         unread = [name for name in _UNREAD if parsed(row.get(name)) not in (None, "", "null", [], {})]
-        unread += [name for name, learnt in LEARNT.items() if row.get(name) not in (None, learnt)]
+        unread += [name for name, learned in LEARNED.items() if row.get(name) not in (None, learned)]
         if chat.tools and not isinstance(self._template, TokenizerTemplate):
             unread.append(TOOLS)
         self.skipped.unread.update(f"{name!r} beside {key!r}, which is not read" for name in unread)

@@ -51,15 +51,15 @@ def encode_corpus(
     Return the tokenizer, and the corpus's entry in a run's record; its sha256 is that of its bytes, separators
     included. For `delay` see byte_bar. Raises DataError for a tokenizer that does not fit the corpus.
     """
-    # Held-out text has no unseen character, since these are taken from all of it. Merges are learnt from the training
+    # Held-out text has no unseen character, since these are taken from all of it. Merges are learned from the training
     # split alone, and cover every text because bytes do.
-    learnt = {"char": corpus.size, "bpe": corpus.character_start(min(corpus.boundary, BPE_BYTES))}.get(
+    learned = {"char": corpus.size, "bpe": corpus.character_start(min(corpus.boundary, BPE_BYTES))}.get(
         config.tokenizer, 0
     )
     digest = hashlib.sha256()
     with named_place(corpus.place):
-        with byte_bar(learnt, "learning the tokenizer", delay) as on_bytes:
-            tokenizer = chosen_tokenizer(config, corpus.text(0, learnt, on_bytes))
+        with byte_bar(learned, "learning the tokenizer", delay) as on_bytes:
+            tokenizer = chosen_tokenizer(config, corpus.text(0, learned, on_bytes))
         tokenizer.notices += tuple(check_round_trip(tokenizer, corpus.samples()))
         with byte_bar(corpus.size, "writing tokens", delay) as on_bytes:
 
@@ -81,7 +81,7 @@ def encode_corpus(
 
 
 def chosen_tokenizer(config: TextConfig | DocumentsConfig, texts: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer that a config names; that of characters and that of merges are learnt from the texts."""
+    """Return the tokenizer that a config names; that of characters and that of merges are learned from the texts."""
     if config.tokenizer == "byte":
         return ByteTokenizer()
     if config.tokenizer == "char":

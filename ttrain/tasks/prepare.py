@@ -41,7 +41,7 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
     """Tokenize a corpus into a folder that data=tokens reads, and return the content of its `tokens.json`.
 
     data=text, or data=documents, makes the same tokens and splits of the same config. Memory does not grow with the
-    text, except for the word counts while BPE is learnt and for some bytes per document. The folder appears once it is
+    text, except for the word counts while BPE is learned and for some bytes per document. The folder appears once it is
     complete. Raises DataError where the corpus can't be used, and where the destination exists or can't be written.
     """
     final, delay = at_home(destination), 0.0 if progress else None

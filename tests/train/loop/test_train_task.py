@@ -234,10 +234,10 @@ class Rows:
 
     fields = {"targets": TensorSpec((8,), DType.INT64)}
 
-    def __init__(self, tokenizer: Any, text: str, learnt_from: int = 0) -> None:
+    def __init__(self, tokenizer: Any, text: str, learned_from: int = 0) -> None:
         self.tokenizer = tokenizer
         tokens = np.array(tokenizer.encode(text))
-        targets = np.where(np.arange(len(tokens)) + 1 >= learnt_from, np.append(tokens[1:], -1), -1)
+        targets = np.where(np.arange(len(tokens)) + 1 >= learned_from, np.append(tokens[1:], -1), -1)
         self._batch = {"tokens": tokens[None], "targets": targets[None]}
 
     def batch(self, *_: Any) -> dict[str, np.ndarray]:
@@ -245,7 +245,7 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("text", "learnt_from", "expected"),
+    ("text", "learned_from", "expected"),
     [
         ("user: hi\nassistant: Hello there.", 1, "user: hi\nassistant:"),
         ("ver ran\nover the stone.", 0, "over the"),
@@ -254,13 +254,13 @@ class Rows:
         ("一二三四五六", 0, "一二三四五六"),
     ],
 )
-def test_where_a_prompt_begins_and_ends(text: str, learnt_from: int, expected: str) -> None:
+def test_where_a_prompt_begins_and_ends(text: str, learned_from: int, expected: str) -> None:
     bpe: Any = train_bpe(["ver ran\nover the stone. user: hi\nassistant: Hello there."], 280)
-    tokenizers: list[Any] = [bpe] if learnt_from else [bpe, CharTokenizer.of([text]), ByteTokenizer()]
-    if learnt_from:
-        learnt_from = len(bpe.encode(expected))
+    tokenizers: list[Any] = [bpe] if learned_from else [bpe, CharTokenizer.of([text]), ByteTokenizer()]
+    if learned_from:
+        learned_from = len(bpe.encode(expected))
     for tokenizer in tokenizers:
-        found = tokenizer.decode(_held_out(Rows(tokenizer, text, learnt_from), None))  # type: ignore[arg-type]
+        found = tokenizer.decode(_held_out(Rows(tokenizer, text, learned_from), None))  # type: ignore[arg-type]
         assert found.strip(" ") == expected.strip(" ")
 
 

@@ -89,13 +89,13 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder, **options)
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learnt = Library(models.BPE())
-    learnt.pre_tokenizer, learnt.decoder = level, decoders.ByteLevel()
+    learned = Library(models.BPE())
+    learned.pre_tokenizer, learned.decoder = level, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=level.alphabet(), show_progress=False
     )
-    learnt.train_from_iterator([TEXT], trainer)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=learnt, eos_token="<|endoftext|>")
+    learned.train_from_iterator([TEXT], trainer)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=learned, eos_token="<|endoftext|>")
     theirs.chat_template = "{{ messages[0].content }}{{ eos_token }}"
     theirs.save_pretrained(folder)
     return folder
@@ -244,9 +244,9 @@ def test_tokenizers_and_models_of_ours_go_out(form: str, tokenizer: str, refused
 def test_a_model_of_qwen2_keeps_its_form_beside_a_tokenizer_of_its_kind(refused: Told) -> None:
     from transformers import AutoTokenizer, Qwen2Tokenizer
 
-    learnt = json.loads(train_bpe([TEXT + "12 34 1234 " * 9], 290).to_json())["model"]
-    vocabulary = {**learnt["vocab"], "<|endoftext|>": 290}
-    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=[tuple(merge) for merge in learnt["merges"]])
+    learned = json.loads(train_bpe([TEXT + "12 34 1234 " * 9], 290).to_json())["model"]
+    vocabulary = {**learned["vocab"], "<|endoftext|>": 290}
+    theirs = Qwen2Tokenizer(vocab=vocabulary, merges=[tuple(merge) for merge in learned["merges"]])
     save(FAMILIES["qwen2"](), Path("hub"))
     theirs.save_pretrained("hub")
     assert main(["task=export", "model.from=hub", "export.form=huggingface", "export.dir=out"]) == 0
@@ -351,7 +351,7 @@ def test_a_prompt_begins_as_transformers_begins_a_text(kind: str, capsys: pytest
     assert [said.get(f"tokenizer.ggml.{name}") for name in names] == [280, 281, 0, STARTS[kind][2]]
 
 
-def test_what_is_measured_and_learnt_begins_so_too() -> None:
+def test_what_is_measured_and_learned_begins_so_too() -> None:
     """Documents begin with the token, conversations as their template says; what scores a text reads it first."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -199,12 +199,12 @@ def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
     text = open_text(TextConfig(path="book", separator=""), Sizes(context=9))
     assert extent_line(text, 10, [4]) == (
         "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out. "
-        "A pass is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 passes."
+        "An epoch is 99 sequences of 9 tokens; 10 steps of 4 make 0.40 epochs."
     )
-    assert "10 steps of 2 to 4 make 0.89 passes" in extent_line(text, 10, [2, 4], tokens=801)
-    limited = "A pass is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 passes."
+    assert "10 steps of 2 to 4 make 0.89 epochs" in extent_line(text, 10, [2, 4], tokens=801)
+    limited = "An epoch is 8 sequences of 9 tokens (data.limit); 10 steps of 4 make 5.00 epochs."
     assert limited in extent_line(text, 10, [4], limit=8)
-    assert "1 step of 1 make less than 0.01 passes" in extent_line(text, 1, [1], tokens=8)
+    assert "1 step of 1 make less than 0.01 epochs" in extent_line(text, 1, [1], tokens=8)
     prepare(TextConfig(path="book", separator="", tokenizer="byte"), "tokens", progress=False)
     tokens = open_tokens(TokensConfig(path="tokens"), Sizes(context=9))
     assert extent_line(tokens, 10, [4]).startswith("Data: tokens, 2 files, 2.0 KiB: 900 tokens to train on, 100 held")
@@ -213,10 +213,10 @@ def test_the_start_tells_files_bytes_tokens_and_passes(book: Path) -> None:
 def test_the_start_tells_of_documents_and_examples(book: Path) -> None:
     whole = DocumentsConfig(sources=["book"], tokenizer="byte", long_documents="cut")
     told = extent_line(open_documents(whole, Sizes(context=10)), 5, [3])  # of three documents the start of each
-    assert told.endswith("A pass is 3 sequences of 10 tokens; 5 steps of 3 make 5.00 passes.")
+    assert told.endswith("An epoch is 3 sequences of 10 tokens; 5 steps of 3 make 5.00 epochs.")
     told = extent_line(open_regression(RegressionConfig(examples=1000), Sizes(inputs=2, outputs=1)), 450, [4])
     assert told.endswith(
-        "900 examples to train on, 100 held out. A pass is 900 examples; 450 steps of 4 make 2.00 passes."
+        "900 examples to train on, 100 held out. An epoch is 900 examples; 450 steps of 4 make 2.00 epochs."
     )
 
 
@@ -226,7 +226,7 @@ def test_a_run_begins_with_its_data_and_what_is_left_out(book: Path, capsys: pyt
     assert main([*small, "train.batch_size=2", "data.path=book", "data.separator=", "run.dir=run"]) == 0
     printed = capsys.readouterr().err
     assert "Data: book, 4 files, 1000 B: 900 tokens to train on, 100 held out." in printed
-    assert "2 steps of 2 make 0.04 passes." in printed
+    assert "2 steps of 2 make 0.04 epochs." in printed
     assert printed.count("1 linked folder(s) or broken link(s) are not read: book/linked") == 1
     assert json.loads(Path("run/run.json").read_text())["attempts"][0]["data"]["notices"]
 

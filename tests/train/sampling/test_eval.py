@@ -424,7 +424,7 @@ def test_chats_are_rendered_as_the_run_did(chats: None, template: str, message: 
     assert found["bytes"] == sum(len(text) for text in texts)
     same = ("tokens", "bytes", "loss", "bits_per_byte", "documents")
     assert [found[key] for key in same] == [expected[key] for key in same]
-    silent = [{"talk": [chat[0], {**chat[1], "weight": 0}]} for chat in CHATS]  # nothing is learnt here
+    silent = [{"talk": [chat[0], {**chat[1], "weight": 0}]} for chat in CHATS]  # nothing is learned here
     assert measured("run.dir=run", f"eval.text=[{write_rows('silent.jsonl', silent)}]")["loss"] == found["loss"]
 
 

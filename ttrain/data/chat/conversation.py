@@ -10,8 +10,8 @@ TOOLS = "tools"  # column, or key of a row, with the tools that a conversation m
 CALLS = "tool_calls"  # key of a message with the calls of tools
 REPLIES = "assistant"  # the role whose messages are replies
 
-# Keys of a message that say if it is learnt, by the value that means so.
-LEARNT = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
+# Keys of a message that say if it is learned, by the value that means so.
+LEARNED = {"weight": True, "train": True, "training": True, "loss": True, "masked": False}
 _WORDS = {"weight", "weights", "train", "training", "trainable", "loss", "mask", "masked", "learn"}
 
 
@@ -24,7 +24,7 @@ def json_kind(value: Any) -> str:
 
 
 class Chat(NamedTuple):
-    """A conversation: its messages, the tools that it may call, and the messages that are not learnt (from 0)."""
+    """A conversation: its messages, the tools that it may call, and the messages that are not learned (from 0)."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -34,7 +34,7 @@ class Chat(NamedTuple):
     def of(cls, messages: Any, tools: Any = None, learns: str | None = None) -> Chat:
         """Return the conversation of a row; messages, tools and parts of them may be JSON as text.
 
-        `learns` is data.loss_on where it is learnt. Raises ValueError for what can't be read, or not be learnt so.
+        `learns` is data.loss_on where it is learned. Raises ValueError for what can't be read, or not be learned so.
         """
         given = parsed(messages)
         if not isinstance(given, list):
@@ -43,17 +43,17 @@ class Chat(NamedTuple):
         for number, message in enumerate(map(parsed, given)):
             if not isinstance(message, dict):
                 raise ValueError(f"message {number + 1} is not an object with role and content")
-            if learns is not None and not _is_learnt(number + 1, message, learns):
+            if learns is not None and not _is_learned(number + 1, message, learns):
                 silent.add(number)
             _require_text_parts(number + 1, message.get("content"))
             kept.append(
-                {key: parsed(value) if key == CALLS else value for key, value in message.items() if key not in LEARNT}
+                {key: parsed(value) if key == CALLS else value for key, value in message.items() if key not in LEARNED}
             )
         return cls(kept, _tools(tools), frozenset(silent))
 
     @property
     def replies(self) -> list[int]:
-        """Numbers of the replies that are learnt, from 0."""
+        """Numbers of the replies that are learned, from 0."""
         told = enumerate(self.messages)
         return [number for number, each in told if each.get("role") == REPLIES and number not in self.silent]
 
@@ -89,29 +89,29 @@ def _with_parsed(value: Any, *keys: str) -> Any:
     return {key: _with_parsed(parsed(item), *keys) if key in keys else item for key, item in value.items()}
 
 
-def _is_learnt(number: int, message: dict[str, Any], learns: str) -> bool:
-    """True unless a message says that it is not learnt. Raises ValueError for what data.loss_on can't follow."""
+def _is_learned(number: int, message: dict[str, Any], learns: str) -> bool:
+    """True unless a message says that it is not learned. Raises ValueError for what data.loss_on can't follow."""
     said: dict[str, bool] = {}
     for key, value in message.items():
         if value is None or not _WORDS & set(re.findall("[a-z]+", str(key).lower())):
             continue
-        if key not in LEARNT or value not in (0, 1):
-            what = f"{key}={value!r}" if key in LEARNT else f"the key {key!r}"
-            say = f"{', '.join(LEARNT)} with 0, 1, true or false say if a message is learnt"
+        if key not in LEARNED or value not in (0, 1):
+            what = f"{key}={value!r}" if key in LEARNED else f"the key {key!r}"
+            say = f"{', '.join(LEARNED)} with 0, 1, true or false say if a message is learned"
             raise ValueError(f"message {number} has {what}; {say}")
-        said[key] = bool(value) == LEARNT[key]
+        said[key] = bool(value) == LEARNED[key]
     if len({*said.values()}) > 1:
         raise ValueError(f"message {number}: {' and '.join(said)} contradict each other. Leave one of them out")
     role = message.get("role")
-    learnt = all(said.values())
-    if said and learns == "all" and not learnt:
+    learned = all(said.values())
+    if said and learns == "all" and not learned:
         out = f"message {number}: its {next(iter(said))} takes it out of the loss, but data.loss_on=all trains on it"
         raise ValueError(f"{out}. Give data.loss_on=replies, or leave the key out")
-    if said and learns == "replies" and learnt and role != REPLIES:
+    if said and learns == "replies" and learned and role != REPLIES:
         into = f"message {number}: its {next(iter(said))} puts a message of the role {role!r} into the loss"
         only = f"data.loss_on=replies trains only on the role {REPLIES!r}"
         raise ValueError(f"{into}, but {only}. Give data.loss_on=all, or leave the key out")
-    return learnt
+    return learned
 
 
 def _require_text_parts(number: int, content: Any) -> None:

@@ -148,14 +148,14 @@ class TokenizerTemplate:
             if not prompts:
                 ignores = "the tokenizer's chat template ignores add_generation_prompt"
                 raise ValueError(
-                    f"message {number + 1}: {ignores}, so {text[before:prompt]!r} before the reply would be learnt "
+                    f"message {number + 1}: {ignores}, so {text[before:prompt]!r} before the reply would be learned "
                     "with it. Mend this, mark the replies with {% generation %}, or use data.loss_on=all"
                 )
         return max(before, min(prompt, end)), end
 
 
 def _silenced(rendered: Rendered, chat: Chat, counts: list[int]) -> Rendered:
-    """Leave out the marked parts of messages that are not learnt; `counts` are the parts up to each message."""
+    """Leave out the marked parts of messages that are not learned; `counts` are the parts up to each message."""
     if not chat.silent:
         return rendered
     if counts != sorted(counts) or counts[-1] != len(rendered.replies):

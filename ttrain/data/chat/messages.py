@@ -52,10 +52,10 @@ class Template:
 
         Raises ValueError, which says what is wrong with a conversation.
         """
-        text, replies, learnt = "", list[Span](), set(chat.replies)
+        text, replies, learned = "", list[Span](), set(chat.replies)
         for number, message in enumerate(chat.messages):
             before, rest = self._message(number + 1, message)
-            if number in learnt:
+            if number in learned:
                 replies.append((len(text) + len(before), len(text) + len(before) + len(rest)))
             text += before + rest
         text = text.rstrip("\n")

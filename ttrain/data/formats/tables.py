@@ -11,7 +11,7 @@ from typing import Any
 
 from ttrain.core.errors import DataError
 from ttrain.core.names import listed
-from ttrain.data.chat.conversation import LEARNT, TOOLS
+from ttrain.data.chat.conversation import LEARNED, TOOLS
 from ttrain.data.corpus import READ_BYTES, FileList
 from ttrain.data.formats.compressed import OnBytes, needing
 
@@ -137,7 +137,7 @@ def _columns(file: Path, names: list[str], text_key: str, chat_key: str) -> list
         wanted = f"neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key)"
         raise DataError(f"data.sources: {file} has {wanted}; its columns are {listed(names, 8) or 'none'}.")
     if chat_key in columns:
-        columns += [name for name in (TOOLS, *LEARNT) if name in names and name not in columns]
+        columns += [name for name in (TOOLS, *LEARNED) if name in names and name not in columns]
     if twice := [name for name in columns if names.count(name) > 1]:
         raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")
     return columns

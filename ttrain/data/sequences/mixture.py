@@ -27,8 +27,8 @@ class Mixture(TokenSequences):
 
     The source of a training sequence follows from the seed and its number alone. Every block of 256 sequences has as
     many of each source as its weight asks for, rounded so that errors never add up, in random order. So a closed form
-    tells how many of the sequences before one are of each source. A source gives its sequences in its own order, pass
-    after pass. Held-out sequences lie evenly among each other.
+    tells how many of the sequences before one are of each source. A source gives its sequences in its own order, and
+    has epochs of its own. Held-out sequences lie evenly among each other.
     """
 
     def __init__(self, parts: Mapping[str, Any], weights: Sequence[Sequence[float]], told: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Mixture(TokenSequences):
         return {name: (count, view.position(_seed_of(seed, name), count)) for name, view, count in drawn}
 
     def metrics(self, read: Read) -> dict[str, float]:
-        """Return passes over each source, and its share of the sequences."""
+        """Return how many epochs of each source were read, and its share of the sequences."""
         found, every = {}, sum(sequences for sequences, _ in read.values())
         for name, (sequences, tokens) in read.items():
             found[f"train/epochs/{name}"] = round(tokens / self.parts[name].description["tokens"]["train"], 4)

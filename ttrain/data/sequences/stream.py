@@ -1,4 +1,4 @@
-"""The endless stream of tokens of documents, pass after pass, and the sequences that are cut from it."""
+"""The endless stream of tokens of documents, epoch after epoch, and the sequences that are cut from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ttrain.data.counter import derive_key, random_words
 Places = NDArray[np.int64]  # indices of tokens in their split
 
 _DOCUMENTS = 4  # tells this stream of random numbers from the others of a seed
-_HELD_PASSES = 2  # a batch may hold sequences of two
+_HELD_EPOCHS = 2  # a batch may hold sequences of two
 
 
 class Pass(NamedTuple):
-    """Documents in the order of a pass: where each begins in the split, its tokens, and where it begins in the pass."""
+    """Documents in the order of an epoch: where each begins in the split, its tokens, and its start in the epoch."""
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -26,18 +26,18 @@ class Pass(NamedTuple):
 
 
 class DocumentStream:
-    """All documents of a split, laid end to end in pass after pass.
+    """All documents of a split, laid end to end in epoch after epoch.
 
     `ends` are the places in the split at which documents end. Without a `group` documents keep their order. With one,
-    every `group` neighbours are shuffled among themselves, anew for every pass. The order is a function of the seed,
-    the pass and the group, so any position can be read at once.
+    every `group` neighbours are shuffled among themselves, anew for every epoch. The order is a function of the seed,
+    the epoch and the group, so any position can be read at once.
     """
 
     def __init__(self, ends: NDArray[np.int64], group: int | None) -> None:
         self._starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         self._ends, self._group = ends, group
-        self.tokens = int(ends[-1])  # of a pass
-        self.documents = lru_cache(_HELD_PASSES)(self._documents)
+        self.tokens = int(ends[-1])  # of an epoch
+        self.documents = lru_cache(_HELD_EPOCHS)(self._documents)
 
     def read(self, seed: int, position: int, length: int) -> Places:
         """Return where in the split the tokens [position, position + length) of the stream lie."""
@@ -58,7 +58,7 @@ class DocumentStream:
         return self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
 
     def _documents(self, seed: int, number: int) -> Pass:
-        """Return all documents in the order of one pass."""
+        """Return all documents in the order of one epoch."""
         order = np.arange(len(self._ends))
         if self._group is not None:
             for number_of_group, first in enumerate(range(0, len(order), self._group)):
@@ -73,17 +73,17 @@ class WholeDocuments:
     """Sequences of neighbouring documents of a stream, as many as fit whole, with nothing (-1) after them.
 
     A document of more than `context` tokens loses its end, or with `skip` is left out. The first sequence begins with
-    the first document that begins at token `start` of the stream, or behind it; none holds documents of two passes.
+    the first document that begins at token `start` of the stream, or behind it; none holds documents of two epochs.
     """
 
     def __init__(self, stream: DocumentStream, context: int, skip: bool, seed: int = 0, start: int = 0) -> None:
         self._stream, self._context, self._skip, self._seed = stream, context, skip, seed
-        self._pass, self._offset = divmod(start, stream.tokens)
-        self._begins = [0]  # number of the first sequence of each pass, as far as they were laid
-        self._laid = lru_cache(_HELD_PASSES)(self._lay)
+        self._epoch, self._offset = divmod(start, stream.tokens)
+        self._begins = [0]  # number of the first sequence of each epoch, as far as they were laid
+        self._laid = lru_cache(_HELD_EPOCHS)(self._lay)
 
     def __len__(self) -> int:
-        """Return how many sequences the first pass has."""
+        """Return how many sequences the first epoch has."""
         return len(self._laid(0)[1]) - 1
 
     def read(self, number: int) -> Places:
@@ -96,18 +96,18 @@ class WholeDocuments:
     def position(self, number: int) -> int:
         """Return the token of the stream that a sequence begins with."""
         index, (laid, firsts), place = self._find(number)
-        return (self._pass + index) * self._stream.tokens + int(laid.offsets[firsts[place]])
+        return (self._epoch + index) * self._stream.tokens + int(laid.offsets[firsts[place]])
 
     def _find(self, number: int) -> tuple[int, tuple[Pass, list[int]], int]:
-        """Return the pass of a sequence, counted from the first, its documents, and the sequence's place in it."""
+        """Return the epoch of a sequence, counted from the first, its documents, and the sequence's place in it."""
         while self._begins[-1] <= number:
             self._begins.append(self._begins[-1] + len(self._laid(len(self._begins) - 1)[1]) - 1)
         index = bisect_right(self._begins, number) - 1
         return index, self._laid(index), number - self._begins[index]
 
     def _lay(self, index: int) -> tuple[Pass, list[int]]:
-        """Return the documents that sequences hold of a pass, as far as they are read, and their first ones."""
-        starts, lengths, offsets = self._stream.documents(self._seed, self._pass + index)
+        """Return the documents that sequences hold of an epoch, as far as they are read, and their first ones."""
+        starts, lengths, offsets = self._stream.documents(self._seed, self._epoch + index)
         kept = offsets >= (0 if index else self._offset)
         if self._skip:
             kept &= lengths <= self._context

@@ -309,11 +309,11 @@ def shown_prompt(tokenizer: Any, prompt: list[int]) -> str:
 
 
 def _held_out(dataset: Any, end: int | None) -> list[int]:
-    """Return some tokens of the first held-out sequence, as they are learnt: all before its first reply, or a line."""
+    """Return some tokens of the first held-out sequence, as they are learned: all before its first reply, or a line."""
     batch = dataset.batch("val", 0, 0, 1)
-    tokens, learnt = batch["tokens"][0].tolist(), batch["targets"][0] >= 0
-    if not learnt[0] and learnt.any():
-        return list(tokens[: int(learnt.argmax()) + 1])
+    tokens, learned = batch["tokens"][0].tolist(), batch["targets"][0] >= 0
+    if not learned[0] and learned.any():
+        return list(tokens[: int(learned.argmax()) + 1])
     parts = [list(part) for ended, part in groupby(tokens[:_TOKENS], lambda token: token == end) if not ended]
     start = dataset.tokenizer.start
     lines = [_line(dataset.tokenizer, part[len(start) :] if part[: len(start)] == start else part) for part in parts]

@@ -239,7 +239,7 @@ def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> 
         shorter: Any = dataset.at(length, 0, 0) if train.length_schedule else dataset  # type: ignore[attr-defined]
         look = empty_rows(shorter, "train", seed, samples)
         of = f"training sequences of {length} tokens" if train.length_schedule else "training sequences"
-        found += _told(look, samples, of, "nothing is learnt of them", data)
+        found += _told(look, samples, of, "nothing is learned of them", data)
     held_out = min(dataset.val_samples, train.eval_sequences or dataset.val_samples)
     more = ", or give a larger " + ("data.held_out" if held_out == dataset.val_samples else "train.eval_sequences")
     look = empty_rows(dataset, "val", seed, held_out)

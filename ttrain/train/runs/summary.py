@@ -70,7 +70,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if bits is not None:
         lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
     for name, facts in summary.get("sources", {}).items():
-        drawn = f"{100 * facts['share']:.1f} % of sequences, {_passes(facts['epochs'])}"
+        drawn = f"{100 * facts['share']:.1f} % of sequences, {_epochs(facts['epochs'])}"
         lines.append((f"source {name}", f"{drawn}, val loss {_loss(facts['val/loss'])}"))
     if metrics:
         lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
@@ -111,7 +111,7 @@ def _loss(value: float | None) -> str:
 def extent_line(
     dataset: Dataset, steps: int, rows: Sequence[int], tokens: int | None = None, limit: int | None = None
 ) -> str:
-    """Files, bytes, tokens, sequences a pass and the passes that `steps` make; the first and the last read `rows`.
+    """Files, bytes, tokens, sequences per epoch, and the epochs that `steps` make; the first and the last read `rows`.
 
     `tokens` that those steps read are given where they are not all alike; `limit` is data.limit.
     """
@@ -131,8 +131,8 @@ def extent_line(
     whole = counts["train"] - (of_tokens and "documents" not in described)
     laid = described.get("sequences")  # of whole documents, which fill sequences in part
     sequences = min(laid["train"] if laid else max(1, whole // length), limit or whole)
-    a_pass = sequences * length if limit or laid else counts["train"]
-    passes = (steps * rows[-1] * length if tokens is None else tokens) / a_pass
+    an_epoch = sequences * length if limit or laid else counts["train"]
+    epochs = (steps * rows[-1] * length if tokens is None else tokens) / an_epoch
     of = " to ".join(f"{each:,}" for each in dict.fromkeys(rows))
     what = f"{counted(sequences, 'sequence')} of {counted(length, 'token')}"
     what = what if of_tokens else counted(sequences, "example")
@@ -141,28 +141,28 @@ def extent_line(
     told += f": {trained} to train on, {counts['val']:,} held out."
     if "sources" in described:
         return told
-    return f"{told} A pass is {what}{only}; {counted(steps, 'step')} of {of} make {_passes(passes)}."
+    return f"{told} An epoch is {what}{only}; {counted(steps, 'step')} of {of} make {_epochs(epochs)}."
 
 
 def mixture_table(dataset: Dataset, train: TrainConfig) -> Table | None:
-    """Return a table of the sources of a mixture, with the passes over them of the whole run; None of other data."""
+    """Return a table of the sources of a mixture, with the epochs of each in the whole run; None for other data."""
     sources, context = dataset.description.get("sources", {}), dataset.fields["targets"].size
     schedule, rows = PhaseSchedule.of(train, context, getattr(dataset, "weights", ())), []
     reads = [count * phase.length for count, phase in zip(schedule.rows(0, train.last), schedule.phases, strict=True)]
     for number, (name, facts) in enumerate(sources.items()):
         shares = [phase.weights[number] / sum(phase.weights) for phase in schedule.phases]
-        a_pass = facts["sequences"]["train"] * context if "sequences" in facts else facts["tokens"]["train"]
-        passes = sum(share * tokens for share, tokens in zip(shares, reads, strict=True)) / a_pass
+        an_epoch = facts["sequences"]["train"] * context if "sequences" in facts else facts["tokens"]["train"]
+        epochs = sum(share * tokens for share, tokens in zip(shares, reads, strict=True)) / an_epoch
         documents, tokens = (f"{facts[key]['train']:,} + {facts[key]['val']:,}" for key in ("documents", "tokens"))
-        rows.append((name, ", ".join(f"{100 * share:.3g} %" for share in shares), documents, tokens, _passes(passes)))
+        rows.append((name, ", ".join(f"{100 * share:.3g} %" for share in shares), documents, tokens, _epochs(epochs)))
     columns = ("", "sequences", "documents + held out", "tokens + held out", f"in {counted(train.last, 'step')}")
     return Table("Sources", columns, rows) if rows else None
 
 
-def _passes(passes: float) -> str:
-    if 0 < passes < 0.01:
-        return "less than 0.01 passes"
-    return f"{passes:,.2f} passes" if passes < 100 else f"{passes:,.0f} passes"
+def _epochs(epochs: float) -> str:
+    if 0 < epochs < 0.01:
+        return "less than 0.01 epochs"
+    return f"{epochs:,.2f} epochs" if epochs < 100 else f"{epochs:,.0f} epochs"
 
 
 def recorded(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
