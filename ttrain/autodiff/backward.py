@@ -26,10 +26,8 @@ def backward(loss: Value, wrt: Sequence[Value]) -> list[Value]:
         gradients = _Reverse(graph, list(graph.nodes), wrt).run({loss: one})
     missing = [value.name or repr(value) for value in wrt if value not in gradients]
     if missing:
-        raise GraphError(
-            f"no gradient reaches {', '.join(missing)}: the loss does not depend on it. "
-            "Use it in the forward pass or leave it out of the trained parameters."
-        )
+        told = f"no gradient reaches {', '.join(missing)}: the loss does not depend on it"
+        raise GraphError(f"{told}. Use it in the forward pass or leave it out of the trained parameters.")
     return [gradients[value] for value in wrt]
 
 

@@ -326,10 +326,8 @@ def tensorboard_views(config: LoggerConfig, folder: Path, *_: Any) -> list[Logge
     return [TensorBoardLogger(folder)]
 
 
-def wandb_views(
-    config: WandbConfig, folder: Path, run_config: dict[str, Any], run_id: str | None, say: Callable[[str], None]
-) -> list[Logger]:
+def wandb_views(config: WandbConfig, *given: Any) -> list[Logger]:
     """Weights & Biases."""
     from ttrain.train.logging.wandb_logger import WandbLogger
 
-    return [WandbLogger(config, folder, run_config, run_id, say)]
+    return [WandbLogger(config, *given)]

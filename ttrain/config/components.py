@@ -45,10 +45,8 @@ class TaskConfig:
         """Ranks that ttrain started are watched by the process that did so."""
         supervised = self.name == "train" and others.supervise.wanted(others.source.explicit)
         if supervised and rank_here() is not None and VARIABLE not in os.environ:
-            yield (
-                "supervise.enabled=true: one of several ranks can't start the others again. Leave it out, and let "
-                "torchrun do so with --max-restarts=3."
-            )
+            told = "supervise.enabled=true: one of several ranks can't start the others again"
+            yield f"{told}. Leave it out, and let torchrun do so with --max-restarts=3."
 
 
 TASKS = ("train", "sample", "chat", "eval", "export", "plan", "prepare", "runs", "report", "verify", "profile", "bench",

@@ -108,8 +108,6 @@ def load_plugins(modules: Sequence[str]) -> None:
         except ModuleNotFoundError as error:
             if error.name is None or not (module == error.name or module.startswith(error.name + ".")):
                 raise
-            raise ConfigError(
-                f"plugins=[{module}]: there is no module {error.name!r} on Python's path. "
-                "Install it, or put its folder into PYTHONPATH."
-            ) from error
+            told = f"plugins=[{module}]: there is no module {error.name!r} on Python's path"
+            raise ConfigError(f"{told}. Install it, or put its folder into PYTHONPATH.") from error
         _LOADED_PLUGINS.add(module)

@@ -179,10 +179,8 @@ class DocumentsConfig(DataConfig):
         if not self.sources and others.task.name not in ("sample", "chat"):
             yield "data.sources=[]: no value. data=documents needs data.sources=[<file or folder>,<another>]."
         if self.resident == "device":
-            yield (
-                "data.resident=device: the host makes the sequences of data=documents. Give auto or host, or prepare "
-                "the documents with task=prepare and give data=tokens."
-            )
+            told = "data.resident=device: the host makes the sequences of data=documents"
+            yield f"{told}. Give auto or host, or prepare the documents with task=prepare and give data=tokens."
         if 1 in (getattr(others.model, "context", 0), *others.train.length_schedule):
             yield "data=documents: sequences of 1 token have no target. Give model.context and lengths of 2 or more."
         if others.task.name == "prepare" and self.loss_on != "all":

@@ -95,10 +95,8 @@ class Step(ABC):
                     raise ShapeError(f"step {self.name}: input {key!r} has dtype {array.dtype}, expected {dtype}.")
                 array = array.astype(dtype, copy=False)
             if array.shape != shape and array.shape != whole:
-                raise ShapeError(
-                    f"step {self.name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}. A built "
-                    "step has fixed shapes; build another step for another shape."
-                )
+                told = f"step {self.name}: input {key!r} has shape {list(array.shape)}, expected {list(whole)}"
+                raise ShapeError(f"{told}. A built step has fixed shapes; build another step for another shape.")
             arrays[key] = array
         return arrays
 

@@ -165,10 +165,8 @@ def _contradictions(parameters: Mapping[str, Parameter], config: OptimizerConfig
     if not changing:
         yield f"optimizer.freeze={config.freeze}: nothing is left to train. Name something in unfreeze."
     elif config.clip_scope and config.clip_norm is None:
-        yield (
-            f"optimizer.clip_scope={config.clip_scope}: nothing is clipped with optimizer.clip_norm=null. Give a "
-            "clip_norm, or clip_scope=[]."
-        )
+        told = f"optimizer.clip_scope={config.clip_scope}: nothing is clipped with optimizer.clip_norm=null"
+        yield f"{told}. Give a clip_norm, or clip_scope=[]."
     elif not any(in_clip_scope(path, config) for path in changing):
         yield f"optimizer.clip_scope={config.clip_scope}: all of it is frozen. Name something that is trained."
 

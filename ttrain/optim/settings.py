@@ -64,10 +64,8 @@ class OptimizerConfig:
     def _adapters_under_mup(self, others: Any) -> Iterator[str]:
         mup = getattr(others.model, "parametrization", "standard") == "mup"
         if others.lora.rank and mup and isinstance(self, SGDConfig | MuonConfig):
-            yield (
-                f"optimizer={self.name}: has no rule for the rates of adapters under model.parametrization=mup. Give "
-                "optimizer=adamw, or model.parametrization=standard."
-            )
+            told = f"optimizer={self.name}: has no rule for the rates of adapters under model.parametrization=mup"
+            yield f"{told}. Give optimizer=adamw, or model.parametrization=standard."
 
 
 @dataclass

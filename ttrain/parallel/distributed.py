@@ -76,10 +76,8 @@ class DistributedWorld(World):
     def agree(self, what: str, facts: Mapping[str, Any]) -> None:
         given = json.loads(json.dumps(facts))
         for key, leaders, own in differences(self.broadcast(given), given):
-            raise UserError(
-                f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there. "
-                "Start all ranks with the same."
-            )
+            told = f"another {what} than on rank 0: {key} is {json.dumps(own)} here and {json.dumps(leaders)} there"
+            raise UserError(f"{told}. Start all ranks with the same.")
         self.barrier()
 
     def remember(self, key: str, text: str) -> None:

@@ -140,10 +140,8 @@ class ParallelConfig:
         if here is not None and here.count > 1 and self.name == "none":
             yield f"parallel=none: {here.count} processes were started. Give parallel=ddp or zero1, or start one."
         if here is not None and self.processes not in (None, here.local_count):
-            yield (
-                f"parallel.processes={self.processes}: {here.local_count} were started on this machine already. Leave "
-                "it out."
-            )
+            told = f"parallel.processes={self.processes}: {here.local_count} were started on this machine already"
+            yield f"{told}. Leave it out."
 
     @rule
     def _batch_divides(self, others: Any) -> Iterator[str]:
@@ -188,9 +186,7 @@ class ParallelConfig:
             # SLURM and others start ranks that see a GPU of their own each.
             own = gpus == 1 and place() is not None and "CUDA_VISIBLE_DEVICES" in os.environ
             if gpus < here and not own and (gpus or device == "cuda"):
-                yield (
-                    f"device={device}: {here} ranks on this machine need a GPU each, and it has {gpus}. Give "
-                    f"parallel.processes={max(gpus, 1)}, or device=cpu."
-                )
+                told = f"device={device}: {here} ranks on this machine need a GPU each, and it has {gpus}"
+                yield f"{told}. Give parallel.processes={max(gpus, 1)}, or device=cpu."
         if others.recover.oom == "shrink" and self.rank_count() > 1:
             yield "recover.oom=shrink: one of several ranks can't shrink its batch alone. Give recover.oom=stop."

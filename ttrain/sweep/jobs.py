@@ -168,10 +168,8 @@ def check_directories(jobs: Sequence[Job]) -> None:
     given = Counter(job.run_dir for job in jobs if job.run_dir is not None)
     twice = [folder for folder, count in given.items() if count > 1]
     if twice:
-        raise ConfigError(
-            f"run.dir={twice[0]}: two jobs of the sweep would write there. Leave run.dir out, or give "
-            f"run.dir='{twice[0]}/${{hydra:job.num}}'."
-        )
+        told = f"run.dir={twice[0]}: two jobs of the sweep would write there"
+        raise ConfigError(f"{told}. Leave run.dir out, or give run.dir='{twice[0]}/${{hydra:job.num}}'.")
 
 
 class SweepFolder:

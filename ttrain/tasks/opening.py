@@ -144,6 +144,16 @@ def of_run(config: Config, wanted: CheckpointConfig, always_given: Iterable[str]
     return OpenedModel(config, values, checkpoint.tokenizer, checkpoint.step, run, *told)
 
 
+def of_given(config: Config, wanted: CheckpointConfig, needs: str, instead: str) -> OpenedModel:
+    """The model of run.dir, else of model.from; `instead` says what to give for a run that has no tokenizer.
+
+    Raises as `of_run` and `of_folder` do.
+    """
+    if config.run.dir is None:
+        return of_folder(config, needs)
+    return of_run(config, wanted, ("device", "engine", "logger", "sample"), f"{needs} {instead}")
+
+
 def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], str | None]) -> OpenedModel:
     """The model of a file or folder, with the adapters of lora.from; `tokenizer_of` gets its own tokenizer's JSON.
 

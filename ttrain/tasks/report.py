@@ -56,19 +56,16 @@ def page(runs: Sequence[RunInfo]) -> str:
     facts, several = [_facts(info, evals) for info in runs], len(runs) > 1
     overview = [[name, *(each[name] for each in facts)] for name in facts[0]]
     frame = Path(__file__).with_suffix(".html").read_text("utf-8")
-    return (
-        Environment(autoescape=True, trim_blocks=True)
-        .from_string(frame)
-        .render(
-            title=f"{len(runs)} runs" if several else labels[0],
-            head=["", *labels] if several else None,
-            overview=[row for row in overview if any(row[1:])],
-            warnings=_warnings(runs, labels),
-            charts=_charts(runs, labels, (*CURVES, *evals.items())),
-            differing=_differing(runs),
-            runs=[(label, _events(info), _texts(info)) for info, label in zip(runs, labels, strict=True)],
-            made=f"ttrain {ttrain.__version__}, {datetime.now():%Y-%m-%d %H:%M}",
-        )
+    template = Environment(autoescape=True, trim_blocks=True).from_string(frame)
+    return template.render(
+        title=f"{len(runs)} runs" if several else labels[0],
+        head=["", *labels] if several else None,
+        overview=[row for row in overview if any(row[1:])],
+        warnings=_warnings(runs, labels),
+        charts=_charts(runs, labels, (*CURVES, *evals.items())),
+        differing=_differing(runs),
+        runs=[(label, _events(info), _texts(info)) for info, label in zip(runs, labels, strict=True)],
+        made=f"ttrain {ttrain.__version__}, {datetime.now():%Y-%m-%d %H:%M}",
     )
 
 

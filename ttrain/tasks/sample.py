@@ -17,7 +17,7 @@ from ttrain.core.folders import at_home
 from ttrain.core.units import counted
 from ttrain.data.chat.conversation import Chat, parsed
 from ttrain.data.sources import read_lines
-from ttrain.tasks.opening import OpenedModel, of_folder, of_run
+from ttrain.tasks.opening import OpenedModel, of_given
 from ttrain.tasks.training.notices import idle
 from ttrain.train.forecast.step_time import reading_rate
 from ttrain.train.sampling.draw import encode_prompt
@@ -28,11 +28,7 @@ from ttrain.train.sampling.stream import Stop, print_text, stream_text
 @contextmanager
 def opened_model(config: Config) -> Iterator[tuple[OpenedModel, TokenSource]]:
     """Open the model of run.dir, else of model.from, on the device, ready to write."""
-    if config.run.dir is None:
-        given = of_folder(config, "makes no text.")
-    else:
-        needs = "makes no text. Give a language model's run."
-        given = of_run(config, config.sample, ("device", "sample", "engine", "logger"), needs)
+    given = of_given(config, config.sample, "makes no text.", "Give a language model's run.")
     check_sampling(given.model, given.config.sample)
     for warning in idle(given.config, ["sample"]):
         print(f"WARNING: {warning}", file=sys.stderr)

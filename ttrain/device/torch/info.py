@@ -94,7 +94,5 @@ def require_gpu(index: int, name: str = "cuda") -> None:
         raise DeviceUnavailable(f"device={name}: {why_no_gpu(name)} (torch {torch.__version__}). Use device=cpu{auto}.")
     count = backend.device_count()
     if index >= count:
-        raise DeviceUnavailable(
-            f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0. "
-            f"Use device.index=0{f' to {count - 1}' if count > 1 else ''}."
-        )
+        told = f"device.index={index}: this machine has {count} GPU{'s' if count > 1 else ''}, numbered from 0"
+        raise DeviceUnavailable(f"{told}. Use device.index=0{f' to {count - 1}' if count > 1 else ''}.")

@@ -17,10 +17,8 @@ from ttrain.device.ttnn.settings import TenstorrentConfig
 def problems(device: TenstorrentConfig, rows: int) -> Iterator[str]:
     """A sentence each, for micro-batches of `rows` sequences."""
     if device.host_resident and device.mesh != [1, 1]:
-        yield (
-            f"device.host_resident={device.host_resident}: needs one chip, but device.mesh={device.mesh}. Give "
-            "device.mesh=[1,1], or device.host_resident=[]."
-        )
+        told = f"device.host_resident={device.host_resident}: needs one chip, but device.mesh={device.mesh}"
+        yield f"{told}. Give device.mesh=[1,1], or device.host_resident=[]."
     for key in ("mesh", "core_grid"):
         size = getattr(device, key)
         if size is not None and (len(size) != 2 or min(size) < 1):
@@ -50,10 +48,8 @@ def _chip(device: TenstorrentConfig) -> Iterator[str]:
             f"{most[1]} columns of cores. Give at most that, or null for all."
         )
     if device.trace_region_mb * 2**20 >= DRAM[arch]:
-        yield (
-            f"device.trace_region_mb={device.trace_region_mb}: is more than device={device.name} has in all. Give a "
-            "smaller one; tens of MiB hold a step."
-        )
+        told = f"device.trace_region_mb={device.trace_region_mb}: is more than device={device.name} has in all"
+        yield f"{told}. Give a smaller one; tens of MiB hold a step."
 
 
 def _divided(device: TenstorrentConfig) -> Iterator[str]:

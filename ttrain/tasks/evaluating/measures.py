@@ -28,7 +28,7 @@ from ttrain.data.tokenizer import named_place
 from ttrain.engine.base import Step, Trace
 from ttrain.graph import Graph
 from ttrain.models.base import LOSS_WEIGHT, loss_weights, means, preparation
-from ttrain.tasks.opening import OpenedModel, of_folder, of_run
+from ttrain.tasks.opening import OpenedModel, of_given
 from ttrain.train.protocols import Array
 from ttrain.train.sampling.source import TokenSource, check_sampling
 from ttrain.train.sampling.stream import end_id
@@ -199,13 +199,10 @@ def opened(config: Config) -> Iterator[Scorer]:
 
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
-    if config.run.dir is None:
-        given = of_folder(replace(config, data=TextConfig()), "reads no text.")
-        named = given.tokenizer_config.get("bos_token") or given.end_token
-    else:
-        always = ("device", "engine", "logger", "sample")
-        given = of_run(config, config.eval, always, "reads no text. Give another run.")
-        named = given.end_token
+    of_folder = config.run.dir is None
+    config = replace(config, data=TextConfig()) if of_folder else config
+    given = of_given(config, config.eval, "reads no text.", "Give another run.")
+    named = (of_folder and given.tokenizer_config.get("bos_token")) or given.end_token
     scorer, rows = Scorer.of(given, named), config.eval.batch_size
     given.config.train = without_phases(given.config.train, batch_size=rows, gradient_accumulation=1)
     with given.on_device(chips=1) as steps:

@@ -26,10 +26,8 @@ def notices(config: Config) -> Iterator[str]:
         yield "optimizer=schedule_free is meant for schedule=constant: its average takes the place of a falling rate."
     base = getattr(model, "from_", None) or train.init_from
     if config.lora.rank and base is None and not config.source.merged:
-        yield (
-            "lora.rank trains adapters beside a model of random numbers. train.init_from=<run or file> or model.from="
-            "<folder> gives a trained one."
-        )
+        told = "lora.rank trains adapters beside a model of random numbers"
+        yield f"{told}. train.init_from=<run or file> or model.from=<folder> gives a trained one."
     alone = [key for key in sorted(config.source.explicit) if key.startswith("lora.") and key != "lora.rank"]
     if alone and not config.lora.rank:
         yield f"{alone[0]} is given without lora.rank, so the whole model is trained."
@@ -49,10 +47,8 @@ def notices(config: Config) -> Iterator[str]:
     for key, sizes, unit in (*schedules, ("data.sources", weights, "the weights {}")):
         reached = (len(sizes) - 1) * train.phase_steps + 1
         if train.last < reached:
-            yield (
-                f"train.steps={train.steps} end before {key} does: {unit.format(sizes[-1])} begin at step "
-                f"{reached}. A lower train.phase_steps gets there."
-            )
+            told = f"train.steps={train.steps} end before {key} does: {unit.format(sizes[-1])} begin at step {reached}"
+            yield f"{told}. A lower train.phase_steps gets there."
     shortest = min([model.context or _SHORTEST_PAIRS, *train.length_schedule]) if isinstance(model, AGILLMConfig) else 0
     if 0 < shortest < _SHORTEST_PAIRS and model.objective == "joint":
         yield f"sequences of {shortest} tokens hold no SAT window, so they train the AR head alone."

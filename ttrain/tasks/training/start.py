@@ -166,10 +166,8 @@ def _saved_config(point: ResumePoint | None, held: RunDirectory | None) -> tuple
     except CheckpointError as error:
         if point is not None:
             return point.checkpoint.config, [f"WARNING: {error} The config of the checkpoint is taken instead."]
-        raise CheckpointError(
-            f"{error} {run} has no checkpoint either, so nothing tells what it trains. Start anew with its whole "
-            f"command, resume=none and another run.dir."
-        ) from None
+        told = f"{error} {run} has no checkpoint either, so nothing tells what it trains"
+        raise CheckpointError(f"{told}. Start anew with its whole command, resume=none and another run.dir.") from None
     return config, [] if point is not None else [f"{run} has no checkpoint yet; it starts again with its own config."]
 
 
@@ -179,10 +177,8 @@ def _branched(schedule: ScheduleConfig, steps: int | None, origin: Origin) -> Sc
     if schedule.decay_from != 0:
         return schedule
     if point is None:
-        raise ConfigError(
-            "schedule.decay_from=0: is the step that a run branches off from, and this one starts anew. Give "
-            "resume=<run or checkpoint>, or the number of a step."
-        )
+        told = "schedule.decay_from=0: is the step that a run branches off from, and this one starts anew"
+        raise ConfigError(f"{told}. Give resume=<run or checkpoint>, or the number of a step.")
     known = None if origin.held is None else (origin.config or {})["schedule"].get("decay_from")
     step = known or point.checkpoint.step
     if step >= (end := schedule.steps or steps or float("inf")):  # not known before it is measured
@@ -255,10 +251,8 @@ def _told(look: tuple[int, int], samples: int, of: str, so: str, data: DataConfi
     if empty < rows:
         count = f"{empty:,} of the {first}{rows:,} {of} that are read"
         return [f"{count} have no target, so {so}: {why}. To mend it, {fix}."]
-    raise DataError(
-        f"none of the {first}{rows:,} {of} that are read has a target, so there would be no loss: {why}. "
-        f"To go on, {fix}{more}."
-    )
+    told = f"none of the {first}{rows:,} {of} that are read has a target, so there would be no loss: {why}"
+    raise DataError(f"{told}. To go on, {fix}{more}.")
 
 
 def _reason(data: DataConfig) -> tuple[str, str]:

@@ -35,10 +35,8 @@ def is_dry_run(run: Path) -> bool:
 def refuse_dry_run(run: Path) -> None:
     """Raises CheckpointError for a run on a device that computes no values."""
     if is_dry_run(run):
-        raise CheckpointError(
-            f"{run} was a dry run on a device that computes no values: nothing was trained, so it has no checkpoint. "
-            "Train on a device that computes, with another run.dir."
-        )
+        told = f"{run} was a dry run on a device that computes no values: nothing was trained, so it has no checkpoint"
+        raise CheckpointError(f"{told}. Train on a device that computes, with another run.dir.")
 
 
 def list_checkpoints(folder: Path) -> tuple[list[Checkpoint], Skipped]:
@@ -191,10 +189,8 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises CheckpointError unless so many bytes fit on the disk."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise CheckpointError(
-            f"{folder} has {format_bytes(free)} free, and checkpoints of this model need {format_bytes(needed)}. "
-            "Make room or give another run.dir."
-        )
+        told = f"{folder} has {format_bytes(free)} free, and checkpoints of this model need {format_bytes(needed)}"
+        raise CheckpointError(f"{told}. Make room or give another run.dir.")
 
 
 def find_checkpoint(run: Path, which: str, say: Callable[[str], object] = lambda text: None) -> Checkpoint:

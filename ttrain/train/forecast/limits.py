@@ -133,18 +133,15 @@ def shrinking_keys(
     if smaller is not None:
         rows = smaller.batch_size // smaller.gradient_accumulation
         keys.append(f"train.gradient_accumulation={smaller.gradient_accumulation} (a micro-batch of {rows})")
-    if engine == "dynamic":
-        keys.append("engine=static")
-    if getattr(model, "recompute", None) == "none":
-        keys.append("model.recompute=block")
-    if precision == "fp32":
-        keys.append("precision=bf16")
     keeps = getattr(optimizer, "momentum", None) != 0  # plain SGD keeps nothing
-    if keeps and optimizer.state_dtype is None and precision != "bf16_true":
-        keys.append("optimizer.state_dtype=bf16")
-    if getattr(model, "context", None):
-        keys.append("a smaller model.context")
-    return [*keys, "a smaller model"]
+    ways = {
+        "engine=static": engine == "dynamic",
+        "model.recompute=block": getattr(model, "recompute", None) == "none",
+        "precision=bf16": precision == "fp32",
+        "optimizer.state_dtype=bf16": keeps and optimizer.state_dtype is None and precision != "bf16_true",
+        "a smaller model.context": getattr(model, "context", None),
+    }
+    return [*keys, *(key for key, helps in ways.items() if helps), "a smaller model"]
 
 
 def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:

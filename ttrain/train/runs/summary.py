@@ -58,35 +58,32 @@ def summarize(
 def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return label and value of every line for people."""
     bits, rates, metrics, unit = (summary[key] for key in (BITS, "learning_rates", "val_metrics", "unit"))
-    steps = f"{summary['step']} in {format_duration(summary['seconds'])}"
-    lines = [
-        ("model", f"{summary['model']}, {format_count(summary['parameters'])} parameters"),
-        ("steps", f"{steps}, {format_count(summary['tokens'])} {unit}"),
-        ("train loss", _loss(summary["train/loss"])),
-        ("val loss", _val_loss(summary)),
-    ]
-    if summary["skipped_steps"]:
-        lines.append(("skipped", f"the updates of {counted(summary['skipped_steps'], 'step')}"))
-    if bits is not None:
-        lines.append(("bits per byte", f"{bits:.4f} of held-out text"))
+    steps, skipped = f"{summary['step']} in {format_duration(summary['seconds'])}", summary["skipped_steps"]
+    sources = {}
     for name, facts in summary.get("sources", {}).items():
         drawn = f"{100 * facts['share']:.1f} % of sequences, {_epochs(facts['epochs'])}"
-        lines.append((f"source {name}", f"{drawn}, val loss {_loss(facts['val/loss'])}"))
-    if metrics:
-        lines.append(("val metrics", ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())))
-    lines += [(key, _loss(value)) for key, value in summary["evals"].items()]
+        sources[f"source {name}"] = f"{drawn}, val loss {_loss(facts['val/loss'])}"
+    shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in rates.items() if len(rates) > 1)
     compared = next((f"; compare {name}" for name in metrics if name.endswith("/ce")), "")
-    baseline = summary["baseline"]
-    lines.append((baseline["name"], f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})"))
-    if summary["tokens_per_s"]:
-        lines.append(("speed", _speed(summary)))
-    if "slices" in summary:
-        lines.append(("ranks", f"{summary['ranks']} on {summary['slices']} slices of every batch"))
-    if len(rates) > 1:
-        shown = (f"{name.removeprefix('lr/')} {rate:.2e}" for name, rate in rates.items())
-        lines.append(("learning rates", ", ".join(shown)))
-    lines.append(("peak memory", format_bytes(summary["peak_memory_bytes"])))
-    return [("WARNING", summary["caution"]), *lines] if "caution" in summary else lines
+    baseline, ranks = summary["baseline"], summary.get("ranks")
+    lines = {
+        "WARNING": summary.get("caution"),
+        "model": f"{summary['model']}, {format_count(summary['parameters'])} parameters",
+        "steps": f"{steps}, {format_count(summary['tokens'])} {unit}",
+        "train loss": _loss(summary["train/loss"]),
+        "val loss": _val_loss(summary),
+        "skipped": skipped and f"the updates of {counted(skipped, 'step')}",
+        "bits per byte": None if bits is None else f"{bits:.4f} of held-out text",
+        **sources,
+        "val metrics": ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()),
+        **{key: _loss(value) for key, value in summary["evals"].items()},
+        baseline["name"]: f"{baseline['loss']:.4f} (what ignoring the input can reach{compared})",
+        "speed": summary["tokens_per_s"] and _speed(summary),
+        "ranks": ranks and f"{ranks} on {summary['slices']} slices of every batch",
+        "learning rates": ", ".join(shown),
+        "peak memory": format_bytes(summary["peak_memory_bytes"]),
+    }
+    return [(label, text) for label, text in lines.items() if text]
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

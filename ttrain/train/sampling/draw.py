@@ -141,10 +141,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
     if not ids and (end := end_id(tokenizer, end_token)) is not None:
         return [end]
     if not ids:
-        raise UserError(
-            "sample.prompt is empty, and a model needs a first token. Give a text, or leave the key out to start from "
-            "a line break."
-        )
+        told = "sample.prompt is empty, and a model needs a first token"
+        raise UserError(f"{told}. Give a text, or leave the key out to start from a line break.")
     return ids
 
 

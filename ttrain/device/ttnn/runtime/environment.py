@@ -139,10 +139,8 @@ def runtime_root(folder: Path, wheel: Path) -> Path:
     runtime.
     """
     if not (wheel / "runtime").is_dir():
-        raise DeviceUnavailable(
-            f"ttnn in {wheel} is not whole: it has no runtime/, which a mocked board needs. Run pip install "
-            "--force-reinstall 'ttrain[tt]'."
-        )
+        told = f"ttnn in {wheel} is not whole: it has no runtime/, which a mocked board needs"
+        raise DeviceUnavailable(f"{told}. Run pip install --force-reinstall 'ttrain[tt]'.")
     compiler = folder / "runtime" / "sfpi" / "compiler" / "bin" / "riscv-tt-elf-g++"
     compiler.parent.mkdir(parents=True, exist_ok=True)
     for inside in ("", "runtime"):

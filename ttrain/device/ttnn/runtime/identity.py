@@ -74,10 +74,8 @@ def require_board(config: TenstorrentConfig, arch: str, chips: int = MANY, clust
     what = "the simulator" if config.mode == "simulator" else "this machine"
     known = arch if chips == MANY else f"{chips} {arch} ({cluster})"
     advice = " or ".join(f"device={name}" for name in [*(name for name in BOARDS if fits(BOARDS[name])), "tt"])
-    raise DeviceUnavailable(
-        f"device={config.name}: has {wanted.chips} {wanted.arch} chip(s), but {what} has {known}. Give {advice}; tt "
-        "takes what is there."
-    )
+    told = f"device={config.name}: has {wanted.chips} {wanted.arch} chip(s), but {what} has {known}"
+    raise DeviceUnavailable(f"{told}. Give {advice}; tt takes what is there.")
 
 
 DESCRIPTOR = "soc_descriptor.yaml"

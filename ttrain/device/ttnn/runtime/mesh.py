@@ -45,10 +45,8 @@ class Mesh:
         if config.core_grid is not None:
             rows, columns = config.core_grid
             if rows > size.y or columns > size.x:  # ttnn itself takes such a grid, and fails later
-                raise ConfigError(
-                    f"device.core_grid=[{rows},{columns}]: the chip has {size.y} rows and {size.x} columns of cores. "
-                    "Give at most that, or null for all."
-                )
+                told = f"device.core_grid=[{rows},{columns}]: the chip has {size.y} rows and {size.x} columns of cores"
+                raise ConfigError(f"{told}. Give at most that, or null for all.")
             self.grid = tt.CoreGrid(y=rows, x=columns)
         self.manager: Any = None  # of sub-devices
         self.parts: list[Mesh] = []  # the mesh as each of them sees it
