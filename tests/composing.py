@@ -27,6 +27,7 @@ def compose_once() -> None:
 
     def trees(composer: Composer, lines: list[str]) -> tuple[Any, Any]:
         root = composing(composer, lines)
+        composer._join(root, lines)
         return root, completing(root)
 
     kept = once(trees, lambda composer, lines: of_ours(composer.files.name, lines), shared=True)

@@ -122,7 +122,7 @@ class Given:
     flags: tuple[str, ...] = ()  # which files it reads besides ttrain's, such as --config-name mine
     explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
     merged: bool = False  # whether the config of a checkpoint lies below
-    files: Any = field(default=None, repr=False)  # ConfigFiles that the command can name
+    files: Any = field(default=None, repr=False, compare=False)  # ConfigFiles that the command can name
 
     def awaits_model(self, resume: str) -> bool:
         """Return whether the model is still to come from the checkpoint to resume; checks of it are made again then."""
