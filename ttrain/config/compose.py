@@ -89,7 +89,6 @@ class Composer:
         with self.one_sentence(problems):
             single = [override for override in parsed if not override.is_sweep_override()]
             root = self._compose(self._lines(single))
-            self._join(root, self._lines(single))
             job = _completed(root)
             job.train.update(dict.fromkeys(superseded([override.key_or_group for override in single])))
             for override in single:
@@ -125,10 +124,11 @@ class Composer:
         root = hydra.compose(self.files.name, lines, return_hydra_config=True)
         unchosen = [group for group, option in root.hydra.runtime.choices.items() if option is None]
         named = [group for group in unchosen if NULL_OPTION in self.files.options(group)]
-        if not named:
-            return root
-        lines = [*lines, *(f"{group}={as_text(NULL_OPTION)}" for group in named)]
-        return hydra.compose(self.files.name, lines, return_hydra_config=True)
+        if named:
+            lines = [*lines, *(f"{group}={as_text(NULL_OPTION)}" for group in named)]
+            root = hydra.compose(self.files.name, lines, return_hydra_config=True)
+        self._join(root, lines)
+        return root
 
     def _join(self, root: DictConfig, lines: list[str]) -> None:
         """Let logger=[a,b] choose both: the one with the most keys, which has those of the other, and that beside it.
