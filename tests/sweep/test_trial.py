@@ -55,7 +55,7 @@ def test_an_interval_leaves_0_out_where_the_p_value_is_small() -> None:
 
 
 # The loss of a run follows from its variant and its seed. `kill` ends the trial in the middle of its fourth run.
-STAND_IN = """
+STUB = """
 import json, math, os, pathlib, signal, sys
 overrides = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 folder = pathlib.Path(overrides["run.dir"].strip("'\\""))
@@ -85,7 +85,7 @@ ALL = (
 def stub(folder: Path) -> None:
     """Let runs of trials be those of the stub, in a current folder of their own."""
     script = folder / "stub.py"
-    script.write_text(STAND_IN)
+    script.write_text(STUB)
     run.PROGRAM = (sys.executable, "-S", "-E", "-u", str(script))
     run._POLL_SECONDS = 0.005
     run.forkable = lambda job: False

@@ -14,7 +14,7 @@ from ttrain.config.schema import Config, Given, to_dict
 from ttrain.config.validate import Findings, typed_config
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.options import key_of
-from ttrain.train.settings import LENGTHS, superseded
+from ttrain.train.settings import DURATIONS, superseded
 
 # What a command is asked to do is never remembered from the run that it works on.
 ALWAYS_GIVEN = (
@@ -35,7 +35,7 @@ def continued(saved: Mapping[str, Any], given: Config, always_given: Iterable[st
     # Whole groups first, so that single keys of a group that was chosen anew land in it.
     explicit = given.source.explicit - {"parallel"}  # how many processes take part does not change the slices
     # What the run has already keeps the steps that followed from it.
-    new = {f"train.{name}" for name in LENGTHS if values["train"][name] != merged["train"].get(name)}
+    new = {f"train.{name}" for name in DURATIONS if values["train"][name] != merged["train"].get(name)}
     merged["train"] |= dict.fromkeys(superseded(new & explicit))
     for key in sorted({*explicit, *ALWAYS_GIVEN, *always_given}, key=lambda key: (key.count("."), key)):
         _copy(key.split("."), values, merged)

@@ -22,7 +22,7 @@ from ttrain.core.folders import at_home
 from ttrain.core.names import did_you_mean
 from ttrain.core.options import default_of, key_of, rules_of, value_problems
 from ttrain.device.info import info_of
-from ttrain.train.settings import LENGTHS
+from ttrain.train.settings import DURATIONS
 
 KINDS = {
     NoneType: "null", int: "an integer", float: "a number", bool: "true or false", str: "text", list: "a list",
@@ -90,14 +90,14 @@ def _settle(config: Config, bad_sections: Set[str]) -> Iterator[str]:
         config.engine = replace(config.engine, name=info.best_engine(config.device)[0])
     if config.precision.name == "auto":
         config.precision = replace(config.precision, name=info.best_precision(config.device)[0])
-    lengths = {f"train.{name}": getattr(train, name) for name in sorted(LENGTHS)}
+    durations = {f"train.{name}": getattr(train, name) for name in sorted(DURATIONS)}
     if train.tokens is not None:
         from ttrain.train.steps.phases import PhaseSchedule
 
         steps = PhaseSchedule.of(train, getattr(config.model, "context", None)).steps_for(train.tokens)
         config.train = replace(train, steps=train.steps or steps)
-        lengths |= {"train.steps": None} if train.steps == steps else {}  # of a config that was settled before
-    given = " ".join(f"{key}={value}" for key, value in lengths.items() if value is not None)
+        durations |= {"train.steps": None} if train.steps == steps else {}  # of a config that was settled before
+    given = " ".join(f"{key}={value}" for key, value in durations.items() if value is not None)
     if "train" not in bad_sections and (not given or (" " in given and not config.source.merged)):
         yield f"{given or 'train.steps=null'}: give one of train.steps, minutes and tokens; in files null for others."
 

@@ -1,6 +1,6 @@
-"""task=trial: compare variants of a config with it, seed by seed, until each has a verdict.
+"""task=trial: compare variants of a config with the config, seed by seed, until each has a verdict.
 
-Each run is a job of the sweep's runner: it has a folder, a log and a status in the folder of the trial, and one that is
+Each run is a job of the sweep's runner: it has a folder, a log and a status in the folder of the trial. A run that is
 done is not started again. A verdict is `better`, `worse` (or diverged), `bounded`, `equal` (to the bit), `failed`, or
 `open` after the last seed.
 """
@@ -58,7 +58,7 @@ def has_diverged(run: Path) -> bool:
 
 
 def bits_of(run: Path) -> Any:
-    """Return what two runs have in common that are equal to the bit: all losses, and hashes of the last parameters."""
+    """Return what is the same for runs with equal bits: all losses, and hashes of the last parameters."""
     lines, last = read_metrics(run / METRICS), list_checkpoints(run / "checkpoints")[0][-1:]
     losses = [(line["step"], key, line[key]) for line in lines for key in line if re.match("(train|val)/loss", key)]
     hashes = [each.files[name] for each in last for name in each.files_of(Kind.PARAMETER, Kind.FROZEN)]
@@ -66,8 +66,8 @@ def bits_of(run: Path) -> Any:
 
 
 @dataclass
-class Side:
-    """The baseline or a variant, with a job for each seed, and how the first ones have ended."""
+class Arm:
+    """An arm of a trial: the baseline or a variant, with a job for each seed, and how those that ended have ended."""
 
     name: str
     jobs: list[Job]
@@ -98,11 +98,11 @@ class Side:
             if settings.bound is not None and max(-low, high) <= settings.bound:
                 self.verdict = "bounded"
 
-    def facts(self, base: Side) -> dict[str, Any]:
-        """Return what is known of it as JSON values."""
+    def facts(self, base: Arm) -> dict[str, Any]:
+        """Return what is known of the arm as JSON values."""
         summaries, count = [read_json(end["run"] / "summary.json") for end in self.ends], len(self.differences)
         known = {key: [each[key] for each in summaries if each.get(key) is not None] for key in NUMBERS}
-        independent = [variance(side.values[:count]) for side in (self, base) if count > 1]
+        independent = [variance(arm.values[:count]) for arm in (self, base) if count > 1]
         low, high = self.interval or (None, None)
         return {
             "name": self.name, "verdict": self.verdict, "reason": self.reason, "seeds": len(self.ends),
@@ -115,14 +115,14 @@ class Side:
 
 
 class Trial(Grid):
-    """Gives the runs of a trial. A variant gets its next seed once it was judged by those before."""
+    """The order of the runs of a trial: a variant gets its next seed once it is judged by the seeds before."""
 
-    def __init__(self, folder: SweepFolder, settings: TrialConfig, sides: Sequence[Side], parallel: int) -> None:
-        """The first side is the baseline; `parallel` runs go on at once."""
+    def __init__(self, folder: SweepFolder, settings: TrialConfig, arms: Sequence[Arm], parallel: int) -> None:
+        """The first arm is the baseline; `parallel` runs go on at once."""
         self._folder, self._settings, self._parallel = folder, settings, parallel
-        self.sides, self.baseline, self.variants = sides, sides[0], sides[1:]
-        self._places = {job.name: (side, place) for side in sides for place, job in enumerate(side.jobs)}
-        self.jobs = [side.jobs[place] for place in range(settings.seeds) for side in sides]
+        self.arms, self.baseline, self.variants = arms, arms[0], arms[1:]
+        self._places = {job.name: (arm, place) for arm in arms for place, job in enumerate(arm.jobs)}
+        self.jobs = [arm.jobs[place] for place in range(settings.seeds) for arm in arms]
         self._began, self._started, self.problem = time.monotonic(), set[str](), ""
         for job in self.jobs:
             status = folder.status(job)
@@ -132,8 +132,8 @@ class Trial(Grid):
 
     def next(self) -> Job | None:
         for job in () if self.problem else self.jobs:
-            side, place = self._places[job.name]
-            waiting = self.variants if side is self.baseline else [side]
+            arm, place = self._places[job.name]
+            waiting = self.variants if arm is self.baseline else [arm]
             asked = any(each.verdict is None and len(each.differences) == place for each in waiting)
             if asked and job.name not in self._started:
                 self._started.add(job.name)
@@ -148,9 +148,9 @@ class Trial(Grid):
     def _take(self, job: Job, status: Status) -> None:
         """Take in how a run ended, and judge what can be judged."""
         self._started.add(job.name)
-        side, base = self._places[job.name][0], self.baseline.ends
-        side.ends.append({**status, "run": self._folder.path / status["run"]})
-        if side is self.baseline and value_of(status) is None:
+        arm, base = self._places[job.name][0], self.baseline.ends
+        arm.ends.append({**status, "run": self._folder.path / status["run"]})
+        if arm is self.baseline and value_of(status) is None:
             self.problem = f"The baseline has no {self._settings.metric}: {status['reason']}"
         for each in () if self.problem else self.variants:
             if each.verdict is None and (seen := len(each.differences)) < min(len(each.ends), len(base)):
@@ -159,10 +159,10 @@ class Trial(Grid):
                     say(f"trial: {each.name} is {each.verdict} after {counted(seen + 1, 'seed')}")
 
     def _progress(self) -> str:
-        """Return how many runs are done, how many more there may be, and in which time."""
-        going = [side for side in self.variants if side.verdict is None]
-        left = sum(self._settings.seeds - len(side.ends) for side in ([*going, self.baseline] if going else []))
-        spent = [end["seconds"] for side in self.sides for end in side.ends]
+        """Return how many runs are done, how many more there may be, and how long they may take."""
+        going = [arm for arm in self.variants if arm.verdict is None]
+        left = sum(self._settings.seeds - len(arm.ends) for arm in ([*going, self.baseline] if going else []))
+        spent = [end["seconds"] for arm in self.arms for end in arm.ends]
         if not spent:
             return f"at most {left} runs"
         so_far, rest = time.monotonic() - self._began, left * fmean(spent) / self._parallel
@@ -171,10 +171,10 @@ class Trial(Grid):
 
     def results(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
-        base, *variants = (side.facts(self.baseline) for side in self.sides)
+        base, *variants = (arm.facts(self.baseline) for arm in self.arms)
         ratios = [each["variance_ratio"] for each in variants if each["variance_ratio"] is not None]
         return {
-            "trial": str(self._folder.path), "decided": all(side.verdict for side in self.variants),
+            "trial": str(self._folder.path), "decided": all(arm.verdict for arm in self.variants),
             "problem": self.problem or None, **asdict(self._settings), "baseline": base,
             "variance_ratio": fmean(ratios) if ratios else None, "variants": {each["name"]: each for each in variants},
         }  # fmt: skip
@@ -183,16 +183,16 @@ class Trial(Grid):
 def run(config: Config) -> dict[str, Any]:
     """Train the baseline and all variants. Print a table and, as the last line, the results as JSON; return them.
 
-    Raises ConfigError before anything runs where some variant can't be trained, Interrupted after a signal, and
-    TtrainError where the baseline or a variant failed.
+    Raises ConfigError before anything runs if a variant can't be trained, Interrupted after a signal, and
+    TtrainError if the baseline or a variant failed.
     """
-    settings, (sides, forecast), flags = config.trial, _checked(config), config.source.flags
-    given = {side.name: replace(config.source, overrides=side.jobs[0].overrides) for side in sides}
+    settings, (arms, forecast), flags = config.trial, _checked(config), config.source.flags
+    given = {arm.name: replace(config.source, overrides=arm.jobs[0].overrides) for arm in arms}
     commands = {name: each.command(without=["hydra", "task"]) for name, each in given.items()}
     identity = json.dumps([commands, asdict(settings)], sort_keys=True)
     folder = SweepFolder.open(config.sweep.dir, identity, config.source.overrides, ROOT, same=True)
     try:
-        trial = Trial(folder, settings, sides, config.sweep.parallel)
+        trial = Trial(folder, settings, arms, config.sweep.parallel)
         say(f"trial {folder.path}: {trial.title}{forecast}")
         sweep = replace(config.sweep, objective=settings.metric, search=None, prune=None)
         Runner(folder, sweep, flags, trial).run()
@@ -205,7 +205,7 @@ def run(config: Config) -> dict[str, Any]:
     finally:
         folder.close()
     _print(results)
-    failed = [side.name for side in trial.variants if side.verdict == "failed"]
+    failed = [arm.name for arm in trial.variants if arm.verdict == "failed"]
     if trial.problem or failed:
         raise TtrainError(trial.problem or f"{', '.join(failed)} failed; {folder.path} has the logs.")
     if not results["decided"]:
@@ -213,10 +213,10 @@ def run(config: Config) -> dict[str, Any]:
     return results
 
 
-def _checked(config: Config) -> tuple[list[Side], str]:
-    """Return the baseline and the variants, all fit to be trained, and how long their steps are expected to take."""
+def _checked(config: Config) -> tuple[list[Arm], str]:
+    """Return baseline and variants, all fit to be trained, and a text that tells how long their steps may take."""
     flags, own = parse_arguments(config.source.flags)
-    sides, problems, runs = list[Side](), list[str](), list[Run]()
+    arms, problems, runs = list[Arm](), list[str](), list[Run]()
     seeds = range(config.run.seed, config.run.seed + config.trial.seeds)
     with Composer(flags.config_name, flags.config_dir, flags.config_path) as composer:
         for name, given in {BASELINE: [], **config.trial.variants}.items():
@@ -232,15 +232,15 @@ def _checked(config: Config) -> tuple[list[Side], str]:
                 problems += [f"trial.variants.{name}: {each}" for each in told]
             else:
                 jobs = [Job(0, (*overrides, f"run.seed={seed}"), name=f"{name}-{seed}", config=typed) for seed in seeds]
-                sides.append(Side(name, jobs))
+                arms.append(Arm(name, jobs))
     if problems:
         raise ConfigError(problems)
-    whole = steps_seconds(runs[0]) * len(sides) * config.trial.seeds / config.sweep.parallel
-    return sides, f"; {format_duration(whole)} of steps at the baseline's expected pace" if whole else ""
+    whole = steps_seconds(runs[0]) * len(arms) * config.trial.seeds / config.sweep.parallel
+    return arms, f"; {format_duration(whole)} of steps at the baseline's expected pace" if whole else ""
 
 
 def _with(given: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return the overrides of a trial's command as those of a variant. Raises ConfigError for what it can't give."""
+    """Return the overrides of a variant: the command's, and those `given`. Raises ConfigError for keys of the trial."""
     keys, theirs = ([line.partition("=")[0].lstrip("+~") for line in lines] for lines in (given, overrides))
     if wrong := [key for key in keys if key.partition(".")[0] in (*_OURS, "plugins")]:
         raise ConfigError(f"{wrong[0]}: is the same for all runs of a trial. Leave it out.")
@@ -249,7 +249,7 @@ def _with(given: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def _append(results: dict[str, Any], commands: dict[str, str]) -> None:
-    """Add a row for each side to the table of all trials, in one write."""
+    """Add a row for each arm to the table of all trials, in one write."""
     state = own_state() or {"commit": "-", "changed": False}
     shared = {"time": now(), "commit": state["commit"] + "-dirty" * state["changed"], "trial": results["trial"]}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
@@ -265,8 +265,8 @@ def _append(results: dict[str, Any], commands: dict[str, str]) -> None:
 def _print(results: dict[str, Any]) -> None:
     """Print the table, the noise floor and what pairing saves, then all as a line of JSON."""
     last = ("verdict", "seeds", "seconds", "peak_memory_bytes", "reason")
-    keys, sides = ("name", results["metric"], "difference", "low", "high", *last), results["variants"].values()
-    rows = [[cell(key, row[key]) for key in keys] for row in (results["baseline"], *sides)]
+    keys, arms = ("name", results["metric"], "difference", "low", "high", *last), results["variants"].values()
+    rows = [[cell(key, row[key]) for key in keys] for row in (results["baseline"], *arms)]
     print(*fitted([keys, *rows], window(), {0, 5, 9}), sep="\n")
     print(f"All intervals of a variant hold together with probability {1 - results['level']:g}.")
     if (noise := results["baseline"]["deviation"]) is not None:

@@ -18,7 +18,7 @@ from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb", "tensorboard")
-LENGTHS = {"steps", "minutes", "tokens"}  # keys of train of which one says how long a run is
+DURATIONS = {"steps", "minutes", "tokens"}  # keys of train of which one says how long a run is
 EVALUATION, END = "evaluation", "end"  # when an entry of train.evals is measured
 KINDS = ("text", "choices", "samples")
 
@@ -148,8 +148,8 @@ def _growth_problem(key: str, sizes: list[int], end_key: str, end: int | None) -
 
 def superseded(given: Collection[str]) -> set[str]:
     """Return the keys of train that say how long a run is, where a `given` key takes their place."""
-    named = {name for name in LENGTHS if f"train.{name}" in given}
-    return LENGTHS - named if named else set()
+    named = {name for name in DURATIONS if f"train.{name}" in given}
+    return DURATIONS - named if named else set()
 
 
 def without_phases(train: TrainConfig, **changes: Any) -> TrainConfig:

@@ -199,13 +199,13 @@ class VerifyConfig:
 
 @dataclass
 class TrialConfig:
-    """Options of task=trial, which compares variants of a config with it, seed by seed."""
+    """Options of task=trial, which compares variants of a config with the config, seed by seed."""
 
-    variants: dict[str, list[str]] = option({}, "names with overrides of the config, such as {wide:[model.width=160]}")
-    seeds: int = option(8, "most seeds of each, counted up from run.seed", minimum=2, maximum=64)
-    level: float = option(0.05, "most probability of a wrong verdict, for each variant", minimum=1e-3, maximum=0.5)
-    bound: float | None = option(None, "smallest difference of interest; null never says bounded", above=0)
-    metric: str = option("val/loss", "last number that is compared", choices=("val/loss", "val/bits_per_byte"))
+    variants: dict[str, list[str]] = option({}, "overrides of the config by name, such as {wide:[model.width=160]}")
+    seeds: int = option(8, "largest number of seeds, from run.seed on", minimum=2, maximum=64)
+    level: float = option(0.05, "largest probability of a wrong verdict on a variant", minimum=1e-3, maximum=0.5)
+    bound: float | None = option(None, "verdict bounded: largest difference that does not matter; null is off", above=0)
+    metric: str = option("val/loss", "metric whose last value is compared", choices=("val/loss", "val/bits_per_byte"))
 
     @rule
     def _compares(self, others: Any) -> Iterator[str]:
@@ -215,7 +215,7 @@ class TrialConfig:
             yield "trial.variants={}: there is nothing to compare. Give trial.variants={wide:[model.width=160]}, say."
         for name in self.variants:
             if name == BASELINE or not re.fullmatch(r"\w[\w.+-]*", name):
-                yield f"trial.variants.{name}: must be a word other than {BASELINE}, because folders have that name."
+                yield f"trial.variants.{name}: must be a word other than {BASELINE}, because its folders get this name."
         if others.run.dir is not None:
             yield f"run.dir={others.run.dir}: a trial has many runs. Give sweep.dir=<folder> for all of them."
 

@@ -108,7 +108,7 @@ def test_guards_alert_and_a_tracker_that_fails_is_dropped_once(
     view = WandbLogger(WandbConfig(mode="offline"), tmp_path, {}, None, print)
     loggers = Loggers(MetricsFile(tmp_path / "metrics.jsonl"), Console(bar=False), [view])
     events = Events(tmp_path)
-    events.passed = loggers.tell
+    events.on_event = loggers.tell
     events.add("started", "An attempt starts.")
     events.warn("spike", "Step 3: a spike.", 3)
     assert fake.runs[0].alerts == [(f"{tmp_path.name}: spike", "Step 3: a spike.")]

@@ -15,7 +15,7 @@ from ttrain.data.batches import Batch, Split, TokenSequences
 from ttrain.data.counter import derive_key, random_words
 from ttrain.data.text import with_notices
 
-Read = Mapping[str, tuple[int, int]]  # sequences and tokens that were read of each source, by its name
+ReadCounts = Mapping[str, tuple[int, int]]  # by source: how many of its sequences and tokens were read
 
 _BLOCK = 256  # sequences that are shuffled among themselves
 _DRAWS, _SOURCE = 5, 6  # tell these streams of random numbers from the others of a seed
@@ -32,22 +32,22 @@ class Mixture(TokenSequences):
     """
 
     def __init__(self, parts: Mapping[str, Any], weights: Sequence[Sequence[float]], told: Mapping[str, Any]) -> None:
-        """Take the weights of each phase, and what is `told` of all sources together."""
+        """Take the datasets by name, their weights in each phase, and what is `told` of all sources together."""
         self.parts, self.weights = parts, weights
         first, each = next(iter(parts.values())), {name: part.description for name, part in parts.items()}
         self.vocabulary, self.tokenizer = first.vocabulary, first.tokenizer
         tokens = {split: sum(facts["tokens"][split] for facts in each.values()) for split in ("train", "val")}
         notices = [f"{name}: {notice}" for name, facts in each.items() for notice in facts.get("notices", ())]
         self.description = with_notices({**told, "sources": each, "tokens": tokens}, notices)
-        self._turn(first.context, 0, 0, {}, weights[0])
+        self._start_at(first.context, 0, 0, {}, weights[0])
 
     def at(self, context: int, sequences: int, tokens: int, *mixed: Any) -> Mixture:
-        """See TokenSequences. What was Read of each source may follow, and the weights from there on."""
+        """See TokenSequences. The ReadCounts so far may follow, and the weights from there on."""
         changed = copy(self)
-        changed._turn(context, sequences, tokens, *(mixed or ({}, self._weights)))
+        changed._start_at(context, sequences, tokens, *(mixed or ({}, self._weights)))
         return changed
 
-    def _turn(self, context: int, first: int, tokens: int, read: Read, weights: Sequence[float]) -> None:
+    def _start_at(self, context: int, first: int, tokens: int, read: ReadCounts, weights: Sequence[float]) -> None:
         self.context, self._first, self._offset, self._weights = context, first, tokens, weights
         self._read = [read.get(name, (0, 0)) for name in self.parts]
         self._views = [part.at(context, *each) for part, each in zip(self.parts.values(), self._read, strict=True)]
@@ -77,18 +77,18 @@ class Mixture(TokenSequences):
         return sum(view.val_samples for view in self._views)
 
     def divided(self, samples: int) -> dict[str, tuple[Any, int]]:
-        """Return the data of each source by name, and how many of the first held-out samples are of it."""
+        """Return by name the data of each source, and how many of the first `samples` held-out ones are of it."""
         return dict(zip(self.parts, zip(self._views, self._held_out(samples).tolist(), strict=True), strict=True))
 
     def _held_out(self, samples: int) -> NDArray[np.int64]:
         return quotas([view.val_samples for view in self._views], samples)
 
-    def read_before(self, seed: int, number: int) -> Read:
+    def read_before(self, seed: int, number: int) -> ReadCounts:
         """Return what is read of each source before a training sequence."""
         drawn = zip(self.parts, self._views, self._drawn(seed, number).tolist(), strict=True)
         return {name: (count, view.position(_seed_of(seed, name), count)) for name, view, count in drawn}
 
-    def metrics(self, read: Read) -> dict[str, float]:
+    def metrics(self, read: ReadCounts) -> dict[str, float]:
         """Return how many epochs of each source were read, and its share of the sequences."""
         found, every = {}, sum(sequences for sequences, _ in read.values())
         for name, (sequences, tokens) in read.items():
@@ -97,7 +97,7 @@ class Mixture(TokenSequences):
         return found
 
     def _drawn(self, seed: int, number: int) -> NDArray[np.int64]:
-        """Return how many sequences each source has given before one of this number, int64 [sources]."""
+        """Return how many sequences of each source come before the one of this number, int64 [sources]."""
         given, before = (self._counts(seed, each) for each in (number, self._first))
         return np.array([sequences for sequences, _ in self._read]) + given - before
 
@@ -114,7 +114,7 @@ class Mixture(TokenSequences):
 
 
 def quotas(weights: Sequence[float], count: int) -> NDArray[np.int64]:
-    """Divide a count by weights. The parts add up to it, and none falls as it grows."""
+    """Divide a count by weights, int64 [weights]. The parts add up to it; with a larger count no part is smaller."""
     found, left = [], count
     for number, weight in enumerate(weights):
         rest = sum(weights[number:])

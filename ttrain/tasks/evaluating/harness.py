@@ -54,7 +54,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         scorer = self._scorer
         texts = [scorer.text(*encoded_pair(scorer.tokenizer, *request.args)) for request in requests]
         with self._bar(requests, disable_tqdm) as bar:
-            found = dataclasses.replace(scorer, told=bar.update).likelihoods(texts)
+            found = dataclasses.replace(scorer, on_texts=bar.update).likelihoods(texts)
         return [
             self._kept("loglikelihood", request, tuple(each)) for request, each in zip(requests, found, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Evaluations of train.evals: read before there is a device, and measured between the steps of a run."""
+"""Evaluations of train.evals: files are read before a device is open, and measured between the steps of a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prompts(NamedTuple):
         sample = replace(scorer.given.config.sample, mode="ar", cache=False)
         source, samples = TokenSource(scorer.steps, sample, scorer.tokenizer.vocabulary), []
         for ids, stop in waited_for(self.texts, "Writing samples"):
-            scorer.told(0)
+            scorer.on_texts(0)
             text = stream_text(scorer.tokenizer, ids, source.tokens(ids, 0), lambda text: None, stop, echo=False)
             samples.append((scorer.tokenizer.decode(ids), text))
         return {"samples": samples}
@@ -75,19 +75,19 @@ class RunEvals:
 
     @property
     def notices(self) -> Iterator[str]:
-        """Yield sentences about what of the files is not read."""
+        """Yield sentences about parts of the files that are not read."""
         for _, content in self.entries:
             yield from content.facts["notices"] if isinstance(content, Documents) else ()
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens."""
+        """Return the length of the longest prompt in tokens, 0 where there is none."""
         return max(
             (len(ids) for _, each in self.entries if isinstance(each, Prompts) for ids, _ in each.texts), default=0
         )
 
     def prepare(self, session: Session, built: Mapping[str, Step]) -> None:
-        """Let a session build the steps that this needs; `built` is to hold them. Raises UserError for a mesh."""
+        """Let a session build the steps of these evaluations, and put them in `built`. Raises UserError for a mesh."""
         if not self.entries:
             return
         if session.graph.chips > 1:
@@ -100,16 +100,16 @@ class RunEvals:
         self.scorer = replace(self.scorer, steps=steps)
 
     def measure(self, due: str, stopped: Callable[[], bool], tell: Callable[..., None]) -> dict[str, float]:
-        """Return metrics by name, of the entries that are due, and tell of samples. Raises Interrupted if `stopped`."""
+        """Return the metrics of the entries that are due, by name; `tell` samples. Raises Interrupted if `stopped`."""
         found: dict[str, float] = {}
 
-        def told(texts: int) -> None:
+        def on_texts(texts: int) -> None:
             if stopped():
                 raise Interrupted
 
         for entry, content in self.entries:
             if entry.every == due:
-                numbers = content.measure(replace(self.scorer, told=told))
+                numbers = content.measure(replace(self.scorer, on_texts=on_texts))
                 found |= {f"eval/{entry.name}/{name}": numbers[key] for name, key in content.metrics.items()}
                 for prompt, text in numbers.get("samples", ()):
                     told_of = f"{entry.name}, after {prompt!r}: {text}"

@@ -75,13 +75,13 @@ class Scorer:
     """A model, what it reads of texts, and its steps where it is on a device.
 
     `start` is the token before a text, None where the model knows none. Texts are read in rows that are as long as they
-    have to be, some of about equal length at a time; `told` gets how many each time.
+    have to be, some of about equal length at a time; `on_texts` gets the number of texts each time.
     """
 
     given: OpenedModel
     start: int | None
     steps: Any = None  # StepsByLength
-    told: Callable[[int], object] = lambda texts: None
+    on_texts: Callable[[int], object] = lambda texts: None
 
     @classmethod
     def of(cls, given: OpenedModel, end_token: str | None) -> Scorer:
@@ -126,7 +126,7 @@ class Scorer:
             # Where the loss is a sum of several terms, the first one is that of the next token.
             mean = next((value for name, value in found.items() if name.endswith("/ce")), found["loss"])
             total += (mean or 0.0) * counts[LOSS_WEIGHT]
-            self.told(len(numbers))
+            self.on_texts(len(numbers))
         if not math.isfinite(total):
             raise NonFiniteError(f"the loss of the texts is {total}")
         return total / sum(text.predicted for text in texts)
@@ -136,7 +136,7 @@ class Scorer:
         found: dict[int, Likelihood] = {}
         for length, numbers in waited_for(self._batches(texts), "Scoring continuations"):
             found |= zip(numbers, self._of_batch([texts[number] for number in numbers], length), strict=True)
-            self.told(len(numbers))
+            self.on_texts(len(numbers))
         return [found[number] for number in range(len(texts))]
 
     def text(self, before: list[int], continuation: list[int]) -> Text:

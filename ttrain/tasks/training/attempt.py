@@ -258,7 +258,7 @@ class Attempt:
             views = build.build_loggers(logger, folder.path, self.run.stored, progress.wandb_id, console.say)
         progress.wandb_id = next((view.run_id for view in views if view.run_id), progress.wandb_id)
         loggers = Loggers(MetricsFile(folder.metrics, folder.leads), console, views)
-        self.events.passed = loggers.tell
+        self.events.on_event = loggers.tell
         return loggers
 
     def _evaluation(self, progress: Progress) -> Evaluation:

@@ -106,7 +106,7 @@ class Events:
     def __init__(self, run: Path | None, say: Callable[[str], None] = lambda message: None) -> None:
         """Append to the events of `run`, or nowhere where it is None. `say` shows a message to the user."""
         self._path, self._say = None if run is None else run / EVENTS, say
-        self.passed: Callable[[Event], None] = lambda event: None  # is given every event too
+        self.on_event: Callable[[Event], None] = lambda event: None  # gets every event that is added
 
     def tell(self, kind: str, message: str, step: int | None = None, mark: str = "", **facts: Any) -> None:
         """Add a line, and show its message."""
@@ -119,7 +119,7 @@ class Events:
         """Add a line; `facts` are further JSON values."""
         event: Event = {"time": datetime.now().astimezone().isoformat(timespec="seconds"), "kind": kind}
         event |= ({} if step is None else {"step": step}) | {"message": message} | facts
-        self.passed(event)
+        self.on_event(event)
         if self._path is not None:
             with suppress(OSError), open(self._path, "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(event, ensure_ascii=False) + "\n")

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrain.core.units import counted
-from ttrain.data.sequences.mixture import Read
+from ttrain.data.sequences.mixture import ReadCounts
 from ttrain.models.base import Batch
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Position(NamedTuple):
 
     samples: int = 0
     tokens: int = 0
-    sources: Read = MappingProxyType({})  # where sequences are drawn by weights
+    sources: ReadCounts = MappingProxyType({})  # where sequences are drawn by weights
 
 
 @dataclass(frozen=True)
