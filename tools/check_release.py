@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import hatchling.build
@@ -62,12 +63,10 @@ def environment(python: str) -> Iterator[Path]:
         yield Path(folder, "bin")
 
 
-def run(command: Sequence[str], code: int = 0, **more: object) -> str:
-    """Return the output of a command. Raises Failed if it ends with another exit code."""
+def run(command: Sequence[str], code: int = 0, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Return the output of a command, run with further variables `env`. Raises Failed for another exit code."""
     variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    given = more.pop("env", None)
-    assert given is None or isinstance(given, Mapping)
-    done = subprocess.run(command, env={**variables, **(given or {})}, capture_output=True, text=True, **more)  # type: ignore[call-overload]
+    done = subprocess.run(command, cwd=cwd, env={**variables, **(env or {})}, capture_output=True, text=True)
     if done.returncode != code:
         raise Failed(f"{' '.join(command)}: exit code {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}")
     return str(done.stdout)
@@ -76,16 +75,16 @@ def run(command: Sequence[str], code: int = 0, **more: object) -> str:
 def use(programs: Path) -> None:
     """Run what the README promises, in an empty folder."""
     with tempfile.TemporaryDirectory() as folder:
-        place = {"cwd": folder, "env": {"XDG_CACHE_HOME": f"{folder}/cache", "MPLBACKEND": "agg"}}
-        ttrain_ = str(programs / "ttrain")
-        assert run([ttrain_, "--version"], **place) == f"ttrain {ttrain.__version__}\n"
-        run([ttrain_, "run.dir=a"], **place)
-        run([ttrain_, "recipe=agillm_tiny", "train.steps=4", "schedule.warmup=1", "run.dir=b"], **place)
-        assert json.loads(run([ttrain_, "task=plan", "plan.time=false", "--json"], **place))["parameters"]["total"]
-        assert run([ttrain_, "task=sample", "run.dir=a", "sample.prompt=def ", "sample.tokens=20"], **place)
-        assert json.loads(run([ttrain_, "task=schema"], **place))["$defs"]
-        run([ttrain_, "train.stpes=1"], code=2, **place)
-        run([str(programs / "python"), "-c", RUN_CELLS, str(REPO / "examples" / "first_steps.ipynb")], **place)
+        here = partial(run, cwd=folder, env={"XDG_CACHE_HOME": f"{folder}/cache", "MPLBACKEND": "agg"})
+        program = str(programs / "ttrain")
+        assert here([program, "--version"]) == f"ttrain {ttrain.__version__}\n"
+        here([program, "run.dir=a"])
+        here([program, "recipe=agillm_tiny", "train.steps=4", "schedule.warmup=1", "run.dir=b"])
+        assert json.loads(here([program, "task=plan", "plan.time=false", "--json"]))["parameters"]["total"]
+        assert here([program, "task=sample", "run.dir=a", "sample.prompt=def ", "sample.tokens=20"])
+        assert json.loads(here([program, "task=schema"]))["$defs"]
+        here([program, "train.stpes=1"], code=2)
+        here([str(programs / "python"), "-c", RUN_CELLS, str(REPO / "examples" / "first_steps.ipynb")])
         assert Path(folder, "outputs", "first-steps", "metrics.jsonl").is_file()
 
 

@@ -133,7 +133,7 @@ class Attempt:
         return progress, began, phases
 
     def _with_steps(self, session: Session, phases: Phases | None, progress: Progress) -> Run:
-        """Return the run with the steps that the rest of train.minutes allows, by measured ones; the state stays as is.
+        """Return the run with as many steps as the rest of train.minutes allows. They are timed; the state stays as is.
 
         The leading rank's times count for all. Raises ConfigError where other keys ask for more steps.
         """
@@ -144,26 +144,26 @@ class Attempt:
             work()
             return run.world.broadcast(max(time.perf_counter() - began, 1e-9))
 
-        def files(due: str, stopped: Callable[[], bool]) -> dict[str, float]:
+        def measure_files(due: str, stopped: Callable[[], bool]) -> dict[str, float]:
             run.world.once(lambda: str(run.evals.measure(due, stopped, lambda *told, **facts: None)))
             return {}
 
         with TemporaryDirectory(prefix=UNFINISHED, dir=self.folder.checkpoints) as scratch:
-            hold = seconds(lambda: host_copy(session.state))
+            copying = seconds(lambda: host_copy(session.state))
             save = seconds(lambda: save_checkpoint(Path(scratch), session.state, run.content(progress, None)))
-            evaluation = replace(self._evaluation(progress), measure=files)
+            evaluation = replace(self._evaluation(progress), measure=measure_files)
             replace(evaluation, limit=evaluation.rows)()  # what compiles is not timed
-            evaluated, ended = seconds(evaluation), seconds(partial(files, END, bool))
-            some = replace(run, config=changed(run.config, {"train.steps": 1}))
+            evaluated, ended = seconds(evaluation), seconds(partial(measure_files, END, bool))
+            timed = replace(run, config=changed(run.config, {"train.steps": 1}))
             # Where there are phases, one batch is read, as the next phase takes other steps.
-            step, first, on = some.stepper(session, self.steps, 0 if phases else 2**62), progress.step + 1, not phases
+            step, first, by = timed.stepper(session, self.steps, 0 if phases else 2**62), progress.step + 1, not phases
             seconds(partial(step, first))
-            one = seconds(partial(step, first + on))
-            times = 1 + int(min(3 * minutes, 10) / one)  # for a twentieth of it
-            one = seconds(lambda: [step(first + on * number) for number in range(times)]) / times
+            one = seconds(partial(step, first + by))
+            times = 1 + int(min(3 * minutes, 10) / one)  # last a twentieth of the minutes, at most 10 s
+            one = seconds(lambda: [step(first + by * number) for number in range(times)]) / times
             read_manifest(Path(scratch, step_name(progress.step))).load(session.state)
         beside = run.config.train.async_save and self.device.name != "cpu"  # whose cores a save takes from steps
-        parts = one, evaluated, hold if beside else save, save + ended
+        parts = one, evaluated, copying if beside else save, save + ended
         steps = steps_within(run.config, progress.spent, progress.step, parts)
         config = changed(run.config, {"train.steps": steps})
         told = f"train.minutes={minutes:g} allows {counted(steps, 'step')}"

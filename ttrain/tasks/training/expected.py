@@ -251,16 +251,16 @@ def evaluations_left(step: int, steps: int, every: int | None) -> int:
 
 
 def steps_within(config: Config, spent: float, done: int, parts: Sequence[float]) -> int:
-    """Return the most steps that train.minutes allows a run that has spent so many seconds on `done`; at least one.
+    """Return the number of the last step that train.minutes allows, at least 1, after `spent` seconds on `done` steps.
 
-    The parts are the seconds of the next step (one of another phase takes as long as its tokens), of an evaluation, of
-    the start of a save, and of the whole last save.
+    `parts` are the seconds of the next step, of an evaluation, of the part of a save that steps wait for, and of the
+    last save with the evaluations at the end. The time of a step of another phase grows with its tokens.
     """
-    train, schedule, (step, evaluation, hold, save) = config.train, schedule_of(config), parts
+    train, schedule, (step, evaluation, copying, save) = config.train, schedule_of(config), parts
 
     def needed(steps: int) -> float:
-        between = evaluations_left(done, steps, train.eval_every) * (evaluation + hold)
-        between += (steps - done) // (train.save_every or steps + 1) * hold
+        between = evaluations_left(done, steps, train.eval_every) * (evaluation + copying)
+        between += (steps - done) // (train.save_every or steps + 1) * copying
         return step * schedule.in_steps_of(schedule.at(done + 1), done, steps) + between + save
 
     left = 60 * (train.minutes or 0) - spent
