@@ -51,7 +51,7 @@ class RunContext:
     def events(self) -> Events:
         """The run's events.jsonl; its notes are shown on the console too."""
         events = Events(self.run.events, self.loggers.console.say)
-        events.passed = self.loggers.tell
+        events.on_event = self.loggers.tell
         return events
 
     def check_held_out(self) -> None:
