@@ -59,9 +59,8 @@ class PyTorchContender(Contender):
         fused = self.name != "compile_all"  # the fused update is one kernel already, and nothing that can be compiled
         self._optimizer = make_optimizer(trained, case.work.optimizer, fused)
         self._update = torch.compile(self._clip_and_step) if self.name == "compile_all" else self._clip_and_step
-        self._batches = [
-            [torch.from_numpy(array).to(self._device) for array in batch.values()] for batch in case.batches
-        ]
+        batches = (batch.values() for batch in case.batches)
+        self._batches = [[torch.from_numpy(array).to(self._device) for array in arrays] for arrays in batches]
 
     def _wrapped(self, model: torch.nn.Module) -> Callable[..., torch.Tensor]:
         """Return the callable that takes the model's place."""

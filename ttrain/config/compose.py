@@ -187,9 +187,8 @@ class Composer:
         for option in chosen:
             name = NULL_OPTION if option is None else str(option)
             if name not in valid and not isinstance(option, list | dict):
-                return (
-                    f"{key}={name}: no such option. {instead(f'{key}={name}') or self._option_hint(key, name, valid)}"
-                )
+                hint = instead(f"{key}={name}") or self._option_hint(key, name, valid)
+                return f"{key}={name}: no such option. {hint}"
             if isinstance(option, dict):
                 return f"{line}: {key} takes the name of an option. Set single keys as {key}.<key>=<value>."
         return None

@@ -14,13 +14,10 @@ from ttrain.config.schema import Config, Given, to_dict
 from ttrain.config.validate import Findings, typed_config
 from ttrain.core.errors import CheckpointError, UserError
 from ttrain.core.options import key_of
-from ttrain.train.settings import DURATIONS, superseded
+from ttrain.train.settings import DURATIONS, OF_A_COMMAND, superseded
 
 # What a command is asked to do is never remembered from the run that it works on.
-ALWAYS_GIVEN = (
-    "task", "resume", "run.dir", "plugins", "eval", "export", "plan", "prepare", "bench", "supervise", "sweep", "runs",
-    "report", "replicas", "lr_finder", "trial", "parallel.name", "parallel.processes", "parallel.timeout",
-)  # fmt: skip
+ALWAYS_GIVEN = (*OF_A_COMMAND, "replicas", "parallel.name", "parallel.processes", "parallel.timeout")
 
 
 def continued(saved: Mapping[str, Any], given: Config, always_given: Iterable[str] = ()) -> Config:

@@ -53,9 +53,8 @@ def encode_corpus(
     """
     # Held-out text has no unseen character, since these are taken from all of it. Merges are learned from the training
     # split alone, and cover every text because bytes do.
-    learned = {"char": corpus.size, "bpe": corpus.character_start(min(corpus.boundary, BPE_BYTES))}.get(
-        config.tokenizer, 0
-    )
+    sizes = {"char": corpus.size, "bpe": corpus.character_start(min(corpus.boundary, BPE_BYTES))}
+    learned = sizes.get(config.tokenizer, 0)
     digest = hashlib.sha256()
     with named_place(corpus.place):
         with byte_bar(learned, "learning the tokenizer", delay) as on_bytes:

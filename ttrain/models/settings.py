@@ -145,9 +145,7 @@ class DecoderConfig(TransformerConfig):
     )
     zero_init: bool = option(False, "start the output projections of both branches at zero", changes="nothing")
     logit_cap: float | None = option(None, "replace logits by cap tanh(logits / cap); null does not", above=0)
-    value_embeddings: bool = option(
-        False, "add a second token embedding to all blocks' values, scaled per feature", changes="shape"
-    )
+    value_embeddings: bool = option(False, "add a token embedding to all values, scaled per feature", changes="shape")
     future_weight: float = option(
         0.0,
         "weight of a second loss: an extra layer predicts the token after the next (Gloeckle et al., 2024); 0 is off",
@@ -295,9 +293,7 @@ class AGILLMConfig(TransformerConfig):
     presets = PUBLISHED["presets"]["agillm"]
 
     name: str = option("agillm", "registered name of the model")
-    rank: int | None = option(
-        None, "columns of the matrix between a layer's queries and keys; any number", minimum=1, changes="shape"
-    )
+    rank: int | None = option(None, "columns of each rank matrix; any number", minimum=1, changes="shape")
     context: int | None = option(1122, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     objective: str = option(
         "joint",

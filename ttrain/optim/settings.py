@@ -30,9 +30,7 @@ class OptimizerConfig:
     name: str = option("adamw", "registered name of the optimizer")
     lr: float = option(1e-3, "peak learning rate", minimum=0)
     weight_decay: float = option(0.0, "weight decay per unit of learning rate; see decay_rule", minimum=0)
-    decay_rule: str = option(
-        "matrices", "parameters that decay: matrices (rank 2 and up), all or none", choices=("matrices", "all", "none")
-    )
+    decay_rule: str = option("matrices", "what decays: rank 2 and up, all or none", choices=("matrices", "all", "none"))
     clip_norm: float | None = option(1.0, "largest global gradient norm; null does not clip", minimum=FP32_NORMAL)
     clip_scope: list[str] = option([], "parameter-name prefixes that clip_norm applies to, such as [blocks]; [] is all")
     lr_multipliers: dict[str, float] = option(

@@ -21,9 +21,8 @@ def run(config: Config) -> dict[str, Any]:
     """Prints what eval.text and eval.choices ask for, writes it to eval.out or a new folder, and returns it."""
     wanted = config.eval
     if not wanted.text and wanted.choices is None:
-        raise ConfigError(
-            "task=eval: nothing to measure. Give eval.text=[<files>] or eval.choices=<file of questions>."
-        )
+        told = "task=eval: nothing to measure"
+        raise ConfigError(f"{told}. Give eval.text=[<files>] or eval.choices=<file of questions>.")
     with opened(config) as scorer:
         given = scorer.given
         results: dict[str, Any] = {

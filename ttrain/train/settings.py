@@ -19,6 +19,10 @@ from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
 
 LOGGERS = ("console", "jsonl", "wandb", "tensorboard")
 DURATIONS = {"steps", "minutes", "tokens"}  # keys of train of which one says how long a run is
+OF_A_COMMAND = (  # sections and keys that say what a command does, not what a run is
+    "task", "resume", "run.dir", "plugins", "eval", "export", "plan", "prepare", "bench", "supervise", "sweep", "runs",
+    "report", "lr_finder", "trial",
+)  # fmt: skip
 EVALUATION, END = "evaluation", "end"  # when an entry of train.evals is measured
 KINDS = ("text", "choices", "samples")
 

@@ -32,9 +32,7 @@ class CheckpointConfig:
 class SampleConfig(CheckpointConfig):
     """Options for drawing text from a trained model."""
 
-    prompt: str | None = option(
-        None, "text to continue; null is held-out text, for task=sample a line break", verbatim=True
-    )
+    prompt: str | None = option(None, "text to continue; null is held-out, for task=sample a line break", verbatim=True)
     prompts: str | None = option(None, "file of a prompt per line, or .jsonl rows of prompt or messages", path=True)
     results: str | None = option(None, "JSON-lines file for answers to sample.prompts; null is stdout", path=True)
     system: str | None = option(None, "task=chat: system message of the conversation", verbatim=True)

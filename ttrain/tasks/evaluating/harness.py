@@ -55,9 +55,8 @@ class TtrainLM(LM):  # type: ignore[misc]
         texts = [scorer.text(*encoded_pair(scorer.tokenizer, *request.args)) for request in requests]
         with self._bar(requests, disable_tqdm) as bar:
             found = dataclasses.replace(scorer, on_texts=bar.update).likelihoods(texts)
-        return [
-            self._kept("loglikelihood", request, tuple(each)) for request, each in zip(requests, found, strict=True)
-        ]
+        pairs = zip(requests, found, strict=True)
+        return [self._kept("loglikelihood", request, tuple(each)) for request, each in pairs]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of each text, every token predicted once from windows of the context."""
@@ -99,9 +98,8 @@ class TtrainLM(LM):  # type: ignore[misc]
         if asked:
             raise UserError(f"generate_until: ttrain knows no {', '.join(map(repr, asked))}. Leave it out of the task.")
         cuts = {"temperature": 1.0, **cuts} if draws else {"temperature": 0.0}
-        source = dataclasses.replace(
-            scorer.source, config=dataclasses.replace(scorer.source.config, tokens=tokens, **cuts)
-        )
+        sample = dataclasses.replace(scorer.source.config, tokens=tokens, **cuts)
+        source = dataclasses.replace(scorer.source, config=sample)
         stop = Stop.of(scorer.tokenizer, [until] if isinstance(until, str) else until)
         prompt = scorer.tokenizer.with_start(scorer.tokenizer.encode(context)) or [scorer.start or 0]
         written: list[str] = []

@@ -82,9 +82,8 @@ class RunEvals:
     @property
     def longest_prompt(self) -> int:
         """Return the length of the longest prompt in tokens, 0 where there is none."""
-        return max(
-            (len(ids) for _, each in self.entries if isinstance(each, Prompts) for ids, _ in each.texts), default=0
-        )
+        prompts = [each for _, each in self.entries if isinstance(each, Prompts)]
+        return max((len(ids) for each in prompts for ids, _ in each.texts), default=0)
 
     def prepare(self, session: Session, built: Mapping[str, Step]) -> None:
         """Let a session build the steps of these evaluations, and put them in `built`. Raises UserError for a mesh."""

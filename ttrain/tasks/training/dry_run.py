@@ -40,10 +40,8 @@ def dry_run(run: Run, device: Device, say: Callable[[str], None]) -> None:
         return
     with closing(run.open(device)) as session:
         run.stepper(session, session.build_training())(1)
-        say(
-            f"Dry run: device {device.name} computes no values. Every step was built and one was launched; "
-            f"nothing was trained or saved."
-        )
+        done = "Every step was built and one was launched; nothing was trained or saved."
+        say(f"Dry run: device {device.name} computes no values. {done}")
 
 
 def _costed(run: Run, device: Device, say: Callable[[str], None]) -> None:

@@ -136,9 +136,7 @@ def expected_time(
             times[engine] = time
         else:
             source += f". engine={engine} is not compared{kernels.note}"
-    times = {
-        engine: _communicating(config, work, replace(time, source=source), rates) for engine, time in times.items()
-    }
+    times = {name: _communicating(config, work, replace(time, source=source), rates) for name, time in times.items()}
     return host_estimate(work, times, own, rates.flops)
 
 

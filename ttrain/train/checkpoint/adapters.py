@@ -144,9 +144,8 @@ class PeftAdapter:
 
     def _layers(self) -> list[str]:
         """Names of the layers that have matrices. Raises CheckpointError for one that PEFT would leave out."""
-        layers = sorted(
-            {str(name).removeprefix(_PREFIX).rpartition(".lora_")[0] for name in read_file(self.folder / FILE)}
-        )
+        names = [str(name).removeprefix(_PREFIX) for name in read_file(self.folder / FILE)]
+        layers = sorted({name.rpartition(".lora_")[0] for name in names})
         if spare := [layer for layer in layers if not _selects(self.config, layer)]:
             told = f"{FILE} has matrices of {listed(spare)}, which {CONFIG} leaves out"
             raise CheckpointError(f"lora.from={self.folder}: {told}. Give the two files as PEFT wrote them.")

@@ -222,9 +222,8 @@ class Checkpoints:
             return
         outcome: dict[str, Any] = {}
         try:
-            outcome["files"] = save.write_rank_files(
-                self._run.checkpoints, self.step, work.state, self._world.ranks.rank
-            )
+            rank = self._world.ranks.rank
+            outcome["files"] = save.write_rank_files(self._run.checkpoints, self.step, work.state, rank)
         except Exception as error:  # none may be lost with the thread
             outcome = {"error": str(error) or type(error).__name__, "bad": isinstance(error, NonFiniteError)}
         self._world.send(f"save/{work.number}", json.dumps(outcome))

@@ -29,12 +29,10 @@ from ttrain.train.checkpoint.retention import hold, newest_complete, refuse_dry_
 from ttrain.train.checkpoint.save import note_progress
 from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of
+from ttrain.train.settings import OF_A_COMMAND
 
 # Keys that say where and how a run is run, not what it computes.
-_UNREPORTED = (
-    "resume", "task", "run.dir", "sample", "eval", "export", "plan", "profile", "prepare", "verify", "bench", "plugins",
-    "supervise", "sweep", "runs", "report", "lr_finder", "trial",
-)  # fmt: skip
+_UNREPORTED = (*OF_A_COMMAND, "sample", "profile", "verify")
 
 
 @dataclass(frozen=True)

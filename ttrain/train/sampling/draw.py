@@ -246,7 +246,6 @@ def checked(logits: Any, vocabulary: int) -> Array:
     array = np.asarray(logits)
     array = array.reshape(-1, array.shape[-1])[:, :vocabulary]
     if not np.isfinite(array).all():
-        raise NonFiniteError(
-            "The model's logits hold NaN or Inf, so there is nothing to draw from. Use another checkpoint."
-        )
+        told = "The model's logits hold NaN or Inf, so there is nothing to draw from"
+        raise NonFiniteError(f"{told}. Use another checkpoint.")
     return array

@@ -67,9 +67,8 @@ def variables(config: TenstorrentConfig) -> dict[str, str]:
         return common | (_simulator(config, places) if config.mode == "simulator" else _mock(config, wheel, places))
     for key, instead in _OTHER_MODES.items():
         if os.environ.get(key):
-            raise DeviceUnavailable(
-                f"{key} is set, but device.mode=silicon runs on a card. Unset it or give {instead}."
-            )
+            told = f"{key} is set, but device.mode=silicon runs on a card"
+            raise DeviceUnavailable(f"{told}. Unset it or give {instead}.")
     if not has_card():
         raise DeviceUnavailable(
             f"device={config.name}: this machine has no Tenstorrent card (nothing in {DEVICE_NODES}). Use device=cpu, "
