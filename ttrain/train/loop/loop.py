@@ -261,8 +261,8 @@ class Loop:
             share = read(0, progress.step).tokens / read(0, config.last).tokens
             off = progress.spent / (60 * config.minutes * share) - 1
             if abs(off) >= least:
-                self._off = 2 * abs(off)
-                told = f"train.minutes={config.minutes:g}: {off:+.1%} off at step {progress.step:,} of {config.last:,}."
+                self._off, used = 2 * abs(off), f"{abs(off):.1%} {'less' if off < 0 else 'more'} time than planned"
+                told = f"train.minutes={config.minutes:g}: {used} up to step {progress.step:,} of {config.last:,}."
                 self.context.events.tell("pace", told, progress.step, off=round(off, 4))
 
     def _tell_start(self, step: int) -> None:
