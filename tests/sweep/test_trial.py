@@ -117,7 +117,7 @@ def test_every_verdict(stubbed: None, capfd: pytest.CaptureFixture[str]) -> None
     }  # fmt: skip
     assert variants["nan"]["reason"] == "Step 3: train/loss is nan" and variants["broken"]["reason"] == "no such card"
     assert variants["nan"]["seeds"] == 2 and variants["broken"]["seeds"] == 1 and variants["noisy"]["seeds"] == 5
-    assert found["decided"] and found["baseline"]["seeds"] == 5 and found["baseline"]["verdict"] is None
+    assert found["finished"] and found["baseline"]["seeds"] == 5 and found["baseline"]["verdict"] is None
     # The numbers, from the losses of the stub.
     losses = [2 + 0.1 * math.sin(7 * seed) for seed in range(5, 10)]
     assert found["baseline"]["deviation"] == pytest.approx(np.std(losses, ddof=1))
@@ -150,7 +150,7 @@ def test_a_killed_trial_goes_on(inside: Path, stubbed: None, capfd: pytest.Captu
     again = Counter(started())
     assert again.pop(started()[3]) == 2 and set(again.values()) == {1}
     found = last_line(capfd)
-    assert found["decided"] and found["variants"]["noisy"]["seeds"] == 3
+    assert found["finished"] and found["variants"]["noisy"]["seeds"] == 3
     assert len(list(Path("outputs/trials").glob("*/*"))) == 1
     assert len(Path("outputs/results.tsv").read_text().splitlines()) == 4
     Path("stub.py").write_text("raise SystemExit(print('ttrain: no such card') or 1)")  # a baseline that fails

@@ -174,7 +174,7 @@ class Trial(Grid):
         base, *variants = (arm.facts(self.baseline) for arm in self.arms)
         ratios = [each["variance_ratio"] for each in variants if each["variance_ratio"] is not None]
         return {
-            "trial": str(self._folder.path), "decided": all(arm.verdict for arm in self.variants),
+            "trial": str(self._folder.path), "finished": all(arm.verdict for arm in self.variants),
             "problem": self.problem or None, **asdict(self._settings), "baseline": base,
             "variance_ratio": fmean(ratios) if ratios else None, "variants": {each["name"]: each for each in variants},
         }  # fmt: skip
@@ -197,8 +197,8 @@ def run(config: Config) -> dict[str, Any]:
         sweep = replace(config.sweep, objective=settings.metric, search=None, prune=None)
         Runner(folder, sweep, flags, trial).run()
         results = trial.results()
-        if results["decided"]:
-            if not read_json(folder.path / RESULT).get("decided"):
+        if results["finished"]:
+            if not read_json(folder.path / RESULT).get("finished"):
                 _append(results, commands)
             folder.finish(True)
         replace_file(folder.path / RESULT, to_json(results))
@@ -208,7 +208,7 @@ def run(config: Config) -> dict[str, Any]:
     failed = [arm.name for arm in trial.variants if arm.verdict == "failed"]
     if trial.problem or failed:
         raise TtrainError(trial.problem or f"{', '.join(failed)} failed; {folder.path} has the logs.")
-    if not results["decided"]:
+    if not results["finished"]:
         raise Interrupted("interrupted; what is done is kept, and the same command again goes on.")
     return results
 
@@ -273,5 +273,5 @@ def _print(results: dict[str, Any]) -> None:
         print(f"Noise floor: over seeds the baseline has a standard deviation of {noise:.4f}.")
     if (ratio := results["variance_ratio"]) is not None:
         saved = f"saves {1 - ratio:.0%} of the seeds" if ratio < 1 else "saves no seeds"
-        print(f"Pairing {saved}: differences have {ratio:.2f} of the variance that independent seeds give.")
+        print(f"Pairing {saved}: paired differences have {ratio:.2f} times the variance of unpaired ones.")
     print(json.dumps(results), flush=True)
