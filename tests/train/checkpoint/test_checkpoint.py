@@ -301,7 +301,7 @@ class Disk:
 def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Callable[[int], Checkpoints], ArrayState]:
     run = RunDirectory.claim(str(folder), "test")
     (folder / "metrics.jsonl").touch()
-    loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append))
+    loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append), tell=lambda event: None)
     saved = constant(1.0)
     context = RunContext(TrainConfig(async_save=False, keep_last=1), saved, run, loggers)
     writer = Checkpoints(context, lambda progress, loss: content(progress.step))
