@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import compare, page, plot
+from benchmarks import compare, page, plot, recipes
 from tests.bench.pretend import ONE_THREAD, case
 from ttrain import ops
 from ttrain.bench import contender, workload
@@ -223,6 +223,24 @@ def test_a_table_has_a_line_per_contender_or_a_column() -> None:
     assert "| traced | 7.63 |" in text and "old" not in text and text.count("2026-11-29") == 1
     text = page.written("<!-- table mlp_tiny: ms/step, x -->\n<!-- /table -->\n")
     assert "| tiny | fp32 | 0.177 (1.00) |" in text
+
+
+def test_the_readme_has_the_table_of_recipes() -> None:
+    """Each result is of a recipe, has a row, and a log that ends with the loss in it."""
+    text = recipes.README.read_text("utf-8")
+    assert recipes.written(text) == text
+    for file in recipes.RESULTS.glob("*.json"):
+        assert (recipes.ROOT.parent / "recipes" / f"{file.stem}.yaml").is_file()
+        lines = [json.loads(line) for line in file.with_suffix(".jsonl").read_text("utf-8").splitlines()]
+        assert lines[-1]["val/loss"] == json.loads(file.read_text("utf-8"))["val/loss"]
+
+
+def test_a_log_keeps_evaluations_and_some_of_training() -> None:
+    lines = [json.dumps({"step": step, "train/loss": 1.0}) for step in range(1, 131)]
+    lines.insert(7, json.dumps({"step": 7, "val/loss": 2.0}))
+    kept = [json.loads(line) for line in recipes.thinned(lines)]
+    assert [line["step"] for line in kept if "val/loss" in line] == [7]
+    assert [line["step"] for line in kept if "train/loss" in line] == list(range(1, 131, 3))
 
 
 def test_a_plot_of_what_was_timed(tmp_path: Path) -> None:
