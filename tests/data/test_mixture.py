@@ -263,6 +263,7 @@ def test_a_plan_tells_the_mixture(capsys: Any) -> None:
     ).groups()
     assert (documents, held_out) == ("16", "4")
     assert float(epochs) == pytest.approx(6 * 4 * 16 * (1 / 9 + 1 / 5) / int(tokens), abs=0.005)
+    assert main(["task=plan", *RUN, "train.minutes=1", "plan.time=false"]) == 0  # has no steps to tell epochs of
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 3}, {"a": [1, "2"]}, {"a": [-1, 2]}, "a", {"a": [1, 2, 3]}])

@@ -11,6 +11,7 @@ import torch
 
 from tests.models.session import BF16, ENGINES, FP32, Session, token_batch
 from tests.native.conftest import require_compiler
+from tests.ops.harness import bind_node, node_of
 from tests.optim.updates import SEED, Parameters, Updates, Vector, gradient
 from tests.ttnn.runs import adamw, gpt
 from ttrain.config.build import build_session, made
@@ -24,6 +25,7 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.engine.state import State, StateTensor
 from ttrain.graph import Kind
 from ttrain.models.gpt import GPT
+from ttrain.ops.update import Rule
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig, LionConfig, SGDConfig
 from ttrain.parallel.ranks import Ranks
@@ -146,6 +148,21 @@ def test_second_moments_in_bf16_follow_their_average_over_thousands_of_steps() -
     found = update.state.read("weight/second_moment")
     assert np.abs(found / exact - 1).max() < 0.25 and np.abs(found / exact - 1).mean() < 0.06
     assert found.mean() == pytest.approx(exact.mean(), rel=0.01)
+
+
+@pytest.mark.parametrize("first", [2**31 - 2, 2**33 + 5])
+def test_elements_beyond_31_bits_have_those_of_the_definition(first: int) -> None:
+    """As the shards of a large model number them."""
+    device, rule = TorchDevice("cpu", 1), Rule("sgd", (), (("weight_decay", 0.1),))
+    weight, slope = (torch.from_numpy(gradient(name, (7,), 1)).bfloat16() for name in ("weight", "other"))
+    found = {}
+    for dtype, more in ((torch.float32, {}), (torch.bfloat16, {"stochastic": (0,), "numbers": (first,)})):
+        scalars = [torch.tensor(0.03), torch.tensor(1.0), None, torch.tensor(SEED) if more else None]
+        given = [weight.to(dtype, copy=True), slope, *scalars]
+        launch, (found[dtype],) = bind_node(device, node_of("update", given, {"rule": rule, "count": 1, **more}), given)
+        launch()
+    expected = rounded(found[torch.float32].numpy(), SEED, 0, first)
+    assert np.array_equal(found[torch.bfloat16].float().numpy(), expected)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

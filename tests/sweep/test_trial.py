@@ -172,8 +172,14 @@ def test_what_is_wrong_with_variants_is_told_before_anything_runs(inside: Path, 
     assert "trial.variants.d: train.init_from=nowhere" in told
     wrong = said("trial.variants={a:[],b:[]}", "train.stepss=3")
     assert wrong.count("train.stepss") == 1
-    assert "there is nothing to compare" in said() and "must be a word other than" in said("trial.variants={a/b:[]}")
+    assert "there is nothing to compare" in said() and "must be a word of at most 59" in said("trial.variants={a/b:[]}")
     assert "must be a mapping of names to lists of texts" in said("trial.variants={a: b=1}")
+    assert "must be a word of at most 59" in said(f"trial.variants={{{60 * 'x'}:[]}}")
+    assert "is 2147483648, above 2147483647" in said("trial.variants={a:[]}", "run.seed=2147483641", "trial.seeds=8")
+    assert "sweep.search: says how a search" in said("trial.variants={a:[]}", "sweep.search=tpe")
+    Path("outputs").touch()
+    before = sorted(Path().iterdir())
+    assert "can't write outputs/results.tsv: " in said("trial.variants={a:[]}", "sweep.dir=elsewhere")
 
 
 def test_a_trial_of_real_runs(inside: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

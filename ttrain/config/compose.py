@@ -189,7 +189,7 @@ class Composer:
             if name not in valid and not isinstance(option, list | dict):
                 hint = instead(f"{key}={name}") or self._option_hint(key, name, valid)
                 return f"{key}={name}: no such option. {hint}"
-            if isinstance(option, dict):
+            if isinstance(option, dict) or (isinstance(option, list) and {*map(type, option)} - {str}):
                 return f"{line}: {key} takes the name of an option. Set single keys as {key}.<key>=<value>."
         return None
 
@@ -346,7 +346,8 @@ def _apply(tree: DictConfig, override: Override) -> None:
     """Set or delete one key of the command line."""
     key = override.key_or_group
     if not override.is_delete():
-        OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+        value, mappings = override.value(), isinstance(OmegaConf.select(tree, key), DictConfig)
+        OmegaConf.update(tree, key, value, merge=mappings and isinstance(value, dict), force_add=True)
         return
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(tree, parent) if parent else tree

@@ -91,7 +91,7 @@ def _settle(config: Config, bad_sections: Set[str]) -> Iterator[str]:
     if config.precision.name == "auto":
         config.precision = replace(config.precision, name=info.best_precision(config.device)[0])
     durations = {f"train.{name}": getattr(train, name) for name in sorted(DURATIONS)}
-    if train.tokens is not None:
+    if train.tokens is not None and "train" not in bad_sections:
         from ttrain.train.steps.phases import PhaseSchedule
 
         steps = PhaseSchedule.of(train, getattr(config.model, "context", None)).steps_for(train.tokens)

@@ -74,7 +74,11 @@ class SourceConfig:
     path: str = option("", "file or folder; required", path=True)
     name: str | None = option(None, "name in metrics; null takes the name of file or folder, without its endings")
     weight: list[float] | None = option(
-        None, "share of training sequences, relative to other weights; a list has one per phase", minimum=0, one=True
+        None,
+        "share of training sequences, relative to other weights; a list has one per phase",
+        minimum=0,
+        maximum=10**15,
+        one=True,
     )
     limit: int | None = option(None, "documents to read, from the first on; null reads all", minimum=1)
 
@@ -162,7 +166,7 @@ class DocumentsConfig(DataConfig):
             elif given and each.weight is None:
                 yield f"{key}: {each.path} has no weight, but others have. Give every source a weight, or none."
             elif given and count not in (1, phases):
-                has = f"weight={each.weight} of {each.name} has {counted(count, 'value')}, but there are"
+                has = f"weight={each.weight} of {each.name} has {counted(count, 'value')} for"
                 yield f"{key}: {has} {counted(phases, 'phase')}. Give one weight, or one for each phase."
             elif given and not any(each.weight or ()):
                 none = "nothing would be read of it. Leave the source out, or give a weight above 0"

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -256,7 +256,7 @@ class Runner:
             reason = f"pruned after {len(values)} evaluation(s)"
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             state, told = PRUNED, f"was {reason}"
-        elif code in (EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):  # the latter before it could save anything
+        elif code in (EXIT_INTERRUPTED, *self._stopped_by()):
             self.interrupted = True  # also where somebody sent the signal to the job alone
             saved = "; its state is saved" if code == EXIT_INTERRUPTED else ""
             state, told, reason = "interrupted", f"was interrupted{saved}", "interrupted"
@@ -272,6 +272,12 @@ class Runner:
         say(f"job {job.name} {told}{reached}")
         found = {"objective": objective, "numbers": outcome.columns(job.task, numbers)}
         return {**status, **found, "state": state, "reason": reason, "traceback": trace}
+
+    def _stopped_by(self) -> Iterator[int]:
+        """Yield the exit codes of jobs that a signal ended before they could save; a second one kills what runs."""
+        yield from (-signal.SIGINT, -signal.SIGTERM)
+        if self._signals.received > 1:
+            yield -signal.SIGKILL
 
     def finish(self) -> None:
         """Write the table, the CSV and the plots, whatever happened."""

@@ -22,7 +22,7 @@ from typing import Any
 from ttrain.cli import parse_arguments
 from ttrain.config.compose import Composer
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, Interrupted, TtrainError, UserError
+from ttrain.core.errors import ConfigError, Interrupted, TtrainError, UserError, raised_as
 from ttrain.core.files import lock_file, read_json, replace_file, to_json
 from ttrain.core.tables import fitted, window
 from ttrain.core.units import counted, format_duration
@@ -183,10 +183,13 @@ class Trial(Grid):
 def run(config: Config) -> dict[str, Any]:
     """Train the baseline and all variants. Print a table and, as the last line, the results as JSON; return them.
 
-    Raises ConfigError before anything runs if a variant can't be trained, Interrupted after a signal, and
-    TtrainError if the baseline or a variant failed.
+    Raises UserError before anything runs if a variant can't be trained or nothing be written, Interrupted after a
+    signal, and TtrainError if the baseline or a variant failed.
     """
     settings, (arms, forecast), flags = config.trial, _checked(config), config.source.flags
+    with raised_as(UserError, f"The trial can't write {RESULTS}", "Start it in another folder."):
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
+        open(RESULTS, "a").close()
     given = {arm.name: replace(config.source, overrides=arm.jobs[0].overrides) for arm in arms}
     commands = {name: each.command(without=["hydra", "task"]) for name, each in given.items()}
     identity = json.dumps([commands, asdict(settings)], sort_keys=True)
@@ -197,6 +200,7 @@ def run(config: Config) -> dict[str, Any]:
         sweep = replace(config.sweep, objective=settings.metric, search=None, prune=None)
         Runner(folder, sweep, flags, trial).run()
         results = trial.results()
+        _print(results)
         if results["finished"]:
             if not read_json(folder.path / RESULT).get("finished"):
                 _append(results, commands)
@@ -204,7 +208,6 @@ def run(config: Config) -> dict[str, Any]:
         replace_file(folder.path / RESULT, to_json(results))
     finally:
         folder.close()
-    _print(results)
     failed = [arm.name for arm in trial.variants if arm.verdict == "failed"]
     if trial.problem or failed:
         raise TtrainError(trial.problem or f"{', '.join(failed)} failed; {folder.path} has the logs.")
@@ -252,7 +255,6 @@ def _append(results: dict[str, Any], commands: dict[str, str]) -> None:
     """Add a row for each arm to the table of all trials, in one write."""
     state = own_state() or {"commit": "-", "changed": False}
     shared = {"time": now(), "commit": state["commit"] + "-dirty" * state["changed"], "trial": results["trial"]}
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
     with open(RESULTS, "a", buffering=1 << 20, encoding="utf-8") as file:
         lock_file(file, wait=True)
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", delimiter="\t", lineterminator="\n")

@@ -54,7 +54,7 @@ def run(config: Config) -> dict[str, Any]:
         products = product_ways(session.engine)
         multiplied = f" {show_ways(products)}" if products and config.engine.name == "traced" else ""
         print(_title(config, session, dataset is None) + multiplied + extra.verdict + "\n")
-        mixture = None if dataset is None else mixture_table(dataset, config.train)
+        mixture = None if dataset is None or config.train.steps is None else mixture_table(dataset, config.train)
         _print([*filter(None, [mixture]), *report.tables(), *extra.tables])  # what takes no time is there at once
         for table in extra.slow_tables():
             _print([table])

@@ -47,7 +47,9 @@ class TrainConfig:
     """Length of training, the data of each step, and what happens between steps."""
 
     steps: int | None = option(1000, "optimizer steps of the whole run; null where minutes or tokens say it", minimum=1)
-    minutes: float | None = option(None, "minutes of steps, evaluations and saves, instead of steps", above=0)
+    minutes: float | None = option(
+        None, "minutes of steps, evaluations, saves; in place of steps", above=0, maximum=10**6
+    )
     tokens: int | None = option(None, "tokens (or examples) that are read, instead of steps", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)

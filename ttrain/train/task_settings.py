@@ -212,8 +212,14 @@ class TrialConfig:
         if not self.variants:
             yield "trial.variants={}: there is nothing to compare. Give trial.variants={wide:[model.width=160]}, say."
         for name in self.variants:
-            if name == BASELINE or not re.fullmatch(r"\w[\w.+-]*", name):
-                yield f"trial.variants.{name}: must be a word other than {BASELINE}, because its folders get this name."
+            if name == BASELINE or not re.fullmatch(r"\w[\w.+-]{,58}", name):
+                word = f"a word of at most 59 letters, digits and any of _ . + -, other than {BASELINE}"
+                yield f"trial.variants.{name}: must be {word}, because its folders get this name."
+        for key in sorted(others.source.explicit):
+            if key.startswith("sweep.") and key not in ("sweep.dir", "sweep.parallel", "sweep.srun", "sweep.fail_fast"):
+                yield f"{key}: says how a search compares its jobs; a trial has trial.metric. Leave it out."
+        if (last := others.run.seed + self.seeds - 1) >= 2**31:
+            yield f"run.seed={others.run.seed}: the largest of trial.seeds={self.seeds} is {last}, above {2**31 - 1}."
         if others.run.dir is not None:
             yield f"run.dir={others.run.dir}: a trial has many runs. Give sweep.dir=<folder> for all of them."
 

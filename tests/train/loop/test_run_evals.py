@@ -27,6 +27,7 @@ from ttrain.tasks.evaluating.in_run import Prompts
 from ttrain.tasks.evaluating.measures import Documents
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.sampling.source import TokenSource
 
 CONTEXT = 70  # texts are read in rows of 64 and 70 tokens
 SIZES = ["model.layers=1", "model.width=16", "model.heads=2", f"model.context={CONTEXT}"]
@@ -178,6 +179,24 @@ def test_what_a_signal_interrupts_is_measured_by_the_resume(monkeypatch: pytest.
     assert "Step 4: eval/questions/accuracy 0." in said and "eval/domain" not in said
     told("run.dir=again", "resume=auto")
     assert measured("again") == expected  # once is enough
+    told("run.dir=again", "resume=auto", "train.evals=[{path: texts.jsonl, name: domain}]")
+    found = json.loads(Path("again/summary.json").read_text())["evals"]  # not of files that are not asked for any more
+    assert found == {key: value for key, value in expected[1].items() if key != "step"}
+
+
+def test_a_signal_ends_a_sample_between_tokens(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+    drawn: list[int] = []
+
+    def tokens(self: Any, prompt: list[int], number: int) -> Any:
+        for number in range(1000):
+            drawn.append(number)
+            os.kill(os.getpid(), signal.SIGTERM) if number == 2 else None
+            yield prompt[0]
+
+    monkeypatch.setattr(TokenSource, "tokens", tokens)
+    entry = "train.evals=[{path: prompts.txt, kind: samples}]"
+    assert "Stopped by SIGTERM after step 4" in told(*RUN, entry, "run.dir=long", code=130)
+    assert len(drawn) == 3
 
 
 def test_ranks_and_documents_that_do_not_see_each_other() -> None:
@@ -202,6 +221,8 @@ def test_ranks_and_documents_that_do_not_see_each_other() -> None:
         ("path: none.jsonl, kind: choices", "train.evals[0]: cannot read none.jsonl"),
         ("path: unlabelled.jsonl, kind: choices", "unlabelled.jsonl:2: is not an object with ctx, endings and label"),
         ("path: beyond.jsonl, kind: choices", "beyond.jsonl:1: label 3 is none of its 3 endings"),
+        ("path: infinite.jsonl, kind: choices", "infinite.jsonl:1: is not an object with ctx, endings and label"),
+        ("path: half.jsonl, kind: choices", "half.jsonl:1: is not an object with ctx, endings and label"),
         ("path: empty.jsonl, kind: samples", "train.evals[0]=empty.jsonl: has no prompt"),
         ("path: texts.jsonl, kind: choice", "train.evals[0].kind=choice: no such choice. Did you mean 'choices'?"),
         ("path: texts.jsonl, limt: 3", "train.evals[0].limt: unknown key. Did you mean 'limit'?"),
@@ -216,7 +237,8 @@ def test_a_file_that_can_not_be_measured_is_told_before_the_first_step(entry: st
     Path("empty.jsonl").write_text("")
     Path("blank.jsonl").write_text('{"text": ""}\n')
     write_rows("unlabelled.jsonl", [QUESTIONS[0], {"ctx": "the", "endings": ["a", "b"]}])
-    write_rows("beyond.jsonl", [{**QUESTIONS[0], "label": 3}])
+    for name, label in {"beyond": 3, "infinite": math.inf, "half": 0.5}.items():
+        write_rows(f"{name}.jsonl", [{**QUESTIONS[0], "label": label}])
     refused(message, *RUN, f"train.evals=[{{{entry}}}]", "run.dir=refused")
 
 

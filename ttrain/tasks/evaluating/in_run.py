@@ -46,8 +46,8 @@ class Prompts(NamedTuple):
         sample = replace(scorer.given.config.sample, mode="ar", cache=False)
         source, samples = TokenSource(scorer.steps, sample, scorer.tokenizer.vocabulary), []
         for ids, stop in waited_for(self.texts, "Writing samples"):
-            scorer.on_texts(0)
-            text = stream_text(scorer.tokenizer, ids, source.tokens(ids, 0), lambda text: None, stop, echo=False)
+            drawn = (token for token in source.tokens(ids, 0) if not scorer.on_texts(0))  # which may end the text
+            text = stream_text(scorer.tokenizer, ids, drawn, lambda text: None, stop, echo=False)
             samples.append((scorer.tokenizer.decode(ids), text))
         return {"samples": samples}
 

@@ -237,7 +237,7 @@ def _question(line: str, place: str) -> Question:
     told = f"{place}: is not an object with ctx, endings and label, as HellaSwag has them"
     with raised_as(DataError, told, of=(ValueError, LookupError, TypeError, RecursionError)):
         row: Any = json.loads(line)
-        context, endings, label = row["ctx"], row["endings"], int(row["label"])
+        context, endings, label = row["ctx"], row["endings"], int(str(row["label"]))
     texts = [context, *(endings if isinstance(endings, list) else [None])]
     if not all(isinstance(text, str) for text in texts) or not all(texts[1:]) or len(texts) < 3:
         raise DataError(f"{place}: ctx must be text, endings a list of at least two texts that are not empty.")

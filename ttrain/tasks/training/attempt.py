@@ -306,6 +306,7 @@ class Attempt:
         facts = {"model": run.model_name, "parameters": run.model.parameter_count, "steps": run.config.train.steps}
         facts |= {"unit": summaries.unit_of(run.dataset.description), "caution": self.device.caution}
         facts |= {"peak_memory_bytes": self.device.memory().get("peak", 0)}
+        facts |= {"evals": [f"eval/{each.name}" for each in run.config.train.evals]}
         facts |= {"val_loss_of_average": True} if "swap" in self.steps else {}
         summary = summaries.summarize(progress, lines, run.world.ranks, (baseline.name, baseline.value), **facts)
         self.folder.write(self.folder.summary, {**summary, "engine": dict(counters)})

@@ -36,8 +36,12 @@ def summarize(
     """Return the numbers of a finished run for summary.json. Losses are in nats per token, or mean squared errors.
 
     `lines` are those of its metrics, `baseline` name and loss of the best prediction that ignores the input. `facts`
-    are further entries; those that are None are left out.
+    are further entries; those that are None are left out. With `evals` only the entries of train.evals of these names
+    are kept: earlier attempts may have had others.
     """
+    found, kept = recorded(lines), facts.pop("evals", None)
+    if kept is not None:
+        found["evals"] = {key: value for key, value in found["evals"].items() if key.rpartition("/")[0] in kept}
     return {
         "step": progress.step,
         "tokens": progress.tokens,
@@ -48,7 +52,7 @@ def summarize(
         "best_step": progress.best_step,
         "skipped_steps": progress.skipped_steps,
         "tokens_per_s": loop_speed(progress.tokens, progress.seconds),
-        **recorded(lines),
+        **found,
         "baseline": {"name": baseline[0], "loss": baseline[1]},
         **({"ranks": ranks.count, "slices": ranks.slices} if ranks.slices > 1 else {}),
         **{key: value for key, value in facts.items() if value is not None},

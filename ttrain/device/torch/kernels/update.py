@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ttrain.core.random_bits import signed
 from ttrain.core.spec import flat_offsets
 from ttrain.device.base import Delivery, split_update
 from ttrain.device.torch.kernels.common import FLAT_GAP, Call, Tensor, constant_like, flatten, row
@@ -213,7 +214,7 @@ class _Blocks:
         size = x.numel()
         bits, hashes, temporary = (tensor.view(torch.int32) for tensor in (x, self.g[:size], self.t[:size]))
         keys = self.keys[number * _KEYS : (number + 1) * _KEYS]
-        self.emit(torch.add, keys[0:1], constant_like(first, keys), out=keys[1:2])
+        self.emit(torch.add, keys[0:1], constant_like(signed(first & 0xFFFFFFFF), keys), out=keys[1:2])
         self.emit(torch.add, counting(self.g.numel(), x.device)[:size], keys[1:2], out=hashes)
         emit_mix(self.call, hashes, temporary)
         self.emit(torch.bitwise_and, hashes, constant_like(_LOW, hashes), out=hashes)
