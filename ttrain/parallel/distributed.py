@@ -50,7 +50,7 @@ class DistributedWorld(World):
                 device_id=gpu,
             )  # fmt: skip
             # None is the group of all. To hold it would keep its threads beyond the end, and they abort the process.
-            self._host = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
+            self._host: Any = dist.new_group(backend="gloo", timeout=wait) if on_gpu else None
         self.group = DistributedGroup(place.rank, place.count, self._host, self._failures, gpu)
 
     @contextmanager
