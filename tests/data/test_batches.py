@@ -31,7 +31,7 @@ from ttrain.data.tokens import open_tokens
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.loop.loop import Evaluation
+from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.steps.step import StepResult, TrainStep
 
 ORDERS = st.sampled_from(["random", "epoch", "sequential"])

@@ -26,7 +26,8 @@ from ttrain.train.checkpoint.checkpoint import MANIFEST, UNFINISHED, read_checkp
 from ttrain.train.checkpoint.retention import find_checkpoint, prune_checkpoints
 from ttrain.train.checkpoint.save import save_checkpoint
 from ttrain.train.logging.metrics import read_metrics
-from ttrain.train.loop.loop import Evaluation, Loop
+from ttrain.train.loop.evaluation import Evaluation
+from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import resume
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, read_config
 

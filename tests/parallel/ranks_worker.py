@@ -31,7 +31,7 @@ from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, Place
 from ttrain.parallel.world import World
-from ttrain.train.loop.loop import Evaluation
+from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.session import Session, averaged
 from ttrain.train.steps.step import TrainStep

@@ -21,8 +21,9 @@ from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.metrics import Meter, MetricsFile, cut_metrics
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext
+from ttrain.train.loop.evaluation import Evaluation, EvaluationResult
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard
-from ttrain.train.loop.loop import Evaluation, EvaluationResult, Loop
+from ttrain.train.loop.loop import Loop
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.settings import GuardConfig, TrainConfig
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position

@@ -59,6 +59,11 @@ def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, flo
     return {name: value if terms[name] or value != 0 else None for name, value in sums.items()}
 
 
+def next_token_entropy(sums: Mapping[str, Any]) -> Any:
+    """Return the cross-entropy of the next token among what a model names; where none is named so, it is the loss."""
+    return next((value for name, value in sums.items() if name.endswith("/ce")), sums["loss"])
+
+
 class Model(Protocol):
     """Records a forward pass on symbolic tensors. It is built from its own config and the compute dtype.
 

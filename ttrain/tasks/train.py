@@ -10,10 +10,10 @@ from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import OutOfMemory
 from ttrain.device.info import info_of
-from ttrain.tasks.training.attempt import run as run_replicas
 from ttrain.tasks.training.attempt import train
 from ttrain.tasks.training.dry_run import dry_run
 from ttrain.tasks.training.expected import changed
+from ttrain.tasks.training.replicas import run as run_replicas
 from ttrain.tasks.training.start import start_run
 from ttrain.train.forecast.limits import shrunk
 from ttrain.train.logging.metrics import Events

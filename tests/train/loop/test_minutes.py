@@ -21,7 +21,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import to_dict
 from ttrain.config.validate import typed_config
 from ttrain.core.errors import ConfigError
-from ttrain.tasks.training import attempt
+from ttrain.tasks.training import budget
 from ttrain.tasks.training.expected import schedule_of, steps_within
 from ttrain.train.checkpoint.checkpoint import read_checkpoint, read_manifest
 from ttrain.train.loop import loop as module
@@ -49,7 +49,7 @@ def expected_steps(left: float, done: int = 0, step: float = 0.5) -> int:
 def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a run is measured, a second passes between any two looks at the clock."""
     seconds = count()
-    monkeypatch.setattr(attempt, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
 
 def run(*overrides: str) -> int:
@@ -155,7 +155,7 @@ def test_a_run_of_minutes_is_the_run_of_its_steps_and_keeps_them(told: Told, mon
     """Killed while it is measured, after a save, at its end; then it gets more minutes."""
     steps = expected_steps(60 * MINUTES)
     with monkeypatch.context() as patch:
-        patch.setattr(attempt, "read_manifest", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(budget, "read_manifest", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run("run.dir=run", f"train.minutes={MINUTES}") == 130
     assert steps_of("run") is None and not list(Path("run/checkpoints").iterdir())
     assert events("run")[-1]["kind"] == "interrupted"
@@ -173,14 +173,14 @@ def test_a_run_of_minutes_is_the_run_of_its_steps_and_keeps_them(told: Told, mon
 
     shutil.rmtree(f"run/checkpoints/step_{steps:08d}")
     Path("run/summary.json").unlink()
-    monkeypatch.setattr(attempt, "read_manifest", None)  # nothing is measured again
+    monkeypatch.setattr(budget, "read_manifest", None)  # nothing is measured again
     assert run("run.dir=run", "resume=auto", f"train.minutes={MINUTES}") == 0
     assert losses("run") == whole and tensors("run") == expected
     assert steps_of("run") == steps and len(events("run", "budget")) == 1
 
     # More minutes are measured anew, and what the run has used counts.
     used = read_checkpoint(Path(f"run/checkpoints/step_{steps:08d}")).progress["spent"]
-    monkeypatch.setattr(attempt, "read_manifest", read_manifest)
+    monkeypatch.setattr(budget, "read_manifest", read_manifest)
     more = expected_steps(60 * 2 * MINUTES - used, steps, step=1 / 4)
     assert run("run.dir=run", "resume=auto", f"train.minutes={2 * MINUTES}") == 0
     assert steps_of("run") == more > steps and steps_on_disk("run")[-1] == more

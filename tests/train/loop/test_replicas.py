@@ -18,7 +18,7 @@ from ttrain.cli import main
 from ttrain.config import build
 from ttrain.core.errors import NonFiniteError
 from ttrain.device.torch.device import TorchDevice
-from ttrain.tasks.training.attempt import Baton, side_by_side
+from ttrain.tasks.training.replicas import Baton, side_by_side
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.run_directory import read_config
 from ttrain.train.steps.step import StepResult, TrainStep

@@ -27,7 +27,7 @@ from ttrain.data.sources import DocumentReader, find_sources, read_lines
 from ttrain.data.tokenizer import named_place
 from ttrain.engine.base import Step, Trace
 from ttrain.graph import Graph
-from ttrain.models.base import LOSS_WEIGHT, loss_weights, means, preparation
+from ttrain.models.base import LOSS_WEIGHT, loss_weights, means, next_token_entropy, preparation
 from ttrain.tasks.opening import OpenedModel, of_given
 from ttrain.train.protocols import Array
 from ttrain.train.sampling.source import TokenSource, check_sampling
@@ -123,9 +123,7 @@ class Scorer:
             fields, counts = prepare(self._batch([texts[number] for number in numbers], length))
             outputs = step({**fields, **loss_weights(counts)})
             found = means({name: float(value) for name, value in outputs.items()}, counts)
-            # Where the loss is a sum of several terms, the first one is that of the next token.
-            mean = next((value for name, value in found.items() if name.endswith("/ce")), found["loss"])
-            total += (mean or 0.0) * counts[LOSS_WEIGHT]
+            total += (next_token_entropy(found) or 0.0) * counts[LOSS_WEIGHT]
             self.on_texts(len(numbers))
         if not math.isfinite(total):
             raise NonFiniteError(f"the loss of the texts is {total}")

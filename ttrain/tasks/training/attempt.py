@@ -1,52 +1,37 @@
-"""An attempt at a run, from its directory and initial values to its summary; replicas are several side by side.
-
-They share a chip: each has a sub-device, steps take turns, and the device computes all. A replica has a run directory
-of its own, which is that of a plain run: it resumes, samples and reports like one.
-"""
+"""An attempt at a run, from its directory and initial values to its summary."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ttrain.config import build
-from ttrain.config.schema import Config
-from ttrain.config.validate import rule_problems
-from ttrain.core.errors import ConfigError, DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
-from ttrain.core.units import counted, format_duration
+from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
 from ttrain.data.text import byte_counter
 from ttrain.device.base import Device
-from ttrain.device.info import info_of
 from ttrain.engine.base import Step
 from ttrain.models.base import preparation
-from ttrain.tasks.training.dry_run import dry_run
-from ttrain.tasks.training.expected import changed, pace_of, steps_within
+from ttrain.tasks.training.budget import with_steps
+from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.run import Run, train_on
-from ttrain.tasks.training.start import start_run
-from ttrain.train.checkpoint.checkpoint import UNFINISHED, Progress, held_out_hash, read_manifest, step_name
+from ttrain.train.checkpoint.checkpoint import Progress, held_out_hash
 from ttrain.train.checkpoint.retention import check_space, checkpoint_bytes, list_checkpoints
-from ttrain.train.checkpoint.save import host_copy, save_checkpoint
 from ttrain.train.forecast.limits import is_out_of_memory, memory_message
 from ttrain.train.logging.loggers import Console, Loggers
 from ttrain.train.logging.metrics import Events, Meter, MetricsFile, read_metrics
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext
+from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard
 from ttrain.train.loop.interrupt import StopRequests
-from ttrain.train.loop.loop import Evaluation, Loop
+from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
-from ttrain.train.settings import END, ReplicasConfig
 from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import Rates, reads_ahead
@@ -93,7 +78,10 @@ class Attempt:
                 progress, began, phases = self._begin(session)
                 self.heartbeat.beat()
                 if run.config.train.steps is None:
-                    run = self.run = self._with_steps(session, phases, progress)
+                    timed = self.folder.checkpoints, self.steps, self._evaluation(progress)
+                    run, told, facts = with_steps(run, session, progress, *timed)
+                    self.run = run
+                    self.events.tell("budget", told, progress.step, **facts)
                 run.record(folder, session, self.steps, began)
                 loop = self._loop(session, phases, self._stack.enter_context(self._loggers(progress)), progress, stop)
             self._checkpoints = loop.checkpoints
@@ -132,48 +120,6 @@ class Attempt:
         phases.turn(progress.step + 1)
         return progress, began, phases
 
-    def _with_steps(self, session: Session, phases: Phases | None, progress: Progress) -> Run:
-        """Return the run with as many steps as the rest of train.minutes allows. They are timed; the state stays as is.
-
-        The leading rank's times count for all. Raises ConfigError where other keys ask for more steps.
-        """
-        run, start, minutes = self.run, time.perf_counter(), self.run.config.train.minutes or 0
-
-        def seconds(work: Callable[[], object]) -> float:
-            began = time.perf_counter()
-            work()
-            return run.world.broadcast(max(time.perf_counter() - began, 1e-9))
-
-        def measure_files(due: str, stopped: Callable[[], bool]) -> dict[str, float]:
-            run.world.once(lambda: str(run.evals.measure(due, stopped, lambda *told, **facts: None)))
-            return {}
-
-        with TemporaryDirectory(prefix=UNFINISHED, dir=self.folder.checkpoints) as scratch:
-            copying = seconds(lambda: host_copy(session.state))
-            save = seconds(lambda: save_checkpoint(Path(scratch), session.state, run.content(progress, None)))
-            evaluation = replace(self._evaluation(progress), measure=measure_files)
-            replace(evaluation, limit=evaluation.rows)()  # what compiles is not timed
-            evaluated, ended = seconds(evaluation), seconds(partial(measure_files, END, bool))
-            timed = replace(run, config=changed(run.config, {"train.steps": 1}))
-            # Where there are phases, one batch is read, as the next phase takes other steps.
-            step, first, by = timed.stepper(session, self.steps, 0 if phases else 2**62), progress.step + 1, not phases
-            seconds(partial(step, first))
-            one = seconds(partial(step, first + by))
-            times = 1 + int(min(3 * minutes, 10) / one)  # last a twentieth of the minutes, at most 10 s
-            one = seconds(lambda: [step(first + by * number) for number in range(times)]) / times
-            read_manifest(Path(scratch, step_name(progress.step))).load(session.state)
-        beside = run.config.train.async_save and self.device.name != "cpu"  # whose cores a save takes from steps
-        parts = one, evaluated, copying if beside else save, save + ended
-        steps = steps_within(run.config, progress.spent, progress.step, parts)
-        config = changed(run.config, {"train.steps": steps})
-        told = f"train.minutes={minutes:g} allows {counted(steps, 'step')}"
-        if problems := rule_problems(config):
-            raise ConfigError(f"{told}. {' '.join(problems)}")
-        shown = map(format_duration, (one, evaluated, save, time.perf_counter() - start))
-        told += " of {}, with evaluations of {} and saves of {}. Not counted: {} of measuring.".format(*shown)
-        self.events.tell("budget", told, progress.step, last=steps, seconds=parts)
-        return replace(run, config=config, stored={**run.stored, "train": {**run.stored["train"], "steps": steps}})
-
     def _loop(
         self, session: Session, phases: Phases | None, loggers: Loggers, progress: Progress, stop: StopRequests
     ) -> Loop:
@@ -190,7 +136,8 @@ class Attempt:
         context.check_held_out()
         checkpoints = Checkpoints(context, run.content)
         start = Position(progress.read_samples, progress.read_tokens, progress.read_sources)
-        for name in {*getattr(run.dataset, "parts", ())} - {*progress.read_sources} if progress.read_samples else ():
+        unknown = [name for name in getattr(run.dataset, "parts", ()) if name not in progress.read_sources]
+        for name in unknown if progress.read_samples else ():
             self.console.say(f"{name} is read from its start: the checkpoint does not tell how far it was read.")
         reader, peak_rates = run.reader(session, progress.step, start), run.rates
 
@@ -312,109 +259,3 @@ class Attempt:
         self.folder.write(self.folder.summary, {**summary, "engine": dict(counters)})
         summaries.draw_loss_curve(lines, self.folder.loss_curve, summary)
         return summary
-
-
-def run(config: Config) -> float | None:
-    """Trains all replicas; the best val/loss of any. Raises a failure once the others have ended too."""
-    with ExitStack() as stack:
-        runs = [start_run(each, stack) for each in replica_configs(config)]
-        device = stack.enter_context(closing(build.build_device(config.device, config.precision)))
-        parts = device.replicas()
-        # All are at the same step, so one bar is enough.
-        consoles = [build.build_console(config.logger, name_of(number), number == 0) for number in range(len(runs))]
-        if not device.computes:
-            for run, part, console in zip(runs, parts, consoles, strict=True):
-                dry_run(run, part, console.say)
-                console.say(f"Note: {part.describe()['note']}.")
-            return None
-
-        def failed(number: int, error: Exception) -> None:
-            consoles[number].say(f"ended by {type(error).__name__}; the other replicas go on.")
-
-        stop = stack.enter_context(StopRequests())  # handlers are set by the main thread alone
-        baton = Baton(len(parts))
-        for number, part in enumerate(parts):
-            part.turn = partial(baton.pass_on, number)
-        trained = [partial(train, *each, stop) for each in zip(runs, parts, consoles, strict=True)]
-        results = side_by_side(trained, baton, failed)
-    losses = [loss for loss in results if loss is not None]
-    return min(losses, default=None)
-
-
-def replica_configs(config: Config) -> list[Config]:
-    """Return the config that each replica would be given as a plain run."""
-    info, given, configs = info_of(config.device), config.replicas, []
-    count = info.replicas(config.device)
-    seeds = given.seed or [config.run.seed + number for number in range(count)]
-    rates = given.lr or [config.optimizer.lr] * count
-    explicit = {key for key, values in (("run.seed", given.seed), ("optimizer.lr", given.lr)) if values}
-    source = replace(config.source, explicit=config.source.explicit | explicit)
-    shared: dict[str, Any] = {"device": info.replica(config.device), "replicas": ReplicasConfig(), "source": source}
-    for number, name in enumerate(map(name_of, range(count))):
-        folder = None if config.run.dir is None else str(Path(config.run.dir) / name)
-        own = Path(config.resume) / name  # where resume= names a folder of several; else all start from one checkpoint
-        changes = {"run.seed": seeds[number], "run.dir": folder, "optimizer.lr": rates[number]}
-        resume = str(own) if own.is_dir() else config.resume
-        configs.append(replace(changed(config, changes), resume=resume, **shared))
-    return configs
-
-
-def name_of(number: int) -> str:
-    """Return the name of a replica, also that of its folder below run.dir."""
-    return f"replica-{number}"
-
-
-class Baton:
-    """Lets one of several threads run at a time. The one that has the baton hands it to the next one that is left."""
-
-    def __init__(self, count: int) -> None:
-        self._turns = {number: threading.Semaphore(int(number == 0)) for number in range(count)}
-
-    def take(self, number: int) -> None:
-        """Wait until this thread has the baton."""
-        self._turns[number].acquire()
-
-    def pass_on(self, number: int) -> None:
-        """Give the others a turn each, and take the baton back."""
-        self._next(number).release()
-        self.take(number)
-
-    def leave(self, number: int) -> None:
-        """Hand the baton on for good."""
-        following = self._next(number)
-        del self._turns[number]
-        following.release()
-
-    def _next(self, number: int) -> threading.Semaphore:
-        left = list(self._turns)
-        return self._turns[left[(left.index(number) + 1) % len(left)]]
-
-
-def side_by_side(
-    runs: Sequence[Callable[[], float | None]],
-    baton: Baton,
-    failed: Callable[[int, Exception], None] = lambda number, error: None,
-) -> list[float | None]:
-    """Run each in a thread, one at a time, as the baton goes. Return what they return, in their order.
-
-    `failed` is told of every failure; one is raised once the others have ended too.
-    """
-
-    def body(number: int) -> float | None:
-        baton.take(number)
-        try:
-            return runs[number]()
-        except Exception as error:
-            failed(number, error)
-            raise
-        finally:
-            baton.leave(number)
-
-    with ThreadPoolExecutor(len(runs), "replica") as threads:
-        ends = [threads.submit(body, number) for number in range(len(runs))]
-    failures = [error for end in ends if (error := end.exception()) is not None]
-    if failures and all(isinstance(error, Interrupted) for error in failures):
-        raise Interrupted("\n".join(map(str, failures)))
-    if failures:
-        raise next(error for error in failures if not isinstance(error, Interrupted))
-    return [end.result() for end in ends]
