@@ -27,7 +27,14 @@ import hatchling.build
 import ttrain
 
 REPO = Path(__file__).parents[1]
-EXTRAS = {"wandb": "wandb", "search": "optuna", "hf": "huggingface_hub", "gguf": "gguf", "data": "pyarrow, zstandard"}
+EXTRAS = {  # modules that each brings
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "search": "optuna",
+    "hf": "huggingface_hub",
+    "gguf": "gguf",
+    "data": "pyarrow, zstandard",
+}
 SYSTEM = 1.3e8 + 2.6e8  # bytes of a slim Python image, and of g++ in it
 LARGEST_IMAGE = 1.5e9  # bytes, with CPU builds of torch
 RUN_CELLS = """

@@ -36,10 +36,7 @@ class BenchConfig:
     )
     engines: list[str] = option(list(ENGINES), "engines that take part", choices=ENGINES, one=True)
     baselines: list[str] = option(
-        list(BASELINES[:3]),
-        "forms of PyTorch; compile compiles the model, compile_all the optimizer step too",
-        choices=BASELINES,
-        one=True,
+        list(BASELINES[:3]), "forms of PyTorch; compile_all compiles the optimizer too", choices=BASELINES, one=True
     )
     ranks: int = option(
         1,

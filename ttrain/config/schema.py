@@ -48,9 +48,7 @@ class SweepConfig:
     """Options of a sweep (`-m`)."""
 
     dir: str | None = option(
-        None,
-        "folder of the sweep; null continues the newest unfinished one of the same jobs, else takes a new one",
-        path=True,
+        None, "folder of the sweep; null is the newest unfinished one of the same jobs, else a new one", path=True
     )
     parallel: int = option(1, "CPU jobs that run at once and share its threads; a card takes one job", minimum=1)
     srun: str | None = option(None, "arguments of SLURM's srun, such as '--gpus=1 --time=2:00:00', which starts jobs")
@@ -63,9 +61,7 @@ class SweepConfig:
     )  # fmt: skip
     trials: int = option(20, "jobs of a search", minimum=1)
     prune: str | None = option(
-        None,
-        "Optuna pruner that ends the worse jobs of a search early; null ends none",
-        choices=("asha", "hyperband", "median"),
+        None, "Optuna pruner that ends worse jobs early; null ends none", choices=("asha", "hyperband", "median")
     )
     prune_after: int = option(1, "evaluations that every job gets", minimum=1)
     prune_factor: int = option(3, "asha and hyperband: one in this many jobs continues at each rung", minimum=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
@@ -35,6 +36,11 @@ def one_slip(given: str, other: str) -> bool:
 def _alike(given: str, other: str) -> int:
     """Return the number of characters that both begin with."""
     return next((at for at, (one, two) in enumerate(zip(given, other)) if one != two), min(len(given), len(other)))
+
+
+def bare_name(path: str) -> str:
+    """Return the name of a file or folder without its endings."""
+    return Path(path).name.partition(".")[0]
 
 
 def with_line_breaks(text: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from ttrain.core.names import bare_name
 from ttrain.core.options import option, rule
 from ttrain.core.units import counted
 
@@ -52,9 +52,7 @@ class TokensConfig(DataConfig):
 
     name: str = option("tokens", "registered name of the data")
     path: str | None = option(
-        None,
-        "folder of task=prepare, folder with train.bin and optionally val.bin, or file of raw ids; required",
-        path=True,
+        None, "folder of task=prepare, folder with train.bin, perhaps val.bin, or file of raw ids; required", path=True
     )
     dtype: str | None = option(None, "raw files: little-endian type of an id", choices=TOKEN_DTYPES)
     vocabulary: int | None = option(None, "raw files: number of ids", minimum=1)
@@ -74,11 +72,7 @@ class SourceConfig:
     path: str = option("", "file or folder; required", path=True)
     name: str | None = option(None, "name in metrics; null takes the name of file or folder, without its endings")
     weight: list[float] | None = option(
-        None,
-        "share of training sequences, relative to other weights; a list has one per phase",
-        minimum=0,
-        maximum=10**15,
-        one=True,
+        None, "relative share of training sequences; a list has one per phase", minimum=0, maximum=10**15, one=True
     )
     limit: int | None = option(None, "documents to read, from the first on; null reads all", minimum=1)
 
@@ -113,11 +107,7 @@ class DocumentsConfig(DataConfig):
         "text form of a message: plain (User: ..), chatml (<|im_start|>user ..), your own text with {role} or {Role} "
         "and {content}, or tokenizer (its chat template); \\n is a line break",
     )
-    loss_on: str = option(
-        "all",
-        "targets in conversations: all tokens, or the assistant's replies; texts always count whole",
-        choices=("all", "replies"),
-    )
+    loss_on: str = option("all", "targets in chats: all tokens, or the assistant's replies", choices=("all", "replies"))
     long_documents: str = option(
         "split",
         "split continues documents in the next sequence; cut puts whole documents into a sequence and cuts longer "
@@ -142,7 +132,7 @@ class DocumentsConfig(DataConfig):
     def entries(self) -> list[SourceConfig]:
         """Return all sources as entries with the names that they have in metrics."""
         found = [SourceConfig(each) if isinstance(each, str) else each for each in self.sources]
-        return [replace(each, name=each.name or Path(each.path).name.partition(".")[0] or each.path) for each in found]
+        return [replace(each, name=each.name or bare_name(each.path) or each.path) for each in found]
 
     @property
     def weights(self) -> list[tuple[float, ...]]:

@@ -19,10 +19,7 @@ class DeviceConfig:
 
     name: str = option("auto", "registered name of the device; auto takes a GPU where there is one, else the CPU")
     threads: int | None = option(
-        None,
-        "cpu: threads per kernel; null takes the physical cores that affinity and container quota allow",
-        minimum=1,
-        maximum=1024,
+        None, "cpu: threads per kernel; null is the physical cores within affinity and quota", minimum=1, maximum=1024
     )
     yield_cores: bool = option(True, "cpu: move threads to free cores when other programs take some")
     index: int = option(0, "cuda: number of the GPU", minimum=0)

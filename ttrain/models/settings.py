@@ -153,9 +153,7 @@ class DecoderConfig(TransformerConfig):
         changes="loss",
     )
     parametrization: str = option(
-        "standard",
-        "mup: the best learning rate at base_width holds for model.width (Yang et al., 2022)",
-        choices=("standard", "mup"),
+        "standard", "mup: base_width's best rate holds for any width (Yang et al., 2022)", choices=("standard", "mup")
     )
     base_width: int | None = option(None, "mup: width at which mup changes nothing", minimum=1)
     base_head_width: int | None = option(None, "mup: head width at base_width; null is base_width / heads", minimum=1)
@@ -200,9 +198,7 @@ class GPTConfig(DecoderConfig):
 
     name: str = option("gpt", "registered name of the model")
     bias: bool = option(True, "give linear layers and layer norms a bias", changes="shape")
-    dropout: float = option(
-        0.0, "dropout after embedding, attention weights and each branch", minimum=0, below=1, changes="nothing"
-    )
+    dropout: float = option(0.0, "dropout of embedding, attention and branches", minimum=0, below=1, changes="nothing")
     activation: str = option("gelu_tanh", "function inside the feed-forward branch", choices=ACTIVATIONS)
     tied: bool = option(True, "share the token embedding's weight with the output head")
 
@@ -223,10 +219,7 @@ class LlamaConfig(DecoderConfig):
     name: str = option("llama", "registered name of the model")
     context: int | None = option(None, "longest sequence, and length of training sequences", minimum=1, changes="loss")
     max_context: int | None = option(
-        None,
-        "longest sequence that an export states, if above model.context; null takes that of model.from",
-        minimum=1,
-        changes="nothing",
+        None, "longest sequence that an export states, over context; null is model.from's", minimum=1, changes="nothing"
     )
     heads: int | None = option(None, "attention heads per block; must divide width without head_width", minimum=1)
     hidden: int | None = option(None, "features inside the feed-forward branch", minimum=1, changes="shape")
@@ -296,10 +289,7 @@ class AGILLMConfig(TransformerConfig):
     rank: int | None = option(None, "columns of each rank matrix; any number", minimum=1, changes="shape")
     context: int | None = option(1122, "longest sequence, and length of training sequences", minimum=1, changes="shape")
     objective: str = option(
-        "joint",
-        "joint trains AR and SAT; ar_only has no SAT head, and half the work",
-        choices=("joint", "ar_only"),
-        changes="shape",
+        "joint", "joint trains both heads, ar_only AR at half the work", choices=("joint", "ar_only"), changes="shape"
     )
     tied: bool = option(False, "share the token embedding's weight with the AR head, which then has no bias")
     dropout: float = option(0.1, "dropout after the attention's projection", minimum=0, below=1, changes="nothing")

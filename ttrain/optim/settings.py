@@ -169,10 +169,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     name: str = option("schedule_free", "registered name of the optimizer")
     lr: float = option(2.5e-3, "learning rate, which does not fall", minimum=0)
     betas: list[float] = option(
-        [0.9, 0.999],
-        "beta1: share of the average where gradients are taken; beta2: decay of the second moment",
-        above=0,
-        below=1,
+        [0.9, 0.999], "share of the average where gradients are taken; decay of the second moment", above=0, below=1
     )
     eps: float = option(1e-8, "added to the root of the second moment", minimum=FP32_NORMAL)
     weight_decay: float = option(0.1, "weight decay per unit of learning rate; see decay_rule", minimum=0)
@@ -201,9 +198,7 @@ class ScheduleConfig:
     steps: int | None = option(None, "step at which the final factor is reached; null takes train.steps", minimum=1)
     min_lr_ratio: float = option(0.1, "share of the peak at the end; unused by constant", minimum=0, maximum=1)
     decay: float = option(0.2, "wsd: share of the steps at the end that decays", minimum=0, maximum=1)
-    decay_from: int | None = option(
-        None, "wsd: last step at the peak, instead of decay; 0 is the checkpoint's step", minimum=0
-    )
+    decay_from: int | None = option(None, "wsd: last peak step, not with decay; 0 is the checkpoint's step", minimum=0)
 
     @rule
     def _within_the_run(self, others: Any) -> Iterator[str]:

@@ -103,9 +103,7 @@ class ParallelConfig:
     )  # fmt: skip
     processes: int | None = option(None, "ranks to start here; null takes torchrun's or SLURM's, else one", minimum=1)
     slices: int | None = option(
-        None,
-        "parts of every batch, divided among the ranks; equal slices give equal bits; null takes the number of ranks",
-        minimum=1,
+        None, "parts of a batch, divided among ranks; equal slices keep the bits; null is one a rank", minimum=1
     )
     world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
     link_gbps: float = option(10.0, "speed of the link between ranks in Gbit/s, for task=plan", above=0)

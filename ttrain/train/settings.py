@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import ConfigError
-from ttrain.core.names import nearest_divisor
+from ttrain.core.names import bare_name, nearest_divisor
 from ttrain.core.options import option, rule
 from ttrain.device.info import info_of
 from ttrain.optim.settings import ScheduleFreeConfig, needs_fp32
@@ -38,7 +37,7 @@ class RunEvalConfig:
     limit: int | None = option(None, "most documents, questions or prompts to read; null reads all", minimum=1)
 
     def __post_init__(self) -> None:
-        self.name = Path(self.path).name.partition(".")[0] if self.name is None else self.name
+        self.name = bare_name(self.path) if self.name is None else self.name
         self.every = self.every or (EVALUATION if self.kind == "text" else END)
 
 
@@ -47,9 +46,7 @@ class TrainConfig:
     """Length of training, the data of each step, and what happens between steps."""
 
     steps: int | None = option(1000, "optimizer steps of the whole run; null where minutes or tokens say it", minimum=1)
-    minutes: float | None = option(
-        None, "minutes of steps, evaluations, saves; in place of steps", above=0, maximum=10**6
-    )
+    minutes: float | None = option(None, "minutes of steps, evaluations and saves, not steps", above=0, maximum=10**6)
     tokens: int | None = option(None, "tokens (or examples) that are read, instead of steps", minimum=1)
     batch_size: int = option(16, "sequences (or examples) per optimizer step", minimum=1)
     gradient_accumulation: int = option(1, "micro-batches per step; must divide batch_size", minimum=1)

@@ -17,7 +17,7 @@ _DOCUMENTS = 4  # tells this stream of random numbers from the others of a seed
 _HELD_EPOCHS = 2  # a batch may hold sequences of two
 
 
-class Pass(NamedTuple):
+class Epoch(NamedTuple):
     """Documents in the order of an epoch: where each begins in the split, its tokens, and its start in the epoch."""
 
     starts: NDArray[np.int64]
@@ -57,7 +57,7 @@ class DocumentStream:
         """Return for each token if it is the first of its document."""
         return self._starts[np.searchsorted(self._starts, places, "right") - 1] == places
 
-    def _documents(self, seed: int, number: int) -> Pass:
+    def _documents(self, seed: int, number: int) -> Epoch:
         """Return all documents in the order of one epoch."""
         order = np.arange(len(self._ends))
         if self._group is not None:
@@ -66,7 +66,7 @@ class DocumentStream:
                 key = derive_key(_DOCUMENTS, seed, number, number_of_group)
                 group[:] = first + np.argsort(random_words(key, np.arange(len(group), dtype=np.uint64)), kind="stable")
         lengths = (self._ends - self._starts)[order]
-        return Pass(self._starts[order], lengths, np.cumsum(lengths) - lengths)
+        return Epoch(self._starts[order], lengths, np.cumsum(lengths) - lengths)
 
 
 class WholeDocuments:
@@ -98,14 +98,14 @@ class WholeDocuments:
         index, (laid, firsts), place = self._find(number)
         return (self._epoch + index) * self._stream.tokens + int(laid.offsets[firsts[place]])
 
-    def _find(self, number: int) -> tuple[int, tuple[Pass, list[int]], int]:
+    def _find(self, number: int) -> tuple[int, tuple[Epoch, list[int]], int]:
         """Return the epoch of a sequence, counted from the first, its documents, and the sequence's place in it."""
         while self._begins[-1] <= number:
             self._begins.append(self._begins[-1] + len(self._laid(len(self._begins) - 1)[1]) - 1)
         index = bisect_right(self._begins, number) - 1
         return index, self._laid(index), number - self._begins[index]
 
-    def _lay(self, index: int) -> tuple[Pass, list[int]]:
+    def _lay(self, index: int) -> tuple[Epoch, list[int]]:
         """Return the documents that sequences hold of an epoch, as far as they are read, and their first ones."""
         starts, lengths, offsets = self._stream.documents(self._seed, self._epoch + index)
         kept = offsets >= (0 if index else self._offset)
@@ -117,4 +117,4 @@ class WholeDocuments:
         firsts = [0]
         while firsts[-1] < len(lengths):  # the first document that fits no more begins the next sequence
             firsts.append(following[firsts[-1]])
-        return Pass(starts[kept], lengths, offsets[kept]), firsts
+        return Epoch(starts[kept], lengths, offsets[kept]), firsts

@@ -59,12 +59,11 @@ def _scalars(rule: Any) -> str:
 
 def _rule(call: Call, update: Update, names: Sequence[str], vectors: Sequence[Tensor]) -> str:
     """The kernel of a rule on vectors x0 (parameter), x1 (gradient), x2 ... (slots) and perhaps the copy."""
-    settings = call.attributes
-    rule = settings["rule"]
+    settings, rule = call.attributes, call.attributes["rule"]
     (steps, results), first = rule.program, 2 + len(rule.slots)
     block = f"tl.program_id(0).to(tl.int64) * {BLOCK} + tl.arange(0, {BLOCK})"
-    lines = [f"e = {block}", "inside = e < SIZE"]
-    lines += [f"v{number} = tl.load(x{number} + e, inside, 0).to(tl.float32)" for number in range(first)]
+    lines, whole = [f"e = {block}", "inside = e < SIZE"], range(update.low_bits, first)
+    lines += [f"v{number} = tl.load(x{number} + e, inside, 0).to(tl.float32)" for number in whole]
     if update.low_bits:
         lines.append(f"v0 = joined(tl.load(x{first} + e, inside, 0.0), tl.load(x0 + e, inside, 0))")
     if update.factor is not None:
