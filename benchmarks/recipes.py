@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             given = ["-m", "ttrain", f"recipe={name}", *overrides]
             began = time.perf_counter()
-            subprocess.run([sys.executable, *given, f"run.dir={folder}/run"], check=True)
+            if code := subprocess.call([sys.executable, *given, f"run.dir={folder}/run"]):
+                sys.exit(code)
             keep(name, " ".join(["python", *given]), Path(folder, "run"), time.perf_counter() - began)
     README.write_text(written(README.read_text("utf-8")), "utf-8")
 
