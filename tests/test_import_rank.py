@@ -19,7 +19,7 @@ ROWS = [
     ("plan", "autodiff"),
     ("engine", "parallel"),
     ("nn", "optim", "data"),
-    ("models",),
+    ("models", "objectives"),
     ("train",),
     ("bench", "config", "testing"),
     ("api", "cli", "sweep", "tasks", "__main__"),

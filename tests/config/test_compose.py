@@ -73,7 +73,8 @@ def test_defaults() -> None:
     config = load()
     assert config.source.choices == {
         "task": "train", "data": "stdlib", "model": "nano-gpt", "optimizer": "adamw", "schedule": "cosine",
-        "precision": "fp32", "engine": "auto", "device": "auto", "parallel": "none", "logger": "console",
+        "precision": "fp32", "engine": "auto", "device": "auto", "parallel": "none", "objective": "next_token",
+        "logger": "console",
         "bench": "gpt",
     }  # fmt: skip
     assert (config.run.dir, config.resume, config.plugins) == (None, "none", [])

@@ -229,6 +229,7 @@ def build_session(
         resident=resident,
         low_bits=device.compiles and config.engine.name == "traced",  # for which compiled steps have kernels
         frees=device.arenas and device.host is None and device.chips == 1,
+        objective=made("objective", config.objective),
         uniform_compute=device.uniform_compute,
     )
     state = State(device, graph.state_tensors(training))

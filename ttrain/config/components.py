@@ -15,6 +15,7 @@ from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.settings import PRECISIONS, PrecisionConfig
+from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.optim import settings as optim
 from ttrain.parallel.settings import ParallelConfig, rank_here
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -77,6 +78,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
     ("data", RegressionConfig, "ttrain.data.regression:open_regression", ("regression",)),
+    ("objective", ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
     ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),

@@ -17,6 +17,7 @@ from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import GPTConfig
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
+from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.optim.settings import AdamWConfig, OptimizerConfig, ScheduleConfig
 from ttrain.parallel.settings import ParallelConfig
 from ttrain.train.runs.record import command_line, override
@@ -155,6 +156,7 @@ class Config:
     task: TaskConfig = option(TaskConfig, "what the command does")
     model: Any = option(GPTConfig, "what is trained")
     data: DataConfig = option(TextConfig, "what it is trained on")
+    objective: ObjectiveConfig = option(ObjectiveConfig, "what the model learns from the data")
     train: TrainConfig = option(TrainConfig, "length of training, size of a step, and what happens between steps")
     lora: LoraConfig = option(LoraConfig, "adapters that are trained instead of the model")
     optimizer: OptimizerConfig = option(AdamWConfig, "how gradients change parameters")

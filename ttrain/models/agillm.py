@@ -168,6 +168,9 @@ class AGILLM(AGILLMWeights, TokenModel):
         """The AR head's scores of the next token after each row: [N, width] -> fp32 [N, vocabulary with padding]."""
         return ops.cast(ops.linear(rows, *self._parameters(rows.graph, self.ar_head)), DType.FP32)
 
+    def log_probs(self, rows: Value, targets: Value, entropy: bool = False) -> tuple[Value, ...]:
+        return ops.head_log_probs(rows, *self._parameters(rows.graph, self.ar_head), targets, entropy, self.vocabulary)
+
     def pair_scores(self, rows: Value) -> tuple[Value, Value]:
         """Scores of the two tokens after a window, from its two rows under the pair mask, [2, width].
 

@@ -93,18 +93,33 @@ class TokenModel(Module, ABC):
     def scores(self, rows: Value) -> Value:
         """Scores of the token after each of these rows of hidden states: [N, width] -> fp32 [N, vocabulary]."""
 
-    def hidden(self, graph: Graph, rows: int, training: bool, positions: Value | None = None) -> Value:
+    @abstractmethod
+    def log_probs(self, rows: Value, targets: Value, entropy: bool = False) -> tuple[Value, ...]:
+        """Log-probabilities of tokens after rows of hidden states [N, width], in nats; see ops.head_log_probs.
+
+        `targets` int64 [N] may be below zero, where the result is 0.
+        """
+
+    def hidden(
+        self, graph: Graph, rows: int, training: bool, positions: Value | None = None, tokens: Value | None = None
+    ) -> Value:
         """Return `states` as the head reads them, [rows * length, width].
 
         `positions` int64 [rows, length], where given, count from 0 anew in every document of a row.
         """
-        return self._flat(self.states(graph, rows, training, BlockInputs(positions=positions)))
+        return self._flat(self.states(graph, rows, training, BlockInputs(positions=positions), tokens))
 
-    def states(self, graph: Graph, rows: int, training: bool, inputs: BlockInputs) -> Value:
-        """Return the last norm's output, [rows, length, width] in the compute dtype."""
+    def states(
+        self, graph: Graph, rows: int, training: bool, inputs: BlockInputs, tokens: Value | None = None
+    ) -> Value:
+        """Return the last norm's output, [rows, length, width] in the compute dtype.
+
+        `tokens` int64 [rows, length] are the step input of that name where not given.
+        """
         if training and self.config.dropout:
             inputs = inputs._replace(seed=graph.input("seed", SEED))
-        tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
+        if tokens is None:
+            tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         return self._read(tokens, lambda table: self._placed(table, inputs.positions), inputs, training)
 
     def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
@@ -219,6 +234,11 @@ class Decoder(TokenModel):
 
     def scores(self, rows: Value) -> Value:
         return self._capped(ops.cast(self._scores(rows), DType.FP32))
+
+    def log_probs(self, rows: Value, targets: Value, entropy: bool = False) -> tuple[Value, ...]:
+        if self.config.logit_cap is None:
+            return ops.head_log_probs(self._narrowed(rows), self._head(rows.graph), None, targets, entropy)
+        return ops.log_probs(self._capped(self._scores(rows)), targets, entropy)
 
     def _scores(self, rows: Value) -> Value:
         return ops.linear(self._narrowed(rows), self._head(rows.graph))

@@ -5,7 +5,8 @@ A packed projection, such as queries, keys and values in one, gets one adapter o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from weakref import ref
 
@@ -65,6 +66,19 @@ def attach(model: Module, config: LoraConfig) -> None:
     for number, path in enumerate(chosen):
         layers[path].lora = Adapter(layers[path].weight, config.rank, config, number)
     model.name_parameters()
+
+
+@contextmanager
+def without_adapters(model: Module) -> Iterator[None]:
+    """Let layers record what they compute without their adapters meanwhile: the model before it was fine-tuned."""
+    held = [(layer, layer.lora) for _, layer in model.modules() if isinstance(layer, Linear)]
+    try:
+        for layer, _ in held:
+            layer.lora = None
+        yield
+    finally:
+        for layer, adapter in held:
+            layer.lora = adapter
 
 
 def names(path: str, original: Callable[[str], str] | None) -> tuple[str, ...]:

@@ -151,6 +151,38 @@ def _(node: Node, dloss: Value | None, *others: Value | None) -> Sequence[Value 
     return [dhidden, dhead, None, None, dbias]
 
 
+@composite(
+    "hidden [N, C], head [V, C], targets int64 [N], bias [V]",
+    name="head_log_probs",
+    outputs=("log_probs", "entropy?"),
+    outputs_of=lambda given: ("log_probs", "entropy") if given["entropy"] else ("log_probs",),
+)
+def _head_log_probs(
+    hidden: Value, head: Value, targets: Value, bias: Value | None, live: int, entropy: bool = False
+) -> tuple[Value, ...]:
+    """Log-probabilities of the targets by logits = hidden W^T + b: hidden [N, C], W [V, C], b [V] -> fp32 [N].
+
+    Without a target (below zero) it is 0, with no gradient. Only the first `live` of the V ids have a probability. With
+    `entropy` also that of each row's distribution in nats, fp32 [N], which has no gradient.
+    """
+    require(0 < live <= head.shape[0], "head_log_probs", f"live={live}", f"1 to {head.shape[0]} ids")
+    logits = linear(hidden, _first_rows(head, live), None if bias is None else _first_rows(bias, live))
+    return log_probs(logits, targets, entropy)
+
+
+@_head_log_probs.gradient
+def _(node: Node, dlog_probs: Value | None, *others: Value | None) -> Sequence[Value | None]:
+    """Minus a weighted sum of log-probabilities is a cross-entropy, whose gradients need no whole logits."""
+    if dlog_probs is None:
+        return [None] * len(node.inputs)
+    (hidden, head, targets), bias = map(node.input, ("hidden", "head", "targets")), node.inputs[3]
+    graph, live = hidden.graph, node.attributes["live"]
+    frozen = not (graph.differentiates(head) or graph.differentiates(bias))
+    made: Any = _head_cross_entropy(hidden, head, targets, -dlog_probs, bias, 0.0, live, gradients=True, frozen=frozen)
+    dhidden, dhead, dbias = (*made[1:], None, None)[:3]
+    return [dhidden, dhead, None, dbias]
+
+
 _PREDICTION = "prediction [...], target any [...], weight accumulation []"
 
 
@@ -174,6 +206,10 @@ def squared_error_grad(prediction: Value, target: Value, weight: Value) -> Value
 
 
 cases(_cross_entropy, Case(positive=("weight",), holes=("targets",)))
+for _n, _c, _v, _live, _entropy, _bias in ((6, 4, 5, 5, False, False), (33, 8, 65, 49, True, True)):
+    _options = {"live": _live, "entropy": _entropy}
+    _sizes = ((_n, _c), (_v, _c), (_n,), (_v,) if _bias else None)
+    cases(_head_log_probs, Case(_sizes, _options, {"targets": _live}, holes=("targets",)))
 cases(squared_error, Case(positive=("weight",)))
 for _n, _c, _v, _live, _smoothing, _bias, _each in (
     (6, 4, 5, 5, 0.0, False, False),
@@ -208,3 +244,22 @@ def head_cross_entropy(
     live = head.shape[0] if live is None else live
     made: Any = _head_cross_entropy(hidden, head, targets, weight, bias, smoothing, live)
     return (made[0], made[1]) if smoothing else (made, made)
+
+
+def log_probs(logits: Value, targets: Value, entropy: bool = False) -> tuple[Value, ...]:
+    """Log-probabilities of targets [N] by logits [N, V], and any entropy: see head_log_probs."""
+    wide = cast(logits, logits.spec.dtype.accumulation)
+    rows = _Rows.of(wide, targets)
+    found = reduce_sum(rows.hot, [1]) * (rows.picked - rows.log_sum_exp)
+    if not entropy:
+        return (found,)
+    probabilities = exp(wide - reshape(rows.log_sum_exp, (*targets.shape, 1)))
+    return found, rows.log_sum_exp - reduce_sum(probabilities * wide, [1])
+
+
+def head_log_probs(
+    hidden: Value, head: Value, bias: Value | None, targets: Value, entropy: bool = False, live: int | None = None
+) -> tuple[Value, ...]:
+    """(log-probabilities of the targets,) fp32 [N] in nats, with `entropy` also (.., entropies fp32 [N])."""
+    made: Any = _head_log_probs(hidden, head, targets, bias, head.shape[0] if live is None else live, entropy)
+    return made if entropy else (made,)

@@ -161,7 +161,7 @@ BF16 = {
     ("attention", "*"): Tolerance(3, 2),  # scores and probabilities
     ("attention_grad", "*"): Tolerance(16, 10),  # and gradients of scores, one at a time, some of them sums that cancel
     ("cached_attention", "*"): Tolerance(3, 2),
-    ("head_cross_entropy", "*"): Tolerance(5, 3),  # logits
+    **{(f"head_{kind}", "*"): Tolerance(5, 3) for kind in ("cross_entropy", "log_probs")},  # logits
     ("tanh_grad", "*"): Tolerance(2, 1.5),  # CUDA rounds 1 - y^2
     ("softmax_grad", "*"): Tolerance(2, 1.5),  # and the sum of dy y
     ("add_layer_norm", "mean"): Tolerance(1, 1),  # statistics are those of the rounded total

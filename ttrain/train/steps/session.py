@@ -14,7 +14,7 @@ from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Node, Stage
 from ttrain.graph.passes import remove_dead_code
-from ttrain.models.base import Batch, preparation
+from ttrain.models.base import Batch
 from ttrain.nn.initialize import initial_value
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Inputs
@@ -45,7 +45,9 @@ class Session:
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: for training steps as they are recorded now."""
         graph = self.graph
-        own = preparation(graph.shorter or graph.model) if graph.resident is None else graph.resident.prepare
+        own = (
+            graph.objective.prepare(graph.shorter or graph.model) if graph.resident is None else graph.resident.prepare
+        )
         return own(batch)
 
     def train_step(

@@ -19,8 +19,10 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model, ModelWithMetrics
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, LanguageModel, Model
 from ttrain.nn.module import Parameter, use
+from ttrain.objectives.base import Objective
+from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.ops.update import Rule
 from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
@@ -76,6 +78,7 @@ class StepGraph:
     ranks: Ranks = Ranks()  # that divide a batch of several slices, each of `rows` * `gradient_accumulation` rows
     low_bits: bool = False  # fp32 weights are kept as what their bf16 copies lack, where only updates read them
     frees: bool = False  # no gradient is kept where several updates follow theirs in backward and none waits for all
+    objective: Objective = field(default_factory=lambda: Objective(ObjectiveConfig()))
     uniform_compute: bool = False  # layers read every parameter in the compute dtype, as the device asks
     shards: list[FlatShard] = field(init=False)
     updates: list[tuple[int, FlatShard]] = field(init=False)  # what one op updates, with the number of its shard
@@ -260,15 +263,13 @@ class StepGraph:
     def _loss(self, graph: Graph, rows: int, training: bool) -> Value:
         model = self.shorter if training and self.shorter is not None else self.model
         if self.resident is not None and training:
-            graph.given = self.resident.values(graph, model.batch_specs(rows))
-        for name, spec in model.batch_specs(rows).items():
+            graph.given = self.resident.values(graph, self.objective.fields(model, rows))
+        for name, spec in self.objective.fields(model, rows).items():
             graph.input(name, spec)
         graph.input(LOSS_WEIGHT, SCALAR)
         if training:
             graph.input("seed", SEED)
-        if not hasattr(model, "loss_and_metrics"):
-            return model.loss(graph, rows, training)
-        loss, metrics = cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
+        loss, metrics = self.objective.loss(model, graph, rows, training)
         for name, value in metrics.items():
             graph.output(name, self._over_all_chips(value))
         return loss

@@ -157,6 +157,25 @@ def _head_cross_entropy(call: Call) -> None:
     rows.sum(call.outs[0], call.outs[1 if rows.smoothing else 0])
 
 
+@row("head_log_probs", widens=True)
+def _head_log_probs(call: Call) -> None:
+    """Log-softmax of a chunk of rows at a time; rows without a target get 0."""
+    rows, head = _TargetRows(call), HeadProducts(call, None)
+    result, *entropies = call.outs
+    wide = call.wide(head.logits)
+    other = call.scratch(wide.shape, wide.dtype) if entropies else wide
+    rows.begin(call.ins[2], constant_like(1.0, rows.weights))
+    for chunk, part in head.chunks():
+        target = wide[: len(part)]
+        rows.log_probabilities(part, target, chunk)
+        for entropy in entropies:
+            call.emit(torch.exp, target, out=other[: len(part)])
+            call.emit(torch.mul, other[: len(part)], target, out=target)
+            call.emit(torch.sum, target, 1, out=entropy[chunk])
+            call.emit(torch.neg, entropy[chunk], out=entropy[chunk])
+    call.emit(torch.mul, rows.logs[:, 0], rows.weights[:, 0], out=result)
+
+
 class HeadProducts:
     """The logits of a head, a chunk of rows at a time, and the gradients of hidden states, head and bias.
 
@@ -165,9 +184,10 @@ class HeadProducts:
     """
 
     def __init__(self, call: Call, weights: Tensor | None) -> None:
-        (self.hidden, head, _, _, self.bias), self.live = call.ins, call.attributes["live"]
+        (self.hidden, head, *_, self.bias), self.live = call.ins, call.attributes["live"]
         self.emit, self.head, self.weights = call.emit, head[: self.live], weights
-        self.made = call.outs[2 if call.attributes["smoothing"] else 1 :]  # the gradients, if any
+        # The gradients, if any.
+        self.made = call.outs[1 + bool(call.attributes["smoothing"]) :] if "smoothing" in call.attributes else []
         self.parameters = self.made[1:]  # dhead, and dbias where there is one
         dtype, (count, width) = self.hidden.dtype, self.hidden.shape
         narrow = accumulation(dtype) is not dtype

@@ -1,0 +1,38 @@
+"""The interface of an objective to the rest of ttrain, and the default: the loss that the model itself has."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from ttrain.core.spec import TensorSpec
+from ttrain.graph import Graph, Value
+from ttrain.models.base import Model, ModelWithMetrics, Prepare, preparation
+from ttrain.objectives.settings import ObjectiveConfig
+
+
+class Objective:
+    """objective=next_token: the loss of the model itself, over the batches of any data.
+
+    Another objective is a subclass with its own fields, preparation and loss. It may also read rows of its own
+    (`encode`, see data/examples.py).
+    """
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.config = config
+
+    def fields(self, model: Model, rows: int) -> dict[str, TensorSpec]:
+        """Return the specs of a batch's fields for `rows` rows; the first axis of each is that of the rows."""
+        return model.batch_specs(rows)
+
+    def prepare(self, model: Model) -> Prepare:
+        """Return what makes the fields and the counts of a step from its batch; see models.base.Prepare."""
+        return preparation(model)
+
+    def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
+        """Return the loss fp32 [], and further sums by name; see ModelWithMetrics.loss_and_metrics.
+
+        Sums have the weight `loss_weight`, so that micro-batches and ranks add up to means.
+        """
+        if hasattr(model, "loss_and_metrics"):
+            return cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
+        return model.loss(graph, rows, training), {}
