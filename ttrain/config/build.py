@@ -62,7 +62,9 @@ def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: N
     DataError for data that can't be used, ConfigError with every problem that shows once the data is known.
     """
     with Waiting("Reading the data"):
-        dataset: Dataset = made("data", config.data, data_sizes(config.model))
+        objective = made("objective", config.objective)
+        sizes = replace(data_sizes(config.model), rows=objective if config.objective.reads_rows else None)
+        dataset: Dataset = made("data", config.data, sizes)
     first(dataset)
     if problems := data_problems(dataset, config):
         raise ConfigError(problems)

@@ -34,11 +34,12 @@ _ENTROPY_BATCH = 1 << 20  # tokens read at a time
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a model asks of its data; None where it has no such size."""
+    """The sizes that a model and an objective ask of the data; None where there is no such size."""
 
     context: int | None = None
     inputs: int | None = None
     outputs: int | None = None
+    rows: Any = None  # the objective that reads rows, see data/examples.py
 
 
 class Baseline(NamedTuple):

@@ -43,13 +43,7 @@ def fill_documents(
     """
     passes = _Passes(config, sources, delay)
     every = (document.text for document in passes.documents(_LEARNING))
-    made = chosen_tokenizer(config, every if config.tokenizer == "char" else passes.training_text())
-    file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
-    tokenizer, end = with_end_token(made, config.end_token, file)
-    tokenizer.config = {"eos_token": end.text, **made.config}
-    if config.template != "tokenizer":  # that beside the tokenizer is not the one that the texts are made with
-        tokenizer.config = {name: text for name, text in tokenizer.config.items() if name != "chat_template"}
-        tokenizer.config["eos_token"] = end.text
+    made, tokenizer, end = tokenizer_of(config, every if config.tokenizer == "char" else passes.training_text())
     with named_place(passes.place):
         tokenizer.notices += tuple(check_round_trip(tokenizer, passes.samples))
         order = np.argsort(passes.origins, kind="stable") if config.weights else slice(None)
@@ -72,6 +66,18 @@ def fill_documents(
     }
     described = with_notices(described, [*tokenizer.notices, *skipped.notices(), *told])
     return write_header(folder, tokenizer, splits, described, end_token=vars(end))
+
+
+def tokenizer_of(config: DocumentsConfig, texts: Iterable[str]) -> tuple[Tokenizer, Tokenizer, EndToken]:
+    """Return the tokenizer of a config, perhaps learned from texts, the same with an end token, and that token."""
+    made = chosen_tokenizer(config, texts)
+    file = None if config.tokenizer in TOKENIZERS else at_home(config.tokenizer)
+    tokenizer, end = with_end_token(made, config.end_token, file)
+    tokenizer.config = {"eos_token": end.text, **made.config}
+    if config.template != "tokenizer":  # that beside the tokenizer is not the one that the texts are made with
+        tokenizer.config = {name: text for name, text in tokenizer.config.items() if name != "chat_template"}
+        tokenizer.config["eos_token"] = end.text
+    return made, tokenizer, end
 
 
 def held_out_documents(hashes: NDArray[np.uint64], share: float, of: str = "data.sources") -> NDArray[np.bool_]:

@@ -22,6 +22,7 @@ from ttrain.data.corpus import FileList
 from ttrain.data.counter import Words
 from ttrain.data.document_files import fill_documents
 from ttrain.data.end_token import CONFIG_FILE
+from ttrain.data.examples import open_examples
 from ttrain.data.sequences.mixture import Mixture
 from ttrain.data.sequences.stream import DocumentStream, Places, WholeDocuments
 from ttrain.data.settings import DocumentsConfig, TokensConfig
@@ -172,12 +173,16 @@ class DocumentDataset(TokenSequences):
         return [self._streams[split].read(seed, start, self.context) for start in starts]
 
 
-def open_documents(config: DocumentsConfig, sizes: Sizes) -> DocumentDataset | Mixture:
-    """Open the dataset of documents, a mixture of weighted sources; tokenize them first unless the cache has them.
+def open_documents(config: DocumentsConfig, sizes: Sizes) -> Any:
+    """Open a DocumentDataset, a Mixture of weighted sources, or rows for an objective.
+
+    Documents are tokenized first unless the cache has them.
 
     Raises DataError for sources that can't be used.
     """
     context = require_context(config.name, sizes)
+    if sizes.rows is not None:
+        return open_examples(config, context, sizes.rows)
     sources = find_sources(config)
     folder = tokenized(config, sources)
     splits, ends, marks = {}, {}, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ttrain.core.names import bare_name
 from ttrain.core.options import option, rule
@@ -80,6 +80,8 @@ class SourceConfig:
 @dataclass
 class DocumentsConfig(DataConfig):
     """Documents of local files, tokenized once into memory-mapped files and laid end to end."""
+
+    has_rows: ClassVar[bool] = True  # that an objective may read
 
     name: str = option("documents", "registered name of the data")
     sources: list[str | SourceConfig] = option(

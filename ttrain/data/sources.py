@@ -88,10 +88,15 @@ class DocumentReader:
     """Reads the documents of a config. `skipped` counts the rows and documents that it leaves out."""
 
     def __init__(
-        self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None, learns: bool = True
-    ) -> None:
-        """`template` takes the place of the config's. Unless it `learns`, no message has to say how it is learned."""
+        self, config: DocumentsConfig, template: Template | TokenizerTemplate | None = None, learns: bool = True,
+        columns: tuple[str, str] | None = ("", ""),
+    ) -> None:  # fmt: skip
+        """`template` takes the place of the config's. Unless it `learns`, no message has to say how it is learned.
+
+        None for `columns` reads all columns of a table, else those of text and messages.
+        """
         self._config, self._learns = config, config.loss_on if learns else None
+        self._columns = columns and (config.text_key, config.chat_key)
         self._template = template or chat_template(config)
         self.skipped = Skipped()
 
@@ -121,8 +126,7 @@ class DocumentReader:
         for file in source.files:
             with raised_as(DataError, f"{_KEY}: cannot read {file}"):
                 if _suffix(file) in TABLES:
-                    keys = self._config.text_key, self._config.chat_key
-                    found = self._rows(file, table_rows(file, *keys, on_bytes))
+                    found = self._rows(file, table_rows(file, self._columns, on_bytes))
                 elif has_rows(file):
                     found = self._rows(file, read_lines(file, on_bytes))
                 else:
@@ -142,13 +146,16 @@ class DocumentReader:
                 with raised_as(DataError, place, of=DataError):  # a template that takes too much would do so again
                     document = self._document(row, place)
             except ValueError as error:
-                if self._config.bad_rows == "stop":
-                    mend = "Mend the row, or leave such rows out with data.bad_rows=skip."
-                    raise DataError(f"{place}: {error}. {mend}") from None
-                self.skipped.bad_rows += 1
-                self.skipped.first_bad = self.skipped.first_bad or f"{place}: {error}"
+                self.refuse(f"{place}: {error}")
             else:
                 yield document
+
+    def refuse(self, problem: str) -> None:
+        """Count a bad row, or raise DataError for it, as data.bad_rows says."""
+        if self._config.bad_rows == "stop":
+            raise DataError(f"{problem}. Mend the row, or leave such rows out with data.bad_rows=skip.") from None
+        self.skipped.bad_rows += 1
+        self.skipped.first_bad = self.skipped.first_bad or problem
 
     def _document(self, row: Any, place: str) -> Document:
         """Return the document of a line of JSON or a row of a table. Raises ValueError for one that can't be used."""

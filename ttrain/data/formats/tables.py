@@ -21,11 +21,11 @@ _BATCH_ROWS = 1024
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
-    """Yield the rows of a table, counted from 1, each as a record batch of one row with the columns of the keys.
+def table_rows(file: Path, keys: tuple[str, str] | None, on_bytes: OnBytes) -> Iterator[tuple[int, Any]]:
+    """Yield the rows of a table, counted from 1, each as a record batch of one row.
 
-    `on_bytes` is called with all bytes of the file in order, in step with the rows. Raises DataError for a damaged file
-    and for one without such a column.
+    It has the columns of the keys of text and messages, or all. `on_bytes` is called with all bytes of the file in
+    order, in step with the rows. Raises DataError for a damaged file and for one without such a column.
     """
     with needing(file, "pyarrow"):
         import pyarrow as pa
@@ -33,7 +33,7 @@ def table_rows(file: Path, text_key: str, chat_key: str, on_bytes: OnBytes) -> I
     number, batches = 0, _parquet if file.suffix.lower() == ".parquet" else _arrow
     with open(file, "rb") as raw:
         try:
-            for batch, stop in batches(file, text_key, chat_key):
+            for batch, stop in batches(file, keys):
                 if batches is _arrow:  # its bytes are taken as they are: a wrong offset would end the process
                     batch.validate(full=True)
                 for index in range(batch.num_rows):
@@ -89,14 +89,14 @@ def saved_dataset(folder: Path, found: FileList) -> FileList:
     return replace(found, files=files, others=others)
 
 
-def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
+def _parquet(file: Path, keys: tuple[str, str] | None) -> Iterator[tuple[Any, int]]:
     """Yield batches of a file and the position of each; a large row group is read in several."""
     import pyarrow.parquet as pq
 
     size = file.stat().st_size
     # pre_buffer would hold all of a row group as it is packed, whatever buffer_size says.
     with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True) as table:
-        columns = _columns(file, table.schema_arrow.names, text_key, chat_key)
+        columns = _columns(file, table.schema_arrow.names, keys)
         for group in range(table.num_row_groups):
             told = table.metadata.row_group(group)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * told.num_rows // max(1, told.total_byte_size)))
@@ -104,7 +104,7 @@ def _parquet(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, in
                 yield batch, size * group // table.num_row_groups
 
 
-def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]]:
+def _arrow(file: Path, keys: tuple[str, str] | None) -> Iterator[tuple[Any, int]]:
     """Yield batches of a file and the position of each; Arrow's files have an index at the end, or are a stream."""
     import pyarrow as pa
 
@@ -113,7 +113,7 @@ def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]
         raw.seek(0)
         opened = pa.ipc.open_file if indexed else pa.ipc.open_stream
         names = opened(raw).schema.names
-        columns = _columns(file, names, text_key, chat_key)
+        columns = _columns(file, names, keys)
         raw.seek(0)
         options = pa.ipc.IpcReadOptions(included_fields=list(map(names.index, columns)))
         table = opened(raw, options=options)
@@ -130,13 +130,14 @@ def _arrow(file: Path, text_key: str, chat_key: str) -> Iterator[tuple[Any, int]
             raise OSError(what)
 
 
-def _columns(file: Path, names: list[str], text_key: str, chat_key: str) -> list[str]:
+def _columns(file: Path, names: list[str], keys: tuple[str, str] | None) -> list[str]:
     """Return the columns to read. Raises DataError where there is none, and where there are two of a name."""
-    columns = [key for key in dict.fromkeys((text_key, chat_key)) if key in names]
+    columns = [name for name in dict.fromkeys(keys or names) if name in names]
     if not columns:
+        text_key, chat_key = keys or ("", "")
         wanted = f"neither a column {text_key!r} (data.text_key) nor {chat_key!r} (data.chat_key)"
         raise DataError(f"data.sources: {file} has {wanted}; its columns are {listed(names, 8) or 'none'}.")
-    if chat_key in columns:
+    if keys and keys[1] in columns:
         columns += [name for name in (TOOLS, *LEARNED) if name in names and name not in columns]
     if twice := [name for name in columns if names.count(name) > 1]:
         raise DataError(f"data.sources: {file} has the column {twice[0]!r} twice. Rename one.")

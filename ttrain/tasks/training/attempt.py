@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from ttrain.config import build
 from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
+from ttrain.data.examples import ExampleDataset
 from ttrain.data.text import byte_counter
+from ttrain.data.tokenizer import Tokenizer
 from ttrain.device.base import Device
 from ttrain.engine.base import Step
-from ttrain.models.base import preparation
 from ttrain.tasks.training.budget import with_steps
 from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.run import Run, train_on
@@ -213,9 +214,10 @@ class Attempt:
         dataset, world, train, steps = self.run.dataset, self.run.world, self.run.config.train, self.steps
         rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
         end = dataset.description.get("end_token") or {}
-        count = None if dataset.tokenizer is None else byte_counter(dataset.tokenizer, end.get("id"))
+        plain = dataset.tokenizer is not None and not isinstance(dataset, ExampleDataset)
+        count = byte_counter(cast("Tokenizer", dataset.tokenizer), end.get("id")) if plain else None
         step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
-        prepare = preparation(self.run.model)
+        prepare = build.made("objective", self.run.config.objective).prepare(self.run.model)
         parts = step, dataset, rows, train.eval_sequences, prepare, self.console.say, count, world
         return Evaluation(*parts, around=around, measure=partial(self._measure, progress))
 

@@ -17,6 +17,7 @@ from ttrain.core.tables import plain_table
 from ttrain.core.units import format_count
 from ttrain.data.batches import Dataset, Indexed
 from ttrain.data.end_token import named_end
+from ttrain.data.examples import ExampleDataset
 from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
 from ttrain.models.base import Model
@@ -295,6 +296,8 @@ def sample_prompt(config: Config, dataset: Dataset) -> list[int] | None:
     tokenizer = dataset.tokenizer
     if tokenizer is None:
         return None
+    if isinstance(dataset, ExampleDataset) and config.sample.prompt is None:
+        return dataset.prompt()
     end = named_end(config.data, tokenizer.config)
     found = _held_out(dataset, end_id(tokenizer, end)) if config.sample.prompt is None else []
     return found or encode_prompt(tokenizer, config.sample.prompt, end)

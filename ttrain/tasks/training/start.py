@@ -16,6 +16,7 @@ from ttrain.config.saved import continued
 from ttrain.config.schema import Config, sections, to_dict
 from ttrain.core.errors import CheckpointError, ConfigError, DataError
 from ttrain.data.batches import Dataset, TokenDataset
+from ttrain.data.examples import ExampleDataset
 from ttrain.data.settings import DataConfig, DocumentsConfig, TextConfig
 from ttrain.device.info import info_of
 from ttrain.models.base import Model, valid_targets
@@ -227,8 +228,8 @@ def empty_rows(dataset: Dataset, split: Literal["train", "val"], seed: int, rows
 
 def check_targets(dataset: Dataset, config: Config, schedule: PhaseSchedule) -> list[str]:
     """Return what to tell of rows without a target. Raises DataError where no row that a run reads has one."""
-    if isinstance(dataset, TokenDataset) or dataset.fields["targets"].dtype.is_floating:  # all have targets
-        return []
+    if isinstance(dataset, TokenDataset | ExampleDataset) or dataset.fields["targets"].dtype.is_floating:
+        return []  # all have targets
     found, data, train, seed = [], config.data, config.train, config.run.seed
     samples = schedule.read(0, train.steps or train.phase_steps).samples
     for length in dict.fromkeys(phase.length for phase in schedule.phases):

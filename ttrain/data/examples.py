@@ -1,0 +1,222 @@
+"""Rows that an objective learns from: preferences, labelled texts, pairs, prompts. They are read whole at the start.
+
+A row is an object of a .jsonl file or a row of a table. What its fields become is the objective's to say (`encode`);
+batches are encoded when they are read, so that memory holds the rows alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain.core.errors import DataError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.units import counted
+from ttrain.core.waiting import waited_for
+from ttrain.data.batches import Baseline, Batch, Split, held_out, sample_numbers, shuffled_epochs
+from ttrain.data.chat.conversation import Chat, json_kind
+from ttrain.data.chat.jinja import TokenizerTemplate
+from ttrain.data.document_files import held_out_documents, tokenizer_of
+from ttrain.data.formats.tables import row_value
+from ttrain.data.settings import DocumentsConfig
+from ttrain.data.sources import Document, DocumentReader, chat_template, find_sources, has_rows
+from ttrain.data.text import with_notices
+from ttrain.data.tokenizer import Tokenizer
+
+ROW = "row"  # field: the number of a row in its split, int64 [rows]
+
+
+class RowObjective(Protocol):
+    """The part of an objective that says what becomes of rows."""
+
+    def encode(self, row: Mapping[str, Any], encoder: RowEncoder) -> Batch:
+        """Return the fields of one row, without the axis of rows. Raises ValueError for a bad row."""
+
+    def baseline(self, dataset: ExampleDataset) -> Baseline:
+        """Return the loss of the best prediction that ignores the input."""
+
+
+class TooLong(ValueError):
+    """A row does not fit into the context, and such rows are left out."""
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Token ids of texts and conversations, for a model of this context. Its methods raise ValueError."""
+
+    config: DocumentsConfig
+    tokenizer: Tokenizer
+    end: int  # id of the token that ends a text
+    context: int
+    template: Any
+
+    def text(self, text: Any) -> list[int]:
+        """Return the ids of a text, between the token that starts texts, if there is one, and the end token."""
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"a text is {json_kind(text) if not isinstance(text, str) else 'blank'}, not words")
+        ids = self.tokenizer.with_start(self.tokenizer.encode(text))
+        return ids if ids[-1] == self.end else [*ids, self.end]
+
+    def prompt(self, prompt: Any) -> list[int]:
+        """Return the ids of a prompt: of a text, or of messages up to where the reply begins."""
+        if isinstance(prompt, str):
+            return self.tokenizer.with_start(self.tokenizer.encode(prompt)) or [self.end]
+        return list(self.tokenizer.encode(self.template.prompt(Chat.of(prompt))))
+
+    def continued(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
+        """Return the ids of a prompt and of its completion, texts or messages, which the end token closes."""
+        if not completion or (isinstance(completion, str) and not completion.strip()):
+            raise ValueError("a completion is empty")
+        before = self.prompt(prompt)
+        if isinstance(prompt, str) and isinstance(completion, str):
+            whole = self.tokenizer.with_start(self.tokenizer.encode(prompt + completion))
+            whole = whole if prompt else [*before, *whole]
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            whole = list(self.tokenizer.encode(self.template.render(Chat.of([*prompt, *completion])).text))
+        else:
+            raise ValueError(f"a prompt is {json_kind(prompt)}, and its completion {json_kind(completion)}")
+        closed = isinstance(prompt, list) and isinstance(self.template, TokenizerTemplate)
+        return before, whole[len(before) :] + ([] if closed or whole[-1] == self.end else [self.end])
+
+    def fit(self, prompt: Sequence[int], completion: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return `tokens` and `targets`, int64 [context]: targets are -1 but where the completion is predicted."""
+        whole = self.cut([*prompt, *completion], self.context + 1)
+        if len(whole) <= len(prompt):
+            raise ValueError(f"its prompt has {len(prompt)} tokens and fills model.context={self.context}")
+        tokens, targets = np.zeros(self.context, np.int64), np.full(self.context, -1, np.int64)
+        tokens[: len(whole) - 1] = whole[:-1]
+        targets[max(len(prompt) - 1, 0) : len(whole) - 1] = whole[max(len(prompt), 1) :]
+        return tokens, targets
+
+    def cut(self, ids: list[int], most: int) -> list[int]:
+        """Return at most so many ids, as data.long_documents says."""
+        if len(ids) <= most:
+            return ids
+        long = f"has {len(ids)} tokens, more than model.context={self.context} takes"
+        if self.config.long_documents == "skip":
+            raise TooLong(long)
+        if self.config.long_documents == "split":
+            raise ValueError(f"{long}; give a larger context, or data.long_documents=cut or skip")
+        return ids[:most]
+
+
+class ExampleDataset:
+    """Rows of two splits, encoded as an objective says. See data.batches.Dataset."""
+
+    def __init__(
+        self, rows: Mapping[str, list[tuple[str, Any]]], encoder: RowEncoder, objective: RowObjective,
+        description: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """`rows` have a place, such as file:line, and a content."""
+        self.rows = {split: [row for _, row in part] for split, part in rows.items()}
+        self.places = {split: [place for place, _ in part] for split, part in rows.items()}
+        self.encoder, self.objective, self.description = encoder, objective, description
+        self.tokenizer: Tokenizer | None = encoder.tokenizer
+        self.vocabulary: int | None = encoder.tokenizer.vocabulary
+        first = self.batch("val", 0, 0, 1)
+        self.fields = {
+            name: TensorSpec(array.shape[1:], DType.parse(str(array.dtype))) for name, array in first.items()
+        }
+
+    def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
+        """Return the objective's fields, and `row` int64 [rows]; see data.batches.Dataset."""
+        numbers, count, limit = sample_numbers(first, rows), len(self.rows[split]), self.encoder.config.limit
+        if split == "val":
+            places = held_out(numbers, count)
+        else:
+            numbers = numbers if limit is None else numbers % np.uint64(limit)
+            ordered = self.encoder.config.order == "sequential"
+            places = numbers % np.uint64(count) if ordered else shuffled_epochs(seed, numbers, count)[1]
+        each = [self.objective.encode(self.rows[split][place], self.encoder) for place in places.tolist()]
+        return {**{name: np.stack([one[name] for one in each]) for name in each[0]}, ROW: places.astype(np.int64)}
+
+    @property
+    def val_samples(self) -> int:
+        """See data.batches.Dataset."""
+        return len(self.rows["val"])
+
+    def prompt(self) -> list[int] | None:
+        """Return the ids of the prompt of a held-out row; None where rows have none."""
+        row = self.rows["val"][0]
+        return self.encoder.prompt(row["prompt"]) if row.get("prompt") else None
+
+    def baseline(self, samples: int | None = None) -> Baseline:
+        """See data.batches.Dataset; of all held-out rows."""
+        return self.objective.baseline(self)
+
+
+class _RowReader(DocumentReader):
+    """Reads rows as documents whose text is their content in JSON."""
+
+    def _document(self, row: Any, place: str) -> Document:
+        try:
+            found = json.loads(row) if isinstance(row, str) else row_value(row)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"is {json_kind(found)}, not an object")
+        return Document(json.dumps(found, ensure_ascii=False), place)
+
+
+def open_examples(config: DocumentsConfig, context: int, objective: RowObjective) -> ExampleDataset:
+    """Open the rows of a config's sources for an objective. Raises DataError that names file and row of a bad one."""
+    sources = find_sources(config)
+    if plain := [file for source in sources for file in source.files if not has_rows(file)]:
+        raise DataError(f"data.sources: {plain[0]} has no rows. Give .jsonl, .parquet or .arrow files.")
+    digest = hashlib.sha256()
+    reader = _RowReader(config, chat_template(config), columns=None)
+    found = list(reader.in_turn(sources, [digest.update] * len(sources)))
+    rows = [(each.place, json.loads(each.text)) for each in found]
+    if not rows:
+        raise DataError("data.sources has no rows. Give files with an object in each line.")
+    tokenizer, end = tokenizer_of(config, (text for _, row in rows for text in _texts(row)))[1:]
+    encoder = RowEncoder(config, tokenizer, end.id, context, chat_template(config))
+    kept, long = _usable(rows, encoder, objective, reader)
+    hashes = [int.from_bytes(hashlib.blake2b(found[at].text.encode(), digest_size=8).digest(), "big") for at in kept]
+    held = held_out_documents(np.array(hashes, np.uint64), config.held_out)
+    split = {"train": [rows[at] for at in np.array(kept)[~held]], "val": [rows[at] for at in np.array(kept)[held]]}
+    described = {
+        "source": [source.given for source in sources],
+        "files": sum(len(source.files) for source in sources),
+        "bytes": sum(source.size for source in sources),
+        "examples": {name: len(part) for name, part in split.items()},
+        "sha256": digest.hexdigest(),
+        "tokenizer": tokenizer.description,
+        "end_token": vars(end),
+    }
+    left_out = [f"{counted(long, 'row')} longer than model.context={context} left out."] if long else []
+    told = [notice for source in sources for notice in source.notices]
+    described = with_notices(described, [*told, *reader.skipped.notices(), *left_out])
+    return ExampleDataset(split, encoder, objective, described)
+
+
+def _usable(
+    rows: list[tuple[str, Any]], encoder: RowEncoder, objective: RowObjective, reader: DocumentReader
+) -> tuple[list[int], int]:
+    """Return the numbers of the rows that can be encoded, and how many are too long. Raises DataError for a bad one."""
+    kept, long = [], 0
+    for number, (place, row) in enumerate(waited_for(rows, "Reading rows", lambda each: each[0])):
+        try:
+            objective.encode(row, encoder)
+            kept.append(number)
+        except TooLong:
+            long += 1
+        except ValueError as error:
+            reader.refuse(f"{place}: {error}")
+    if not kept:
+        raise DataError(f"data.sources: none of {counted(len(rows), 'row')} can be used.")
+    return kept, long
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a row, from which a tokenizer is learned."""
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
