@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.config.test_bad_input import problems
@@ -64,6 +65,11 @@ def test_a_run_and_its_resume_tell_both(inside: Path, fake: Any, told: Told) -> 
     assert len(list(Path("run/tensorboard").iterdir())) == 1
     assert [text[:2] for text in texts] == [(2, "samples/prompts"), (4, "samples/prompts")]
     assert all(text.startswith("the**") for _, _, text in texts)
+    weights = list_checkpoints(Path("run/checkpoints"))[0][-1].weights(False)
+    block = [weights[name].ravel() for name in weights if name.startswith("blocks.0.")]
+    assert [value for step, tag, value in scalars if step == 4 and tag == "norm/blocks.0"] == [
+        pytest.approx(float(np.linalg.norm(np.concatenate(block))), rel=1e-6)
+    ]
     told_wandb = [(line["step"], key) for line in fake.runs[1].logged for key in line if key != "step"]
     assert sorted(told_wandb) == sorted([*(each[:2] for each in recorded(Path("run"))), (4, "samples")])  # offline
     tables = [line["samples"] for run in fake.runs for line in run.logged if "samples" in line]

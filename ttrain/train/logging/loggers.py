@@ -100,6 +100,7 @@ class Loggers:
     def __init__(self, file: MetricsFile, console: Console, views: list[Logger]) -> None:
         self.file, self.console = file, console
         self._views: list[Logger] = [console, *views]
+        self.draws = bool(views)  # whether a view draws every metric as a curve
 
     def log(self, metrics: Metrics) -> None:
         self.file.append(metrics)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import psutil
 
 from ttrain.core.errors import Interrupted, NonFiniteError
 from ttrain.core.units import format_duration
+from ttrain.engine.state import State
+from ttrain.graph import Kind
 from ttrain.parallel.world import Numbers
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.metrics import Meter, Metrics, read_metrics
@@ -24,6 +28,18 @@ from ttrain.train.settings import END
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
 from ttrain.train.steps.step import Rates, StepResult, TrainStep
+
+
+def layer_norms(state: State) -> dict[str, float]:
+    """Return the norms of the weights of each block, and of each other part of the model, as norm/<part>.
+
+    All ranks have to call it.
+    """
+    squares: dict[str, float] = {}
+    for name in state.names(Kind.PARAMETER):
+        part = re.match(r"[^.]*(\.\d+)?", name)[0]  # type: ignore[index]
+        squares[part] = squares.get(part, 0.0) + float(np.square(state.read(name), dtype=np.float64).sum())
+    return {f"norm/{part}": math.sqrt(total) for part, total in squares.items()}
 
 
 @dataclass
@@ -192,6 +208,8 @@ class Loop:
         self._count()
         self._tell_pace(self._off)
         further = {f"val/{name}": value for name, value in result.metrics.items()}
+        if context.world.broadcast(context.loggers.draws):
+            further |= layer_norms(context.state)
         context.loggers.log({"step": progress.step, "val/loss": result.loss, **further, **result.further})
         return progress.evaluated(result.loss, context.config.min_improvement)
 
