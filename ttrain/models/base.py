@@ -17,6 +17,8 @@ SEED = TensorSpec((), DType.INT64)
 LOSS_WEIGHT = "loss_weight"  # step input fp32 []: the loss is loss_weight * sum over the batch
 
 Batch = Mapping[str, NDArray[Any]]
+TOKENS = "read_tokens"  # among counts: tokens that count as trained on, where they are not the terms of the loss
+
 # A batch of a whole optimizer step -> the fields that steps take, and for each weight input how many terms it averages.
 Prepare = Callable[[Batch], tuple[dict[str, NDArray[Any]], dict[str, int]]]
 
@@ -46,16 +48,17 @@ def scored_positions(graph: Graph, count: int | None) -> Value:
 
 def loss_weights(counts: Mapping[str, int], scale: float = 1.0) -> dict[str, float]:
     """Return the weight inputs: `scale` over the number of terms that each averages."""
-    return {name: scale / max(count, 1) for name, count in counts.items()}
+    return {name: scale / max(count, 1) for name, count in counts.items() if name != TOKENS}
 
 
 def means(sums: Mapping[str, float], counts: Mapping[str, int]) -> dict[str, float | None]:
     """Return weighted sums as means; a mean over no term is None, where the sum is 0.
 
-    A metric `<term>/<name>` is averaged by the weight `<term>_loss_weight` if there is one, all else by `loss_weight`.
+    A metric `<one>/<other>` is averaged by the weight `<one>_loss_weight` or `<other>_loss_weight` if there is such a
+    one, all else by `loss_weight`.
     """
-    own = {name: f"{name.partition('/')[0]}_{LOSS_WEIGHT}" for name in sums}
-    terms = {name: counts.get(weight, counts[LOSS_WEIGHT]) for name, weight in own.items()}
+    own = {name: [f"{part}_{LOSS_WEIGHT}" for part in name.split("/")] for name in sums}
+    terms = {name: min(counts.get(weight, counts[LOSS_WEIGHT]) for weight in weights) for name, weights in own.items()}
     return {name: value if terms[name] or value != 0 else None for name, value in sums.items()}
 
 

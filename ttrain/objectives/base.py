@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, cast
+
+from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Value
@@ -14,8 +17,12 @@ class Objective:
     """objective=next_token: the loss of the model itself, over the batches of any data.
 
     Another objective is a subclass with its own fields, preparation and loss. It may also read rows of its own
-    (`encode`, see data/examples.py).
+    (`encode`, see data/examples.py), and couple the rows of a slice (`probe` and `coupled`).
     """
+
+    # Outputs of `probe` for all rows of a slice, by name -> step inputs that each micro-batch of it then has beside its
+    # fields, which `loss` declares. None where rows stand for themselves.
+    coupled: Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None = None
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
@@ -36,3 +43,10 @@ class Objective:
         if hasattr(model, "loss_and_metrics"):
             return cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
         return model.loss(graph, rows, training), {}
+
+    def probe(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
+        """Return what `rows` rows tell of themselves before their slice is trained on, each [rows, ...], by name.
+
+        It is computed forward only, with the weights that the step then changes.
+        """
+        raise NotImplementedError

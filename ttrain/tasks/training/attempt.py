@@ -35,7 +35,7 @@ from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
-from ttrain.train.steps.step import Rates, reads_ahead
+from ttrain.train.steps.step import PROBE, Rates, reads_ahead
 from ttrain.train.supervise.child import Heartbeat
 
 FIRST = "The first step is under way"
@@ -217,9 +217,13 @@ class Attempt:
         plain = dataset.tokenizer is not None and not isinstance(dataset, ExampleDataset)
         count = byte_counter(cast("Tokenizer", dataset.tokenizer), end.get("id")) if plain else None
         step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
-        prepare = build.made("objective", self.run.config.objective).prepare(self.run.model)
-        parts = step, dataset, rows, train.eval_sequences, prepare, self.console.say, count, world
-        return Evaluation(*parts, around=around, measure=partial(self._measure, progress))
+        objective = build.made("objective", self.run.config.objective)
+        each = 1 if objective.coupled is None else train.gradient_accumulation
+        parts = step, dataset, rows * each, train.eval_sequences, objective.prepare(self.run.model)
+        probe = None if objective.coupled is None else lambda inputs: steps[PROBE](inputs)
+        coupling = {"probe": probe, "coupled": objective.coupled or dict, "each": rows}
+        told: Any = {"say": self.console.say, "count_bytes": count, "world": world, **coupling}
+        return Evaluation(*parts, around=around, measure=partial(self._measure, progress), **told)
 
     def _measure(self, progress: Progress, due: str, stopped: Callable[[], bool]) -> dict[str, float]:
         """Measure what is due of train.evals on the leading rank, and return the metrics on all."""

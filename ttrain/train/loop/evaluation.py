@@ -19,6 +19,7 @@ from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means,
 from ttrain.parallel.world import World
 from ttrain.train.protocols import Inputs, Outputs
 from ttrain.train.settings import EVALUATION
+from ttrain.train.steps.step import joined, micro_batches, summed
 
 _BYTES = "bytes"  # among counts
 
@@ -46,13 +47,16 @@ class Evaluation:
 
     step: Callable[[Inputs], Outputs]
     dataset: Dataset
-    rows: int  # per call, as the step was built for
+    rows: int  # per call, as the step was built for; where rows are coupled, of a slice
     limit: int | None  # samples; None covers the whole split
     prepare: Prepare = prepare_plain
     say: Callable[[str], None] | None = None  # is told how far an evaluation is that takes long
     count_bytes: Callable[[Batch], int] | None = None  # of a batch's targets
     world: World = field(default_factory=World)
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
+    probe: Callable[[Inputs], Outputs] | None = None  # where rows are coupled, see TrainStep
+    coupled: Callable[[Outputs], Inputs] = dict
+    each: int | None = None  # rows of a call, where a slice has several
     # Measures the entries of train.evals that are due (EVALUATION or END). Raises Interrupted where it was stopped.
     measure: Callable[[str, Callable[[], bool]], dict[str, float]] = lambda due, stopped: {}
 
@@ -132,8 +136,9 @@ class Evaluation:
         full = {name: np.resize(array, (self.rows, *array.shape[1:])) for name, array in batch.items()}
         if masked := full["targets"].dtype.kind == "i":
             full["targets"][rows:] = -1
-        outputs = self.step({**self.prepare(full)[0], **weights})
-        sums = {name: float(value) for name, value in outputs.items() if name == "loss" or "/" in name}
+        parts = micro_batches(self.prepare(full)[0], self.each or self.rows, 1)
+        further = {} if self.probe is None else self.coupled(joined(map(self.probe, parts)))
+        sums = summed([self.step({**part, **further, **weights}) for part in parts])
         if masked or rows == self.rows:
             return sums
         times, rest = divmod(self.rows, rows)

@@ -58,7 +58,8 @@ class Session:
         graph, device = self.graph, self.engine.device
         rows = graph.rows * graph.chips
         wait, noise = device.turn if device.overlaps else None, NoiseScale(rows) if graph.noise else None
-        return TrainStep(steps, rows, seed, self.prepare, wait, world or World(), noise, ahead, scale or LossScale())
+        told = rows, seed, self.prepare, wait, world or World(), noise, ahead, scale or LossScale()
+        return TrainStep(steps, *told, coupled=graph.objective.coupled or dict)
 
     def build_training(self, further: bool = True) -> dict[str, Step]:
         """Return all steps of a run by name, before the first one runs; without `further` those that train."""

@@ -24,15 +24,19 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ttrain.core.errors import ShapeError
 from ttrain.engine.base import Look, Step
-from ttrain.models.base import LOSS_WEIGHT, Batch, Prepare, loss_weights, means, prepare_plain
+from ttrain.models.base import LOSS_WEIGHT, TOKENS, Batch, Prepare, loss_weights, means, prepare_plain
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.world import Numbers, World, largest
 from ttrain.train.protocols import Array, Inputs, Outputs
 
 NOISE_NORM = "noise_norm"  # output of a step: norm of what the first micro-batch adds to the gradient
 NORMS = GRAD_NORM, CLIPPED_NORM = "grad_norm", "clipped_norm"  # outputs of a step, see step_graph.py
+PROBE = "probe"  # step: what a micro-batch tells of itself for the others of its slice
+_NO_METRICS = {*NORMS, NOISE_NORM, "activation_norm"}  # among the outputs of steps with a loss
 LOSS_SCALE = "loss_scale"  # input of an update: what its gradients were multiplied by
 FIRST_SCALE = 2.0**16
 _GOOD_STEPS = 2000  # in a row, after which the scale doubles
@@ -141,6 +145,7 @@ class TrainStep:
     ahead: Ahead = lambda step: None
     scale: LossScale = field(default_factory=LossScale)
     asks: Callable[[], Numbers] = dict  # what this rank tells the others of itself, with the numbers of a step
+    coupled: Callable[[Outputs], Inputs] = dict  # outputs of PROBE for a slice -> further inputs of its micro-batches
 
     def __post_init__(self) -> None:
         self.guarded = "norm" in self.steps or {"train", "update"} <= self.steps.keys()
@@ -168,8 +173,8 @@ class TrainStep:
         return result
 
     def _first_call(self, step: int) -> Iterator[Call]:
-        """Yield the first call of a step that may be read ahead of time."""
-        inputs = self.ahead(step)
+        """Yield the first call of a step that may be read ahead of time: its inputs do not hang on the weights."""
+        inputs = None if PROBE in self.steps else self.ahead(step)
         if inputs is not None:
             yield self.calls(*inputs, step)[0]
 
@@ -210,12 +215,20 @@ class TrainStep:
         split = not self.world.ranks.single or "accumulate_first" in self.steps
         parts = micro_batches(fields, self.rows, slices) if split else [fields]
         each, calls = len(parts) // slices, []
+        further = {of: self._coupled(parts[of * each : (of + 1) * each], step, of) for of in self.world.ranks.own}
         for name, slice_, number in in_order(self.world.ranks, each, "train" in self.steps, self.guarded):
             given: Inputs = last if name in ("train", "update") else {}
             if name in ("train", "accumulate_first", "accumulate_next"):
-                given = {**parts[slice_ * each + number], **weights, **given}
+                given = {**parts[slice_ * each + number], **further[slice_], **weights, **given}
             calls.append((name, self._whole(name, given, step, number, slice_)))
         return calls
+
+    def _coupled(self, parts: Sequence[Batch], step: int, slice_: int) -> Inputs:
+        """Return what couples the micro-batches of a slice: inputs for each of them."""
+        if PROBE not in self.steps:
+            return {}
+        given = (self._whole(PROBE, part, step, number, slice_) for number, part in enumerate(parts))
+        return self.coupled(joined(map(self.steps[PROBE], given)))
 
     @property
     def _scale(self) -> float:
@@ -235,7 +248,7 @@ class TrainStep:
         count = len(parts) // len(self.world.ranks.own)
         own = [float(each["activation_norm"]) for each in parts if "activation_norm" in each]
         beside = {**self.asks(), **({"activation_norm": largest(own)} if own else {})}
-        slices = [_summed(parts[at : at + count]) for at in range(0, len(parts), count)]
+        slices = [summed(parts[at : at + count]) for at in range(0, len(parts), count)]
         sums, asked = self.world.sum_slices(slices, beside)
         activation = asked.pop("activation_norm", None)
         metrics = means({name: value / scale for name, value in sums.items()}, counts)
@@ -245,7 +258,8 @@ class TrainStep:
         if self.noise is not None and first:  # a first micro-batch without targets tells nothing of the noise
             noise = self.noise.add(first, norms[GRAD_NORM], count * self.world.ranks.slices)
             metrics |= {} if noise is None else {"noise_scale": noise}
-        given = loss, norms[GRAD_NORM], counts[LOSS_WEIGHT], True, activation, metrics
+        tokens = counts.get(TOKENS, counts[LOSS_WEIGHT])
+        given = loss, norms[GRAD_NORM], tokens, True, activation, metrics
         found = StepResult(*given, loss_scale=self.scale.loss_scale, asked=asked)
         return replace(found, applied=found.finite) if self.guarded else found, norms
 
@@ -286,14 +300,20 @@ def reads_ahead(reader: Callable[[int], Batch], rates: Callable[[int], Rates], l
     return lambda step: (reader(step), rates(step)) if step <= last else None
 
 
-def _summed(parts: Sequence[Outputs]) -> dict[str, float]:
-    """Return loss and metrics of a slice, over its micro-batches. Metrics have a slash in their names."""
+def summed(parts: Sequence[Outputs]) -> dict[str, float]:
+    """Return loss and metrics of a slice, over its micro-batches."""
     sums = {"loss": 0.0}
     for each in parts:
         for name, value in each.items():
-            if name == "loss" or "/" in name:
+            if name not in _NO_METRICS:
                 sums[name] = sums.get(name, 0.0) + float(value)
     return sums
+
+
+def joined(outputs: Iterable[Outputs]) -> dict[str, Array]:
+    """Return the outputs of a slice's micro-batches by name, each [rows of a micro-batch, ...], one after another."""
+    each = list(outputs)
+    return {name: np.concatenate([one[name] for one in each]) for name in each[0]}
 
 
 def in_order(ranks: Ranks, micro_batches: int, joined: bool, guarded: bool) -> Iterator[tuple[str, int, int]]:

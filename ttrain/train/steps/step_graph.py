@@ -30,7 +30,7 @@ from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
-from ttrain.train.steps.step import CLIPPED_NORM, GRAD_NORM, LOSS_SCALE, NOISE_NORM, in_order
+from ttrain.train.steps.step import CLIPPED_NORM, GRAD_NORM, LOSS_SCALE, NOISE_NORM, PROBE, in_order
 
 COPY = "/compute"  # ends the name of a copy in the compute dtype, after the path of a parameter
 GRADIENT = "/gradient"  # ends the name of a gradient
@@ -46,12 +46,14 @@ class StepGraph:
         trace_train       batch fields or what picks them on the device, loss_weight, seed, lr inputs, step
                                                                              -> loss, grad_norm
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
+        trace_probe       batch fields                                       -> what the objective names, [rows, ...]
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
         trace_kept, trace_swap  nothing
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
-    Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms.
+    Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms. Where
+    the objective couples the rows of a slice, they have the inputs that follow from the outputs of its trace_probe.
     Where activations are watched, trace_train and trace_accumulate also have the output activation_norm.
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
     guarded, trace_update takes grad_norm as an input instead. Where only some gradients are clipped, their norm is an
@@ -116,7 +118,7 @@ class StepGraph:
     def _traces(self) -> dict[str, Trace]:
         """Return all steps that an optimizer step may be made of, in the order in which they are built."""
         first, later = (partial(self.trace_accumulate, first=first) for first in (True, False))
-        found: dict[str, Trace] = {"accumulate_first": first, "accumulate_next": later}
+        found: dict[str, Trace] = {PROBE: self.trace_probe, "accumulate_first": first, "accumulate_next": later}
         for level in range(self.ranks.levels):
             found[f"keep{level}"] = partial(self.trace_kept, level=level, keep=True)
             found[f"merge{level}"] = partial(self.trace_kept, level=level, keep=False)
@@ -147,7 +149,8 @@ class StepGraph:
         # `train` computes the last micro-batch and the rest; several ranks exchange gradients in its backward.
         joined = self.ranks.count > 1 or (self.gradient_accumulation == 1 and self.ranks.single and not self.guarded)
         names = Counter(name for name, _, _ in in_order(self.ranks, micro_batches, joined, self.guarded))
-        return names + Counter(update=int(self.guarded))  # which hangs on what the others return
+        probes = micro_batches * len(self.ranks.own) if self.objective.coupled is not None else 0
+        return names + Counter({"update": int(self.guarded), PROBE: probes})  # these are no part of the order
 
     def further_steps(self) -> dict[str, Trace]:
         """Return `evaluate`, `logits` where the model has them, `swap` where weights are averaged, and `further`."""
@@ -155,6 +158,13 @@ class StepGraph:
         if hasattr(self.model, "logits"):
             steps["logits"] = self.trace_logits
         return {**steps, "swap": self.trace_swap} if self.averages else steps
+
+    def trace_probe(self, graph: Graph) -> None:
+        """Outputs of a micro-batch for the others of its slice, before they are trained on; see Objective.probe."""
+        for name, spec in self.objective.fields(self.model, self.rows).items():
+            graph.input(name, spec)
+        for name, value in self.objective.probe(self.model, graph, self.rows).items():
+            graph.output(name, value)
 
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
