@@ -23,8 +23,8 @@ from ttrain.data import batches
 from ttrain.data.batches import Sizes, TokenDataset, unigram_entropy
 from ttrain.data.counter import derive_key, random_normals, random_words, shuffled
 from ttrain.data.documents import open_documents
-from ttrain.data.regression import RegressionDataset, open_regression
 from ttrain.data.settings import DataConfig, RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.synthetic.regression import RegressionDataset, open_regression
 from ttrain.data.text import byte_counter, open_text
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.data.tokens import open_tokens

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import Told
 from ttrain.cli import main
-from ttrain.data.regression import RegressionDataset
+from ttrain.data.synthetic.regression import RegressionDataset
 from ttrain.train.logging.metrics import read_metrics
 
 TINY = [

@@ -19,8 +19,8 @@ from tests.train.reading import arrays, tensors
 from ttrain.cli import main
 from ttrain.core.errors import TtrainError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.regression import RegressionDataset
 from ttrain.data.settings import RegressionConfig
+from ttrain.data.synthetic.regression import RegressionDataset
 from ttrain.device.torch import device as torch_device
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor

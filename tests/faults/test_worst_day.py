@@ -18,7 +18,7 @@ from tests.faults.conftest import Train
 from ttrain.cli import main
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
-from ttrain.data.regression import RegressionDataset
+from ttrain.data.synthetic.regression import RegressionDataset
 from ttrain.train.logging.loggers import Console
 from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.loop.interrupt import StopRequests

@@ -138,7 +138,7 @@ def _data(rank: int) -> None:
         init(self, *given)
         self.description["sha256"] = f"{rank}"
 
-    wrap("ttrain.data.regression:RegressionDataset.__init__", init)
+    wrap("ttrain.data.synthetic.regression:RegressionDataset.__init__", init)
 
 
 def _overflow(rank: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ttrain.config.registry import register, rows
 from ttrain.core.options import option, rule
-from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.settings import DocumentsConfig, RegressionConfig, SumsConfig, TextConfig, TokensConfig
 from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
@@ -77,7 +77,8 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", TextConfig, "ttrain.data.text:open_text", ("text",)),
     ("data", TokensConfig, "ttrain.data.tokens:open_tokens", ("tokens",)),
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
-    ("data", RegressionConfig, "ttrain.data.regression:open_regression", ("regression",)),
+    ("data", RegressionConfig, "ttrain.data.synthetic.regression:open_regression", ("regression",)),
+    ("data", SumsConfig, "ttrain.data.synthetic.sums:open_sums", ("sums",)),
     ("objective", ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
     ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),

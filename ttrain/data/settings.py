@@ -196,6 +196,16 @@ class RegressionConfig(DataConfig):
 
 
 @dataclass
+class SumsConfig(DataConfig):
+    """Sums of two numbers, made on the spot."""
+
+    has_rows: ClassVar[bool] = True  # that an objective may read
+
+    name: str = option("sums", "registered name of the data")
+    largest: int = option(99, "largest number that is added; all are at least 0", minimum=1, maximum=999)
+
+
+@dataclass
 class PrepareConfig:
     """Options of task=prepare, which writes token files."""
 

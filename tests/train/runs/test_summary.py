@@ -18,8 +18,8 @@ from ttrain.config.compose import load
 from ttrain.core.errors import CheckpointError
 from ttrain.data.batches import Sizes
 from ttrain.data.documents import open_documents
-from ttrain.data.regression import open_regression
 from ttrain.data.settings import DocumentsConfig, RegressionConfig, TextConfig, TokensConfig
+from ttrain.data.synthetic.regression import open_regression
 from ttrain.data.text import open_text
 from ttrain.data.tokens import open_tokens
 from ttrain.parallel.ranks import Ranks

@@ -21,8 +21,8 @@ from ttrain.config import build
 from ttrain.config.compose import load
 from ttrain.core.errors import ConfigError
 from ttrain.data.batches import Sizes, TokenDataset
-from ttrain.data.regression import open_regression
 from ttrain.data.settings import RegressionConfig, TextConfig
+from ttrain.data.synthetic.regression import open_regression
 from ttrain.models.decoder import Decoder
 from ttrain.models.gpt import GPT
 from ttrain.models.settings import GPTConfig

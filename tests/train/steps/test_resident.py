@@ -15,8 +15,8 @@ from ttrain.config import build
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import STREAM, Sizes, TokenDataset
-from ttrain.data.regression import open_regression
 from ttrain.data.settings import DataConfig, RegressionConfig
+from ttrain.data.synthetic.regression import open_regression
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.state import State, StateTensor

@@ -1,0 +1,1 @@
+"""Data computed from numbers, of which nothing is stored: regression, and sums."""

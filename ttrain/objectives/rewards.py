@@ -1,0 +1,85 @@
+"""Rewards of completions, by name: functions of a row and of the text after its prompt.
+
+A module that the command line names by plugins=[module] adds its own with `register`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ttrain.core.errors import ConfigError
+
+Row = Mapping[str, Any]
+Reward = Callable[[Row, str], float]
+_NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def _answer(row: Row) -> str:
+    if "answer" not in row:
+        raise ValueError("the row has no 'answer'")
+    return str(row["answer"]).strip()
+
+
+def exact(row: Row, completion: str) -> float:
+    """1 where the completion is the row's `answer`, space around both aside; else 0."""
+    return float(completion.strip() == _answer(row))
+
+
+def contains(row: Row, completion: str) -> float:
+    """1 where the row's `answer` is in the completion, else 0."""
+    return float(_answer(row) in completion)
+
+
+def number(row: Row, completion: str) -> float:
+    """1 where the last number of the completion is that of the row's `answer`, such as 1,250.0 for 1250; else 0."""
+    found, wanted = (_NUMBER.findall(text) for text in (completion, _answer(row)))
+    if not wanted:
+        raise ValueError(f"the row's answer {row['answer']!r} has no number")
+    return float(bool(found) and float(found[-1].replace(",", "")) == float(wanted[-1].replace(",", "")))
+
+
+def length(row: Row, completion: str) -> float:
+    """Minus the characters of the completion: with a small weight, of two answers the shorter one is better."""
+    return -float(len(completion))
+
+
+def valid_json(row: Row, completion: str) -> float:
+    """1 where the completion is JSON, else 0."""
+    try:
+        json.loads(completion)
+    except (ValueError, RecursionError):
+        return 0.0
+    return 1.0
+
+
+REWARDS: dict[str, Reward] = {
+    "exact": exact, "contains": contains, "number": number, "length": length, "json": valid_json,
+}  # fmt: skip
+
+
+def register(name: str, reward: Reward) -> None:
+    """Add a reward, a function of a row and a completion that returns a number. Raises ConfigError for a taken name."""
+    if REWARDS.setdefault(name, reward) is not reward:
+        raise ConfigError(f"reward {name}: is registered twice. Give one of the two another name.")
+
+
+class BadReward(ValueError):
+    """A reward that raises, or that is no finite number."""
+
+
+def rewards_of(names: Sequence[str], row: Row, completion: str) -> list[float]:
+    """Return the rewards of a completion in the order of their names. Raises BadReward that names the reward."""
+    found = []
+    for name in names:
+        try:
+            value = REWARDS[name](row, completion)
+        except Exception as error:  # a plugin's function may raise anything
+            raise BadReward(f"reward {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise BadReward(f"reward {name} is {value!r} for {completion!r}, not a finite number")
+        found.append(float(value))
+    return found
