@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,8 +17,8 @@ from typing import Any
 
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
-from ttrain.core.errors import ConfigError, UserError
-from ttrain.core.options import as_keys
+from ttrain.core.errors import ConfigError, UserError, raised_as
+from ttrain.core.options import as_keys, key_of
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset, Sizes
 from ttrain.data.tokenizer import Tokenizer
@@ -32,6 +32,8 @@ from ttrain.models.base import Model
 from ttrain.models.settings import AGILLMConfig
 from ttrain.nn.lora import attach
 from ttrain.nn.settings import LoraConfig, PrecisionConfig
+from ttrain.objectives.base import Objective
+from ttrain.objectives.frozen import FrozenModel
 from ttrain.optim.groups import learning_rates, trained
 from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, place
@@ -39,6 +41,7 @@ from ttrain.parallel.world import World
 from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.logging.loggers import Console, Logger
 from ttrain.train.runs.warm_start import WarmStart, open_warm_start
+from ttrain.train.runs.weight_source import WeightSource
 from ttrain.train.settings import LoggerConfig, WandbConfig
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.session import Session
@@ -201,6 +204,25 @@ def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
     return opened
 
 
+def build_objective(config: Config) -> Objective:
+    """The objective, with the frozen model that it reads, if any. Raises UserError where that can't be had."""
+    objective: Objective = made("objective", config.objective)
+    if (teacher := getattr(config.objective, "teacher", None)) is not None:
+        objective.frozen = open_frozen("objective.teacher", teacher, config)
+    return objective
+
+
+def open_frozen(key: str, given: str, config: Config) -> FrozenModel:
+    """A model that an option `key` names, in the run's precision, to stand frozen beside the trained one."""
+    with raised_as(UserError, f"{key}={given}", of=UserError):
+        source = WeightSource.find(given)
+        kind = component("model", source.model["name"]).config
+        sizes = {each.name: source.model[key_of(each)] for each in fields(kind) if key_of(each) in source.model}
+        frozen = FrozenModel(key, made("model", kind(**sizes), config.precision.compute), source)
+    config.precision.set_masters(frozen.parameters)
+    return frozen
+
+
 def build_session(
     model: Model,
     device: Device,
@@ -208,6 +230,7 @@ def build_session(
     training: bool = True,
     ranks: Ranks | None = None,
     resident: Resident | None = None,
+    objective: Objective | None = None,
 ) -> Session:
     """The model on the device, its values still unset.
 
@@ -231,7 +254,7 @@ def build_session(
         resident=resident,
         low_bits=device.compiles and config.engine.name == "traced",  # for which compiled steps have kernels
         frees=device.arenas and device.host is None and device.chips == 1,
-        objective=made("objective", config.objective),
+        objective=objective or (build_objective(config) if training else made("objective", config.objective)),
         uniform_compute=device.uniform_compute,
     )
     state = State(device, graph.state_tensors(training))

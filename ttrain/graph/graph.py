@@ -23,7 +23,7 @@ class Kind(Enum):
     OPTIMIZER = "optimizer"  # moments, velocities
     COPY = "copy"  # a parameter rounded to the compute dtype; derived, never saved
     BUFFER = "buffer"  # of a model, not trained but written by its steps, such as a running mean; saved
-    CONSTANT = "constant"  # of a model, derived from its config, such as a mask; never written by a step, never saved
+    CONSTANT = "constant"  # such as a mask, or a second model's weights: read anew at a start; never written or saved
     CACHE = "cache"  # keys and values of a text that sampling goes on with, or training data; never saved
     NODE = "node"  # the output of a node
 

@@ -36,7 +36,8 @@ class Parameter:
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
     own while running; they get no gradient, stay zero and are in no checkpoint. One that is not `trainable` has no
-    gradient and no optimizer state either. What is no matrix has the role of a vector whatever is given.
+    gradient and no optimizer state either; unless
+    it is `saved` it is in no checkpoint. What is no matrix has the role of a vector whatever is given.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Parameter:
     master: DType = DType.FP32  # of the master values, and of the optimizer's tensors unless the run says otherwise
     padding: int = 0
     trainable: bool = True
+    saved: bool = True
     role: Role = Role.HIDDEN
     parts: int = 1  # matrices that lie one below the other in it, as of queries, keys and values; of equal size
     width_ratio: float = 1.0  # of the model's width to that at which learning rates were tuned
@@ -56,7 +58,7 @@ class Parameter:
 
     @property
     def kind(self) -> Kind:
-        return Kind.PARAMETER if self.trainable else Kind.FROZEN
+        return Kind.PARAMETER if self.trainable else Kind.FROZEN if self.saved else Kind.CONSTANT
 
     @property
     def spec(self) -> TensorSpec:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import Model, ModelWithMetrics, Prepare, preparation
+from ttrain.objectives.frozen import FrozenModel
 from ttrain.objectives.settings import ObjectiveConfig
 
 
@@ -23,6 +24,8 @@ class Objective:
     # Outputs of `probe` for all rows of a slice, by name -> step inputs that each micro-batch of it then has beside its
     # fields, which `loss` declares. None where rows stand for themselves.
     coupled: Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None = None
+    config: Any
+    frozen: FrozenModel | None = None  # a second model that the loss reads, where there is one
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config

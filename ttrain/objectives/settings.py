@@ -32,3 +32,28 @@ class ObjectiveConfig:
             yield f"train.length_schedule={train.length_schedule}: {told}. Leave it out."
         if others.task.name == "prepare":
             yield f"objective={self.name}: task=prepare writes texts for next-token prediction. Leave it out."
+
+
+@dataclass
+class DistillationConfig(ObjectiveConfig):
+    """A teacher's distribution of the next token is learned."""
+
+    name: str = option("distillation", "registered name of the objective")
+    teacher: str | None = option(None, "folder of Transformers, hub name, run or checkpoint of the teacher", path=True)
+    teacher_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
+    beta: float = option(
+        0.5,
+        "divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them is the generalised "
+        "Jensen-Shannon divergence of GKD",
+        minimum=0,
+        maximum=1,
+    )
+    temperature: float = option(1.0, "what divides the scores of both models in the divergence", above=0)
+    cross_entropy: float = option(0.0, "share of the cross-entropy of the data in the loss", minimum=0, below=1)
+
+    @rule
+    def _has_teacher(self, others: Any) -> Iterator[str]:
+        if self.teacher is None:
+            yield "objective.teacher=null: there is nobody to learn from. Give a folder, a run or a checkpoint."
+        if others.model.name not in ("gpt", "llama") and not others.source.awaits_model(others.resume):
+            yield f"objective=distillation: model={others.model.name} is no plain decoder. Give model=llama or gpt."

@@ -21,6 +21,7 @@ from ttrain.data.examples import ExampleDataset
 from ttrain.device.base import Device
 from ttrain.engine.base import Engine, Step
 from ttrain.models.base import Model
+from ttrain.objectives.base import Objective
 from ttrain.optim.groups import frozen_count
 from ttrain.optim.settings import ScheduleConfig
 from ttrain.parallel.world import World
@@ -126,6 +127,7 @@ class Run:
     dataset: Dataset
     model: Model
     model_name: str  # as the user chose it: nano-gpt rather than gpt
+    objective: Objective
     shorter: dict[int, Model | None]  # by length: what records training on shorter sequences
     prompt: list[int] | None  # token ids of the sample at the end; None where no text can be made
     origin: Origin
@@ -162,7 +164,9 @@ class Run:
         config, ranks = self.config, self.world.ranks
         rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
-        session = build.build_session(self.model, device, config, ranks=ranks, resident=resident)
+        session = build.build_session(
+            self.model, device, config, ranks=ranks, resident=resident, objective=self.objective
+        )
         session.graph = replace(session.graph, writer=self._writer())
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)

@@ -122,6 +122,10 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
+    objective = build.build_objective(config)
+    if objective.frozen is not None:
+        known = getattr(config.objective, "teacher_hash", None)
+        stored["objective"]["teacher_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads else RunEvals([])
@@ -140,6 +144,7 @@ def check_all(
         model,
         model_name=chosen or config.model.name,
         shorter=shorter,
+        objective=objective,
         prompt=prompt,
         origin=origin,
         warnings=[*dataset.description.get("notices", ()), *empty, *evals.notices],

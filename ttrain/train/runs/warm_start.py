@@ -204,6 +204,8 @@ class Origin:
 
     def set_values(self, session: Session, seed: int) -> tuple[str, ...]:
         """Give the state its initial values, a new run's optimizer tensors are zero. Return what to tell of it."""
+        if session.graph.objective.frozen is not None:
+            session.graph.objective.frozen.write(session.state)
         if self.point is not None:
             return self.point.checkpoint.load(session.state)
         session.initialize(seed)

@@ -87,8 +87,9 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         if self.uniform_compute:
-            for model in filter(None, (self.model, self.shorter, self.writer)):
-                model.follow_compute()
+            for each in (self.model, self.shorter, self.writer, self.objective.frozen):
+                if each is not None:
+                    each.follow_compute()
         self.low_bits &= self.ema is None  # averages are of fp32 weights
         self.guarded |= self.scaled
         flats = flat_parameters(self.model.parameters(), self.optimizer, self.model.compute)
@@ -236,7 +237,8 @@ class StepGraph:
 
         Those of an update op come out side by side and in the same order in every kind.
         """
-        compute, frozen = self.model.compute, self.frozen
+        compute, frozen, second = self.model.compute, self.frozen, self.objective.frozen
+        frozen += [] if second is None else second.parameters
         held = {} if self.resident is None else self.resident.specs
         found = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
         for shard in self.shards:
@@ -250,7 +252,7 @@ class StepGraph:
         found += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, "frozen", p.padding) for p in copied_frozen]
         if training:
             found += self._training_tensors()
-        buffers = self.model.buffers().values()
+        buffers = [*self.model.buffers().values(), *([] if second is None else second.buffers)]
         return [*found, *(StateTensor(b.path, b.spec, b.kind, first=b.first_values) for b in buffers)]
 
     def _training_tensors(self) -> list[StateTensor]:
