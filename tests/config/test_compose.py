@@ -35,6 +35,7 @@ NEEDS = {
     "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
     "task=trial": ["trial.variants={a:[]}"],
+    "objective=distillation": ["objective.teacher=x"],
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "precision=tf32": ["device=cuda"],
