@@ -26,7 +26,7 @@ from ttrain.config import registry
 from ttrain.config.files import YAML, ConfigFiles, store_options
 from ttrain.config.overrides import parse
 from ttrain.config.renamed import instead, instead_of_hydras
-from ttrain.config.saved import with_model_folder
+from ttrain.config.saved import with_model_folder, with_saved_options
 from ttrain.config.schema import Config, Given, sections
 from ttrain.config.validate import Findings, section_type, typed_config
 from ttrain.core.errors import ConfigError
@@ -110,6 +110,7 @@ class Composer:
         findings = Findings(list(composed.problems), bad, cache(lambda: self._origins(composed)))
         with self.one_sentence(composed.problems):
             values, source = _resolved(composed.job, findings), self._source(composed)
+            values = with_saved_options(values, source)
             model = values.get("model")
             if isinstance(model, dict) and model.get("from") not in (None, "???"):
                 values, source = with_model_folder(values, source, findings)

@@ -58,7 +58,7 @@ def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) ->
     from ttrain.train.checkpoint.hub_folder import find_folder, read_architecture
 
     own = {key: value for key, value in model.items() if f"model.{key}" in source.explicit and value is not None}
-    if (saved := _saved_model(values)).get("from") == given:
+    if isinstance(saved := _saved(values).get("model"), dict) and saved.get("from") == given:
         return {**values, "model": {**saved, **own}}, source
     try:
         folder = find_folder(given)
@@ -73,18 +73,28 @@ def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) ->
     return {**values, "model": {**sizes, **own, "from": given}, "data": data}, source
 
 
-def _saved_model(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """The model of the run that is continued, which needs no folder; empty where there is none."""
-    from ttrain.train.runs.run_directory import read_config
+def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
+    """Return the plain values, where keys are those of the option that the run to continue has, if none is given."""
+    saved, found = _saved(values), dict(values)
+    for group in {*registry.groups()} - {"task", "parallel", *source.explicit}:
+        own, given = saved.get(group), values.get(group)
+        if isinstance(own, dict) and isinstance(given, dict) and own.get("name") != given.get("name"):
+            keys = {key: value for key, value in given.items() if f"{group}.{key}" in source.explicit}
+            found[group] = {**own, **keys} if keys else given
+    return found
 
+
+def _saved(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the recorded config of the run that is continued; empty where there is none."""
     resume, run = values.get("resume"), values.get("run")
     place = run.get("dir") if resume == "auto" and isinstance(run, Mapping) else resume
     if not isinstance(place, str) or place == "none":
         return {}
+    from ttrain.train.runs.run_directory import read_config
+
     for folder in (Path(place), *Path(place).absolute().parents[1:2]):
         with suppress(CheckpointError):  # it may be a checkpoint of the run, too
-            saved = read_config(folder).get("model")
-            return saved if isinstance(saved, dict) else {}
+            return read_config(folder)
     return {}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import ttrain
 from tests.conftest import Told
@@ -21,7 +22,8 @@ from tests.train.reading import attempts, losses, tensors, write_documents
 from ttrain.cli import main
 from ttrain.config import build
 from ttrain.config.compose import load
-from ttrain.core.errors import CheckpointError, UserError
+from ttrain.config.schema import to_dict
+from ttrain.core.errors import CheckpointError, ConfigError, UserError
 from ttrain.models.settings import AGILLMConfig, GPTConfig
 from ttrain.tasks.report import _best
 from ttrain.train.checkpoint.checkpoint import held_out_hash
@@ -105,6 +107,18 @@ def test_what_is_neither_run_nor_checkpoint(tmp_path: Path, resume: str) -> None
         find_resume_point(str(tmp_path / "run"), None)
     with pytest.raises(CheckpointError, match="not a run"):
         find_resume_point("auto", str(tmp_path))
+
+
+def test_keys_are_those_of_the_options_that_the_run_has(tmp_path: Path) -> None:
+    given = ["data=documents", "data.sources=[book.txt]", "optimizer=muon", "optimizer.momentum=0.8"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(to_dict(load(given))))
+    keys = [f"run.dir={tmp_path / 'run'}", "resume=auto", "data.shuffle_buffer=50", "optimizer.iterations=3"]
+    again = load(keys)
+    assert (again.data.name, again.data.shuffle_buffer, again.data.sources) == ("documents", 50, ["book.txt"])
+    assert (again.optimizer.name, again.optimizer.momentum, again.optimizer.iterations) == ("muon", 0.8, 3)
+    with pytest.raises(ConfigError, match=r"data.shuffle_buffer: unknown key"):
+        load([*keys[:3], "data=text"])
 
 
 MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "none"}
