@@ -9,9 +9,12 @@ import pytest
 
 pytest.importorskip("ttnn", reason="the package ttnn is not installed")
 
+from tests.train.sampling.test_batch import PROMPTS, opened
+from tests.train.sampling.test_batch import llama as grouped
 from tests.train.sampling.test_decode import CONTEXT, VOCABULARY, Opened, Reading, small_gpt, tokens
 from tests.ttnn.runs import ENGINES, golden, llama
 from ttrain.core.spec import DType
+from ttrain.train.sampling.batch import BatchSource
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -48,3 +51,11 @@ def test_bf16_stays_within_its_rounding() -> None:
     model.follow_compute()
     reading, text = Reading(model, "static", device=golden()), tokens(20)
     assert max(reading.error(text[:length]) for length in range(1, 20, 3)) < 0.1
+
+
+@pytest.mark.parametrize("make", [small_gpt, grouped], ids=["gpt", "llama"])
+def test_texts_of_a_batch_do_not_see_each_other(make: Callable[[], Any]) -> None:
+    source = opened(make(), device=golden(), tokens=5, temperature=0.0)
+    alone = [list(source.tokens(prompt, 0)) for prompt in PROMPTS[:4]]
+    batch = BatchSource(source.steps, source.config, VOCABULARY, 3)
+    assert [drawn for drawn, _ in batch.sample(PROMPTS[:4], [0] * 4, lambda *_: False)] == alone

@@ -130,14 +130,14 @@ class LanguageModel(Model, Protocol):
 
 
 class CachedModel(LanguageModel, Protocol):
-    """A model that reads a growing text with caches, see models/cache.py. Sampling is faster then."""
+    """A model that reads growing texts with caches, see models/cache.py. Sampling is faster then."""
 
     @property
     def context(self) -> int:
         """Longest text."""
 
-    def extend(self, graph: Graph, count: int, mask: str) -> Value:
-        """Return hidden states [count, width] of `count` tokens.
+    def extend(self, graph: Graph, count: int, mask: str, texts: int = 1) -> Value:
+        """Return hidden states [count, width] of `count` tokens of so many texts.
 
         The caches hold keys and values of the tokens before, and take those of these tokens.
         """

@@ -1,4 +1,4 @@
-"""Read a text that grows: the keys and values of the part that a model has read stay in caches."""
+"""Read texts that grow: the keys and values of the part that a model has read stay in caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.graph import Graph, Kind, Value
 from ttrain.ops.matmul import attention_scale
 
-TOKENS, POSITIONS, VISIBLE = "tokens", "positions", "visible"
+TOKENS, POSITIONS, VISIBLE, PLACES = "tokens", "positions", "visible", "places"
 
 
 def cache_places(context: int, mask: str) -> int:
@@ -17,18 +17,23 @@ def cache_places(context: int, mask: str) -> int:
 
 
 class Caches:
-    """The caches of one text, as a step sees them that reads `count` tokens of it.
+    """The caches of so many `texts`, one after another, as a step sees them that reads `count` tokens of any of them.
 
-    Declares the step inputs tokens int64 [1, count], positions int64 [count], the place of each token, and visible
-    int64 [count]: a token attends to the places below. The caches of a `mask` are its own: what a layer sees differs.
+    Declares the step inputs tokens int64 [1, count], positions int64 [count] in their texts, and visible int64 [count]:
+    a token attends to the places of its text below. With several texts also places int64 [count], where a token's keys
+    and values go: text * places of a text + position; `visible` is then counted in the same way. The caches of a `mask`
+    are its own: what a layer sees differs.
     """
 
-    def __init__(self, graph: Graph, count: int, context: int, mask: str = CAUSAL) -> None:
-        self._graph, self._places, self._mask = graph, cache_places(context, mask), mask
-        place, last = TensorSpec((count,), DType.INT64), range(self._places - count, self._places)
+    def __init__(self, graph: Graph, count: int, context: int, mask: str = CAUSAL, texts: int = 1) -> None:
+        self._graph, self._places, self._mask, self._texts = graph, cache_places(context, mask), mask, texts
+        place, each, own = TensorSpec((count,), DType.INT64), -(-count // texts), self._places
+        at = [own - each + number % each for number in range(count)]  # for example the last tokens of every text
+        last = [number // each * own + position for number, position in enumerate(at)]
         self.tokens = graph.input(TOKENS, TensorSpec((1, count), DType.INT64))
-        self.positions = graph.input(POSITIONS, place, last)
-        self.visible = graph.input(VISIBLE, place, range(last.start + 1, last.stop + 1))
+        self.positions = graph.input(POSITIONS, place, at)
+        self.places = self.positions if texts == 1 else graph.input(PLACES, place, last)
+        self.visible = graph.input(VISIBLE, place, [each + 1 for each in last])
 
     def attend(
         self, path: str, q: Value, k: Value, v: Value, heads: tuple[int, int] | None, scale: float | None,
@@ -42,13 +47,13 @@ class Caches:
         """
         if heads is not None:
             q, k, v = (ops.split_heads(x, 1, count)[0] for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1])))
-        keys = ops.cache_write(self._cache(path, "keys", k), k, self.positions)
-        values = ops.cache_write(self._cache(path, "values", v), v, self.positions)
+        keys = ops.cache_write(self._cache(path, "keys", k), k, self.places)
+        values = ops.cache_write(self._cache(path, "values", v), v, self.places)
         factor = attention_scale(q.shape[-1]) if scale is None else scale
-        mixed = ops.cached_attention(q, keys, values, self.positions, self.visible, factor, mask)
+        mixed = ops.cached_attention(q, keys, values, self.places, self.visible, factor, mask, self._texts)
         return ops.merge_heads([mixed])
 
     def _cache(self, path: str, part: str, rows: Value) -> Value:
         batch, heads, _, width = rows.shape
-        spec = rows.spec.with_shape(batch, heads, self._places, width)
+        spec = rows.spec.with_shape(batch, heads, self._texts * self._places, width)
         return self._graph.state_value(f"{path}/{self._mask}_{part}", spec, Kind.CACHE)

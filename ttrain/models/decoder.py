@@ -122,12 +122,12 @@ class TokenModel(Module, ABC):
             tokens = graph.input("tokens", self.batch_specs(rows)["tokens"])
         return self._read(tokens, lambda table: self._placed(table, inputs.positions), inputs, training)
 
-    def extend(self, graph: Graph, count: int, mask: str = CAUSAL) -> Value:
-        """Hidden states [count, width] of `count` tokens of one text, of which the caches hold what comes before.
+    def extend(self, graph: Graph, count: int, mask: str = CAUSAL, texts: int = 1) -> Value:
+        """Hidden states [count, width] of `count` tokens of some texts, of which the caches hold what comes before.
 
         Step inputs and caches are those of models/cache.py. A text has at most `length` tokens.
         """
-        caches = Caches(graph, count, self.length, mask)
+        caches = Caches(graph, count, self.length, mask, texts)
         given = caches.tokens, lambda table: ops.embedding(caches.positions, table)
         return self._flat(self._read(*given, BlockInputs(caches=caches, mask=mask), training=False))
 

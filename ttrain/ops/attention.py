@@ -4,7 +4,7 @@ One op serves packed and separate projections, grouped heads, masks, biases and 
 
 Sampling attends to keys and values that earlier steps have left in caches: state [B, H, C, D], a row for each of C
 places. Where a query stands and how many keys it sees are tensors, so one built step serves every place of a text and
-every mask whose visible keys come first.
+every mask whose visible keys come first. The caches of several texts lie one after another in the C places.
 """
 
 from __future__ import annotations
@@ -337,21 +337,22 @@ for _cache, _rows in (((1, 2, 7, 4), 3), ((2, 3, 33, 5), 1), ((1, 1, 4, 8), 4)):
 
 
 def _cache_bias_in_torch(
-    positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask
+    positions: Any, visible: Any, context: int, dtype: DType, heads: int, mask: AttentionMask, texts: int
 ) -> Any:
-    query, key = positions.numpy()[:, None], np.arange(context)
-    hidden = (key >= visible.numpy()[:, None]) | (key <= query - (mask.window or context))
+    query, key, own = positions.numpy()[:, None], np.arange(context), context // texts
+    hidden = (key >= visible.numpy()[:, None]) | (key <= query - (mask.window or context)) | (key < query // own * own)
     return positions.double().new_tensor(np.where(hidden, HIDDEN, mask.preference(heads, query, key)))[None]
 
 
 @primitive("positions int64 [N], visible int64 [N]", outputs=("bias",), reference=_cache_bias_in_torch)
 def cache_bias(
-    positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask
+    positions: Value, visible: Value, context: int, dtype: DType, heads: int, mask: AttentionMask, texts: int = 1
 ) -> TensorSpec:
     """The bias that is added to the scores of N queries for C keys, [1, 1 or H, N, C] in `dtype`.
 
-    Key j is hidden from query i where j >= visible[i], or with a window of the mask where j <= positions[i] - window.
-    The others get, with a position bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
+    Key j is hidden from query i where j >= visible[i], or with a window of the mask where j <= positions[i] - window,
+    or where it belongs to another of the `texts`, of which each has C / texts places. The others get, with a position
+    bias, -slope * distance in each of `heads` heads (ALiBi, Press et al., 2022):
     |j - positions[i]|, or for `future` max(0, j - positions[i]).
     """
     return TensorSpec((1, heads if mask.biased else 1, positions.shape[0], context), dtype)
@@ -369,18 +370,21 @@ def cached_attention(
     visible: Value,
     scale: float,
     mask: AttentionMask = EVERY_KEY,
+    texts: int = 1,
 ) -> Value:
     """y = softmax(scale * q keys^T + bias) values per head, over the keys that each query sees; bias as in cache_bias.
 
     q [B, H, N, K], keys [B, G, C, K], values [B, G, C, D], positions and visible int64 [N] -> y [B, H, N, D]. Head h
     reads keys and values of head h * G // H. Query i stands at positions[i] and sees the keys below visible[i], with a
-    window only those nearer than that; of which there has to be one.
+    window only those nearer than that; of which there has to be one. Of C places each of the `texts` has as many, and
+    no query sees keys of another text than its own.
     """
     _check_cache("cached_attention", keys.spec, q.spec)
     batch, groups, context, _ = keys.shape
     together = q.shape[1] // groups * q.shape[2]  # the queries that share keys, one after another
     scores = scale * matmul(reshape(q, (batch, groups, together, q.shape[3])), keys, transpose_b=True)
-    bias = cache_bias(positions, visible, context, q.spec.dtype, q.shape[1], mask)
+    require(context % texts == 0, "cached_attention", f"{context} places", f"as many for each of {texts} texts")
+    bias = cache_bias(positions, visible, context, q.spec.dtype, q.shape[1], mask, texts)
     probabilities = softmax(reshape(scores, (*q.shape[:3], context)) + bias)
     return reshape(matmul(reshape(probabilities, scores.shape), values), (*q.shape[:3], values.shape[3]))
 
@@ -392,6 +396,8 @@ _ATTENTION_CASES: tuple[tuple[tuple[int, int], int, int, int, int, dict[str, Any
     ((2, 2), 3, 8, 4, 4, {"mask": AttentionMask(FULL, "distance")}, 2),
     ((1, 1), 5, 5, 8, 8, {}, 1),
     ((2, 4), 3, 8, 4, 6, {"mask": AttentionMask(FULL, window=3)}, 2),
+    ((1, 4), 6, 24, 4, 6, {"texts": 4}, 2),
+    ((1, 2), 9, 12, 4, 4, {"texts": 3, "mask": AttentionMask(FULL, "distance", 3)}, 1),
 )
 for _lead, _rows, _context, _key_width, _width, _extra, _groups in _ATTENTION_CASES:
     _caches = ((_lead[0], _groups, _context, _key_width), (_lead[0], _groups, _context, _width))

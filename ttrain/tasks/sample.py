@@ -21,8 +21,8 @@ from ttrain.tasks.opening import OpenedModel, of_given
 from ttrain.tasks.training.notices import idle
 from ttrain.train.forecast.step_time import reading_rate
 from ttrain.train.sampling.draw import encode_prompt
-from ttrain.train.sampling.source import TokenSource, check_sampling, print_source
-from ttrain.train.sampling.stream import Stop, print_text, stream_text
+from ttrain.train.sampling.source import TokenSource, check_sampling, print_source, written
+from ttrain.train.sampling.stream import Stop, print_text
 
 
 @contextmanager
@@ -112,12 +112,11 @@ def encoded_prompt(given: OpenedModel, place: str, row: Any, tools: Any) -> tupl
 
 def _answers(given: OpenedModel, source: TokenSource, prompts: list[tuple[Any, list[int], Stop]]) -> Iterator[str]:
     """Yield a row of JSON for each sample."""
-    for number, (row, prompt, stop) in enumerate(prompts):
-        key, count = "prompt" if isinstance(row, str) else "messages", given.config.sample.count
-        for sample in range(count):
-            drawn = source.tokens(prompt, number * count + sample)
-            text = stream_text(given.tokenizer, prompt, drawn, lambda _: None, stop, echo=False)
-            yield json.dumps({key: row, "text": text}, ensure_ascii=False) + "\n"
+    each = [prompt for prompt in prompts for _ in range(given.config.sample.count)]
+    texts = written(source, given.tokenizer, [(ids, stop) for _, ids, stop in each], range(len(each)))
+    for (row, _, _), text in zip(each, texts, strict=True):
+        key = "prompt" if isinstance(row, str) else "messages"
+        yield json.dumps({key: row, "text": text}, ensure_ascii=False) + "\n"
 
 
 def ending_of(template: Any) -> str | None:

@@ -43,6 +43,7 @@ class SampleConfig(CheckpointConfig):
     top_p: float | None = option(None, "total probability of the likeliest tokens drawn; null is 1", above=0, maximum=1)
     seed: int = option(1337, "seed of the drawn tokens", minimum=0, maximum=2**31 - 1)
     count: int = option(1, "number of samples", minimum=1)
+    batch_size: int = option(32, "most samples written at once", minimum=1)
     mode: str = option(
         "ar",
         "ar draws a token a pass; with a SAT head, sat draws 2, sat_variable 1 or 2, speculative drafts and checks 2",

@@ -129,7 +129,7 @@ def test_rows_of_prompts_with_nulls_tools_and_json_as_text(run: Path, tmp_path: 
     rows = [{"prompt": None, "messages": chat}, {"prompt": "", "messages": json.dumps(chat)}, {"prompt": chat}]
     rows += [{"messages": chat, "tools": "[]"}, {"prompt": "who", "messages": None}]
     write_rows(tmp_path / "prompts.jsonl", rows)
-    answers = [f"sample.prompts={tmp_path}/prompts.jsonl", *HERE]
+    answers = [f"sample.prompts={tmp_path}/prompts.jsonl", *HERE, "sample.batch_size=1"]
     assert main(["task=sample", f"run.dir={run}", *answers]) == 0
     assert asked == [message("user", "who") + "<|im_start|>assistant\n"] * 4 + ["who"]
 
@@ -138,7 +138,7 @@ def test_a_file_of_prompts(run: Path, tmp_path: Path, asked: list[str], capsys: 
     prompts, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     chat = [{"role": "user", "content": "who"}]
     prompts.write_text(json.dumps({"prompt": "what"}) + "\n\n" + json.dumps({"messages": chat}) + "\n")
-    command = ["task=sample", f"run.dir={run}", *HERE, "sample.count=2"]
+    command = ["task=sample", f"run.dir={run}", *HERE, "sample.count=2", "sample.batch_size=1"]
     assert main([*command, f"sample.prompts={prompts}", f"sample.results={results}"]) == 0
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [row["text"] for row in rows] == [" it is 0", " it is 1", " it is 2", " it is 3"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -592,10 +592,11 @@ def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
 
 
 def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
-    config, tokenizer, acceptance = SampleConfig(count=2), CharTokenizer("abcdefgh"), Counter[str]()
+    config, tokenizer = SampleConfig(count=2, batch_size=1), CharTokenizer("abcdefgh")
     text = Continuation([0], ContextWindow(4), Sampler(config), 7)
     tokens = lambda prompt, number: text.drawn(whole_text_scores(Successor(), 8))  # noqa: E731
-    source = cast(TokenSource, SimpleNamespace(config=config, counts=acceptance, tokens=tokens))
+    source = cast(TokenSource, SimpleNamespace(config=config, counts=Counter[str](), tokens=tokens))
+    source.sample = MethodType(TokenSource.sample, source)  # type: ignore[method-assign]
     texts = print_source(source, tokenizer, [0], Stop(frozenset([6]), ("de",)))
     assert texts == ["abc", "abc"]
     assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"

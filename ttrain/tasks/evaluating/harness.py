@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,7 +14,8 @@ from tqdm import tqdm
 from ttrain.api import load_config
 from ttrain.core.errors import UserError, raised_as
 from ttrain.tasks.evaluating.measures import encoded_pair, opened, windows_of
-from ttrain.train.sampling.stream import Stop, stream_text
+from ttrain.train.sampling.source import written
+from ttrain.train.sampling.stream import Stop
 
 with raised_as(ImportError, "lm-evaluation-harness can't be loaded", "Run: pip install 'ttrain[lm-eval]'", ImportError):
     from lm_eval.api.model import LM
@@ -72,13 +75,18 @@ class TtrainLM(LM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each context, up to a stop; greedily unless a request asks to draw."""
-
-        def written(number: int) -> str:
-            context, asked = requests[number].args
-            return self._generated(context, dict(asked))
-
-        lengths = [len(request.args[0]) for request in requests]
-        return self._answered("generate_until", requests, written, lengths, disable_tqdm)
+        found: dict[int, str] = {}
+        alike = defaultdict[str, list[int]](list)  # numbers of requests by what they ask
+        for number, request in enumerate(requests):
+            alike[json.dumps(request.args[1], sort_keys=True)].append(number)
+        with self._bar(requests, disable_tqdm) as bar:
+            for numbers in alike.values():
+                asked = dict(requests[numbers[0]].args[1])
+                texts = self._generated([requests[number].args[0] for number in numbers], asked)
+                for number, text in zip(numbers, texts, strict=True):
+                    found[number] = self._kept("generate_until", requests[number], text)
+                    bar.update(1)
+        return [found[number] for number in range(len(requests))]
 
     def _answered(
         self, kind: str, requests: Sequence[Any], answer: Callable[[int], Any], lengths: Sequence[int], hidden: bool
@@ -91,20 +99,19 @@ class TtrainLM(LM):  # type: ignore[misc]
                 bar.update(1)
         return [found[number] for number in range(len(requests))]
 
-    def _generated(self, context: str, asked: dict[str, Any]) -> str:
+    def _generated(self, contexts: Sequence[str], asked: dict[str, Any]) -> Iterator[str]:
         scorer, until = self._scorer, asked.pop("until", None) or []
         tokens, draws = asked.pop("max_gen_toks", _GENERATED), asked.pop("do_sample", False)
         cuts = {name: asked.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in asked}
         if asked:
             raise UserError(f"generate_until: ttrain knows no {', '.join(map(repr, asked))}. Leave it out of the task.")
         cuts = {"temperature": 1.0, **cuts} if draws else {"temperature": 0.0}
-        sample = dataclasses.replace(scorer.source.config, tokens=tokens, **cuts)
+        sample = dataclasses.replace(scorer.source.config, tokens=tokens, batch_size=scorer.rows, **cuts)
         source = dataclasses.replace(scorer.source, config=sample)
         stop = Stop.of(scorer.tokenizer, [until] if isinstance(until, str) else until)
-        prompt = scorer.tokenizer.with_start(scorer.tokenizer.encode(context)) or [scorer.start or 0]
-        written: list[str] = []
-        stream_text(scorer.tokenizer, prompt, source.tokens(prompt, 0), written.append, stop, echo=True)
-        return "".join(written[1:])  # the first is the prompt
+        encoded = [scorer.tokenizer.with_start(scorer.tokenizer.encode(context)) for context in contexts]
+        prompts = [(ids or [scorer.start or 0], stop) for ids in encoded]
+        return written(source, scorer.tokenizer, prompts, [0] * len(prompts))
 
     def _kept(self, kind: str, request: Any, found: Any) -> Any:
         """The answer, noted where the harness keeps answers."""

@@ -16,7 +16,7 @@ from ttrain.models.base import Model
 from ttrain.tasks.evaluating.measures import TRACES, Choices, Documents, Scorer
 from ttrain.tasks.opening import OpenedModel
 from ttrain.tasks.sample import encoded_prompt, read_prompts
-from ttrain.train.sampling.source import WHOLE, StepsByLength, TokenSource
+from ttrain.train.sampling.source import StepsByLength, TokenSource
 from ttrain.train.sampling.stream import Stop, stream_text
 from ttrain.train.settings import RunEvalConfig
 from ttrain.train.steps.session import Session
@@ -31,8 +31,11 @@ class BuiltSteps(StepsByLength):
         self._built = built
 
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
-        """Return the built step; a sample takes the one that computes a whole text for every token."""
-        return {name: self._built[f"{name}_{length}"]} if name in TRACES else {WHOLE: self._built[WHOLE]}
+        """Return the built steps of these names for the length, or for the context where they have no other.
+
+        A sample takes the one that computes a whole text for every token.
+        """
+        return {each: self._built.get(f"{each}_{length}") or self._built[each] for each in traces(self.session.graph)}
 
 
 class Prompts(NamedTuple):

@@ -25,8 +25,8 @@ CHUNK = 64  # tokens that are read at once
 ROWS, KEEP = "rows", "keep"  # step inputs: which of the step's rows are scored, and the factor 0 or 1 of each
 
 
-def extend_trace(model: CachedModel, count: int, rows: int, mask: str = CAUSAL) -> Trace:
-    """Records a step that reads `count` tokens and scores `rows` of them.
+def extend_trace(model: CachedModel, count: int, rows: int, mask: str = CAUSAL, texts: int = 1) -> Trace:
+    """Records a step that reads `count` tokens of so many texts and scores `rows` of them.
 
     Inputs of models/cache.py, and rows int64 [rows]. Output logits fp32 [rows, vocabulary]. With the mask `pairs` two
     rows are scored by the pair head: logits fp32 [2, vocabulary] of the two tokens after them, and gate fp32 [1, 2];
@@ -34,7 +34,7 @@ def extend_trace(model: CachedModel, count: int, rows: int, mask: str = CAUSAL) 
     """
 
     def trace(graph: Graph) -> None:
-        hidden = model.extend(graph, count, mask)
+        hidden = model.extend(graph, count, mask, texts)
         with graph.scope("head"):
             picked = ops.embedding(graph.input(ROWS, TensorSpec((rows,), DType.INT64)), hidden)
             if mask != PAIRS:

@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from ttrain.graph import Kind
 from ttrain.models.cache import TOKENS
 from ttrain.train.protocols import Array
 from ttrain.train.sampling import draw
+from ttrain.train.sampling.batch import BatchSource, Ends
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
-from ttrain.train.sampling.stream import Stop, print_text, stream_text
+from ttrain.train.sampling.stream import Stop, TextStream, print_text, stream_text
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.train.task_settings import SampleConfig
@@ -150,6 +151,22 @@ class TokenSource:
             return text.speculative(self._draft, self._verify, self.counts)
         return text.drawn(self._whole or (self._next if config.mode == "ar" else self._draft))
 
+    def sample(self, prompts: Sequence[list[int]], numbers: Sequence[int], ends: Ends) -> Iterator[list[int]]:
+        """Yield the tokens after each prompt in turn, see BatchSource; several texts are written at once in mode ar."""
+        config = self.config
+        several = config.mode == "ar" and min(config.batch_size, len(prompts)) > 1
+        if several and sampling_traces(self.steps.model, config):
+            batch = BatchSource(self.steps, config, self.vocabulary)
+            yield from (tokens for tokens, _ in batch.sample(prompts, numbers, ends))
+            return
+        for number, (prompt, stream) in enumerate(zip(prompts, numbers, strict=True)):
+            tokens: list[int] = []
+            for token in self.tokens(prompt, stream):
+                tokens.append(token)
+                if ends(number, token):
+                    break
+            yield tokens
+
     def weight_bytes(self) -> int:
         """Bytes of the weights that a new token multiplies with; 0 where that is not known, as without a plan."""
         step = min((self._built or {}).values(), key=lambda each: each.inputs[TOKENS].shape[1], default=None)
@@ -170,18 +187,19 @@ class TokenSource:
         return draw.checked(outputs["logits"], self.vocabulary), gate
 
 
-def _timed(tokens: Iterator[int], seconds: list[float]) -> Iterator[int]:
-    """Yield the tokens of one sample, and note the time that each but the first one takes.
+def written(
+    source: TokenSource, tokenizer: Tokenizer, prompts: Sequence[tuple[list[int], Stop]], numbers: Sequence[int],
+    echo: bool = False, on_token: Callable[[], object] = lambda: None,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the text after each prompt in turn, with `echo` behind the prompt; `on_token` is called for every token."""
+    streams = [TextStream(tokenizer, ids, lambda _: None, stop, echo) for ids, stop in prompts]
 
-    The first one comes after reading the prompt, and after compiling.
-    """
-    started = None
-    for token in tokens:
-        now = time.perf_counter()
-        if started is not None:
-            seconds.append(now - started)
-        started = now
-        yield token
+    def ends(number: int, token: int) -> bool:
+        on_token()
+        return streams[number].push(token)
+
+    for stream, _ in zip(streams, source.sample([ids for ids, _ in prompts], numbers, ends), strict=True):
+        yield stream.close()
 
 
 def print_source(
@@ -190,21 +208,28 @@ def print_source(
 ) -> list[str]:  # fmt: skip
     """Write `sample.count` samples to stdout and their speed to stderr, and return the texts.
 
-    `reading_rate` gives the byte/s at which weights can be read, which bounds the speed.
+    One is shown while it is written. `reading_rate` gives the byte/s at which weights can be read, which bounds its
+    speed.
     """
-    count, texts, seconds = source.config.count, [], list[float]()
-    for number in range(count):
-        if count > 1:
-            print(f"--- sample {number + 1} of {count} ---")
-        drawn = _timed(source.tokens(prompt, number), seconds)
+    count, texts, times = source.config.count, [], list[float]()
+    note: Callable[[], object] = lambda: times.append(time.perf_counter())  # noqa: E731
+    if count == 1:
+        drawn = (token for token in source.tokens(prompt, 0) if note() is None)
         texts.append(stream_text(tokenizer, prompt, drawn, print_text, stop, echo=True))
         print(flush=True)
-    taken, accepted, drafted = sum(seconds), source.counts["accepted"], source.counts["drafted"]
-    speed = f"{len(seconds) / taken:.1f} tokens/s" if taken else "too few tokens to time"
-    told = f"After the first: {len(seconds)} tokens in {taken:.2f} s, {speed}."
-    if taken and (rate := reading_rate()) and (weights := source.weight_bytes()):
+    else:
+        for text in written(source, tokenizer, [(prompt, stop)] * count, range(count), True, note):
+            texts.append(text)
+            print(f"--- sample {len(texts)} of {count} ---")
+            print_text(f"{text}\n")
+    # The first token comes after reading the prompt, and after compiling.
+    tokens, taken = max(len(times) - 1, 0), times[-1] - times[0] if times else 0.0
+    accepted, drafted = source.counts["accepted"], source.counts["drafted"]
+    speed = f"{tokens / taken:.1f} tokens/s" if taken else "too few tokens to time"
+    told = f"After the first: {tokens} tokens in {taken:.2f} s, {speed}."
+    if count == 1 and taken and (rate := reading_rate()) and (weights := source.weight_bytes()):
         most = rate / weights
-        told += f" Reading the weights allows {most:.1f} tokens/s; this is {len(seconds) / taken / most:.0%} of it."
+        told += f" Reading the weights allows {most:.1f} tokens/s; this is {tokens / taken / most:.0%} of it."
     if drafted:
         told += f" {accepted} of {drafted} drafted tokens were accepted ({100 * accepted / drafted:.0f} %)."
     print(told, file=sys.stderr, flush=True)

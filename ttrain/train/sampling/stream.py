@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from ttrain.core.names import with_line_breaks
@@ -56,41 +55,70 @@ def _shown(text: str, stops: Sequence[str]) -> tuple[int, bool]:
     return len(text) - max(begun, default=0), False
 
 
-def stream_text(
-    tokenizer: Tokenizer, prompt: list[int], drawn: Iterator[int], write: Callable[[str], None], stop: Stop, echo: bool
-) -> str:
-    """Writes the text as tokens arrive, up to a stop, and returns it whole, where `echo` says so with the prompt.
+class TextStream:
+    """Writes a text as its tokens arrive, up to a stop.
 
     A character whose bytes are not all there yet is held back. Tokens are decoded together with those before them,
     because some tokenizers treat the start of a text differently. Of a prompt is not shown what the tokenizer puts
     before a text, nor one token that is no text, because it is a stop, special or unknown.
     """
-    before = len(tokenizer.start) if prompt[: len(tokenizer.start)] == tokenizer.start else 0
-    start = tokenizer.decode(prompt[before:])
-    special = {*stop.ids, getattr(tokenizer, "unknown", None)}
-    if not echo or (len(prompt) == 1 and (prompt[0] in special or start in special_tokens(tokenizer))):
-        start = ""
-    write(start)
-    recent, known = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
-    whole, size, written, ends = "", 0, 0, False
-    for token in takewhile(lambda token: token not in stop.ids, drawn):
-        recent.append(token)
-        text = tokenizer.decode(recent)
-        if len(text) > len(known) and not text.endswith("\ufffd"):
-            whole += text[len(known) :]
-            size, ends = _shown(whole, stop.texts)
-            if size > written:
-                write(whole[written:size])
-            recent, known, written = [token], tokenizer.decode([token]), max(size, written)
-        if ends:
-            break
-    else:
-        whole += tokenizer.decode(recent)[len(known) :]
-        size, ends = _shown(whole, stop.texts)
-    whole = whole[:size] if ends else whole
-    if whole[written:]:
-        write(whole[written:])
-    return start + whole
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: list[int], write: Callable[[str], object], stop: Stop, echo: bool
+    ) -> None:
+        """Write the prompt where `echo` says so."""
+        self._tokenizer, self._write, self._stop = tokenizer, write, stop
+        before = len(tokenizer.start) if prompt[: len(tokenizer.start)] == tokenizer.start else 0
+        self._start = tokenizer.decode(prompt[before:])
+        special = {*stop.ids, getattr(tokenizer, "unknown", None)}
+        if not echo or (len(prompt) == 1 and (prompt[0] in special or self._start in special_tokens(tokenizer))):
+            self._start = ""
+        write(self._start)
+        self._recent, self._known = list(prompt[-1:]), tokenizer.decode(prompt[-1:])
+        self._whole, self._written, self._ended = "", 0, False
+
+    def push(self, token: int) -> bool:
+        """Take in a token; return whether the text ends with it."""
+        if token in self._stop.ids:
+            return True
+        self._recent.append(token)
+        text = self._tokenizer.decode(self._recent)
+        if len(text) > len(self._known) and not text.endswith("\ufffd"):
+            self._show(text)
+            self._recent, self._known = [token], self._tokenizer.decode([token])
+        return self._ended
+
+    def close(self) -> str:
+        """Write what was held back, and return the text, after an echo with its prompt."""
+        if not self._ended:
+            self._show(self._tokenizer.decode(self._recent))
+            if self._whole[self._written :]:
+                self._write(self._whole[self._written :])
+        return self._start + self._whole
+
+    def _show(self, text: str) -> None:
+        """Write as much as can be shown of the text of the newest tokens."""
+        self._whole += text[len(self._known) :]
+        size, self._ended = _shown(self._whole, self._stop.texts)
+        if size > self._written:
+            self._write(self._whole[self._written : size])
+        self._written = max(size, self._written)
+        if self._ended:
+            self._whole = self._whole[:size]
+
+
+def stream_text(
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    drawn: Iterator[int],
+    write: Callable[[str], object],
+    stop: Stop,
+    echo: bool,
+) -> str:
+    """Write a text as its tokens are drawn, and return it; see TextStream."""
+    stream = TextStream(tokenizer, prompt, write, stop, echo)
+    any(map(stream.push, drawn))  # up to the first that ends it
+    return stream.close()
 
 
 def print_text(text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ class _CacheBias:
 
     def __init__(self, call: Call, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor) -> None:
         self.mask: AttentionMask = call.attributes.get("mask", EVERY_KEY)
+        texts: int = call.attributes.get("texts", 1)
         kinds = (torch.bool, like.dtype, torch.int64)[: 3 if self.mask.biased else 1]
         # The hidden keys and, where there are slopes, distances as numbers and as integers.
         self.work = [call.scratch((len(positions), context), each) for each in kinds]
@@ -135,17 +137,25 @@ class _CacheBias:
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
         self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
         self.far = self.keys + (self.mask.window or 0)  # hidden from a query at this place or later
+        self.own = context // texts
 
-    def add(self, scores: Tensor) -> None:
-        """scores [B, H, N, c] += -slope * distance, where there are slopes; keys that no query sees become HIDDEN."""
-        seen = scores.shape[-1]
-        keys, (hidden, *distances) = self.keys[:seen], (shaped(part, (part.shape[0], seen)) for part in self.work)
+    def add(self, scores: Tensor, queries: slice = slice(None), first: int = 0) -> None:
+        """scores [B, H, n, c] += -slope * distance, where there are slopes; keys that no query sees become HIDDEN.
+
+        They are those of some of the N queries, for keys from the place `first` on.
+        """
+        *_, count, seen = scores.shape
+        keys, (hidden, *distances) = self.keys[first : first + seen], (shaped(x, (count, seen)) for x in self.work)
+        places = self.places[queries]
         if distances:
-            prefer_near(_at_once, self.mask, scores, self.slopes, keys, self.places, *distances)
-        torch.ge(keys, self.limits, out=hidden)
+            prefer_near(_at_once, self.mask, scores, self.slopes, keys, places, *distances)
+        torch.ge(keys, self.limits[queries], out=hidden)
         scores.masked_fill_(hidden, _hidden(scores))
         if self.mask.window is not None:
-            torch.le(self.far[:seen], self.places, out=hidden)
+            torch.le(self.far[first : first + seen], places, out=hidden)
+            scores.masked_fill_(hidden, _hidden(scores))
+        if seen > self.own:
+            torch.lt(keys, places.div(self.own, rounding_mode="floor") * self.own, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
 
 
@@ -162,24 +172,31 @@ def _cache_bias(call: Call) -> None:
 
 @row("cached_attention", widens=True)
 def _cached_attention(call: Call) -> None:
+    """Attend on the CPU text by text, elsewhere to the caches of all texts at once, as no place is known there."""
     q, keys, values, positions, visible = call.ins
-    scale = call.attributes["scale"]
+    scale, own = call.attributes["scale"], keys.shape[2] // call.attributes.get("texts", 1)
     batch, heads, rows, _ = q.shape
-    all_scores = call.scratch((batch * heads * rows, keys.shape[2]), q.dtype)
+    most = own if call.context.on_cpu else keys.shape[2]
+    pairs, y, all_scores = batch * keys.shape[1], call.outs[0], call.scratch((batch * heads * rows, most), q.dtype)
+    mixed = call.scratch(y.shape, y.dtype)
     bias = _CacheBias(call, positions, visible, keys.shape[2], heads, q)
-    pairs = batch * keys.shape[1]
-    together = batch * heads // pairs * rows
-    queries, y = q.view(pairs, together, -1), call.outs[0].view(pairs, together, -1)
     all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
 
-    def attend(seen: int) -> None:
-        scores = shaped(all_scores, (pairs, together, seen))
-        torch.baddbmm(scores, queries, all_keys[:, :seen].mT, beta=0, alpha=scale, out=scores)
-        bias.add(scores.view(batch, heads, rows, seen))
+    def attend(queries: slice, first: int, stop: int) -> None:
+        asked, wanted = q[:, :, queries], y[:, :, queries]
+        count, seen = asked.shape[2], stop - first
+        scores = shaped(all_scores, (pairs, heads * batch // pairs * count, seen))
+        given = asked.reshape(*scores.shape[:2], -1)
+        torch.baddbmm(scores, given, all_keys[:, first:stop].mT, beta=0, alpha=scale, out=scores)
+        bias.add(scores.view(batch, heads, count, seen), queries, first)
         softmax_into(scores, scores)()
-        torch.bmm(scores, all_values[:, :seen], out=y)
+        found = shaped(mixed, (*scores.shape[:2], y.shape[3]))
+        wanted.copy_(torch.bmm(scores, all_values[:, first:stop], out=found).view(wanted.shape))
 
-    if call.context.on_cpu:
-        call.emit(lambda: attend(max(visible.tolist())))
-    else:
-        call.emit(partial(attend, keys.shape[2]))
+    def by_text() -> None:
+        places, ends, start = positions.tolist(), visible.tolist(), 0
+        for text, run in groupby(places, lambda place: place // own):
+            queries = slice(start, start := start + len(list(run)))
+            attend(queries, text * own, max(ends[queries]))
+
+    call.emit(by_text if call.context.on_cpu else partial(attend, slice(None), 0, keys.shape[2]))

@@ -207,12 +207,13 @@ def _cache_write(request: Request, sizing: Sizing) -> Native:
 
 def _cached_attention(request: Request, sizing: Sizing) -> Native | None:
     q, keys, values, rules = (*map(request.input, range(3)), request.settings.get("mask", EVERY_KEY))
-    (batch, heads, rows, width), (groups, places) = q.shape, keys.shape[1:3]
+    (batch, heads, rows, width), groups, texts = q.shape, keys.shape[1], request.settings.get("texts", 1)
+    places = keys.shape[2] // texts
     if places > _WIDEST_ROW or (width % 2 and q.dtype is DType.BF16):
         return None
     table, near = _slopes(heads if rules.biased else 0)
     threads = sizing.threads_for(q.size * places // 8, batch * heads * rows)
-    shape = (batch * heads, heads, heads // groups, rows, places, width, values.shape[3], threads)
+    shape = (batch * heads, heads, heads // groups, rows, texts, places, width, values.shape[3], threads)
     name = template(request.op, c_type(q), f"PositionBias::{rules.position_bias}", rules.window or 0, *shape)
     given = addresses([*request.inputs, *request.outputs], len(request.inputs))
     return Native(table + call(name, *given, c_float(request.settings["scale"]), near))

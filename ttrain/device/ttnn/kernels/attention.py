@@ -121,6 +121,11 @@ def _cache_write(c: Context, cache: Tensor, rows: Tensor, positions: IntegerInpu
     tt.add(cache.t, tt.matmul(whole, rows.t, transpose_a=True, **c.product), output_tensor=cache.t)
 
 
+def _ends(context: int, own: int) -> np.ndarray:
+    """Return the place behind the text of each place, where each text has `own` of them: int32 [1, context]."""
+    return (np.arange(context, dtype=np.int32)[None] // own + 1) * own
+
+
 @row("cache_bias")
 def _cache_bias(c: Context, positions: IntegerInput, visible: IntegerInput, bias: Tensor, **given: Any) -> None:
     tt, dtype, mask, context = c.tt, getattr(c.tt, dtype_name(bias.spec.dtype)), given["mask"], given["context"]
@@ -129,6 +134,10 @@ def _cache_bias(c: Context, positions: IntegerInput, visible: IntegerInput, bias
     if mask.window and not mask.is_full:
         far = tt.le(c.numbers(context, mask.window).t, positions.in_layout(column), dtype=dtype)
         hidden = tt.minimum(hidden, tt.multiply(far, HIDDEN))
+    if (texts := given["texts"]) > 1:
+        own = context // texts
+        ends = c.constant(("ends of", texts), TileLayout((1, context), "int32"), lambda: _ends(context, own))
+        hidden = tt.minimum(hidden, tt.multiply(tt.le(ends.t, positions.in_layout(column), dtype=dtype), HIDDEN))
     if not mask.biased or mask.is_full:
         tt.copy(tt.reshape(hidden, shape), bias.t)
         return

@@ -13,15 +13,18 @@ INLINE void cache_write(const T* rows, const i64* positions, T* cache) {
 // The bias that is subtracted from a score: none, or a head's slope times the distance of a key, or of a future key.
 enum class PositionBias { none, distance, future };
 
-// y [Lead, N, D] for q [Lead, N, K], keys [Lead / Shared, C, K] and values [Lead / Shared, C, D]: query n stands at
-// positions[n] and sees the keys below visible[n], with a Window only the nearest. Slopes [H].
-template <class T, PositionBias Bias, i64 Window, i64 Lead, i64 H, i64 Shared, i64 N, i64 C, i64 K, i64 D, int Threads>
+// y [Lead, N, D] for q [Lead, N, K], keys [Lead / Shared, Texts * C, K] and values [Lead / Shared, Texts * C, D]: query n
+// stands at positions[n], among the C places of its text, and sees the keys there below visible[n], with a Window only
+// the nearest. Slopes [H].
+template <
+    class T, PositionBias Bias, i64 Window, i64 Lead, i64 H, i64 Shared, i64 N, i64 Texts, i64 C, i64 K, i64 D, int Threads>
 INLINE void cached_attention(
     const T* q, const T* keys, const T* values, const i64* positions, const i64* visible, T* y, float scale,
     const float* slopes) {
     over_rows<Lead * N, Threads>([&](i64 row) {
-        const i64 n = row % N, lead = row / N, at = positions[n], seen = visible[n] < C ? visible[n] : C;
-        const i64 first = Window && at - Window + 1 > 0 ? at - Window + 1 : 0, group = lead / Shared * C;
+        const i64 n = row % N, lead = row / N, text = Texts > 1 ? positions[n] / C * C : 0, at = positions[n] - text;
+        const i64 seen = visible[n] - text < C ? visible[n] - text : C;
+        const i64 first = Window && at - Window + 1 > 0 ? at - Window + 1 : 0, group = lead / Shared * Texts * C + text;
         const auto* query = reinterpret_cast<const Unit<T>*>(q + row * K);
         const auto* matrix = reinterpret_cast<const Unit<T>*>(keys + group * K);
         constexpr i64 steps = K / Inner<T>::elements;
