@@ -105,6 +105,10 @@ class DeviceInfo:
         """Return (name, reason) of the precision that precision=auto stands for; no reason where nothing is known."""
         return "fp32", ""
 
+    def lacks_invariance(self, config: DeviceConfig) -> str | None:
+        """Return what device.batch_invariant needs and is not here; None where the device has such kernels."""
+        return f"device=cpu, not {self.named(config)}"
+
     def computes_in(self, config: DeviceConfig, precision: str) -> bool:
         """Return whether the device has a precision of `precisions`."""
         return precision in self.precisions

@@ -29,6 +29,7 @@ class DeviceConfig:
         "measured on this machine",
         choices=("auto", "own", "onednn", "aten"),
     )
+    batch_invariant: bool = option(False, "cpu, traced: give a row the same bits in any batch, cached or not")
 
 
 @dataclass

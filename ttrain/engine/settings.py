@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ttrain.core.options import option
+from ttrain.core.options import option, rule
+from ttrain.device.info import info_of
 
 
 @dataclass
@@ -13,3 +16,16 @@ class EngineConfig:
 
     name: str = option("auto", "name of the engine; auto is traced where the device compiles or captures, else static")
     rematerialize: bool = option(True, "static and traced: recompute cheap elementwise activations in backward")
+
+    @rule
+    def _invariant(self, others: Any) -> Iterator[str]:
+        device = others.device
+        if not device.batch_invariant:
+            return
+        lacking = info_of(device).lacks_invariance(device)
+        if lacking is None and self.name != "traced":
+            lacking = f"engine=traced and a compiler (g++ or clang++), not engine={self.name}"
+        if lacking is None and device.matmul not in ("auto", "own"):
+            lacking = f"device.matmul=own, not {device.matmul}"
+        if lacking is not None:
+            yield f"device.batch_invariant=true: needs {lacking}. Leave the key out, or give that."

@@ -36,7 +36,8 @@ _PINNED_FROM = 1 << 16  # bytes; below this the driver stages a pageable copy it
 def open_device(config: DeviceConfig, group: Group | None = None) -> TorchDevice:
     """Open device=cpu|cuda|mps|xpu, or auto: cuda where torch has it. Raises DeviceUnavailable for a missing GPU."""
     kind = config.name if config.name in GPUS else "cuda" if is_gpu(config) else "cpu"
-    return TorchDevice(kind, config.threads, config.index, group, config.matmul, config.yield_cores, config.tf32)
+    given = (config.threads, config.index, group, config.matmul, config.yield_cores, config.tf32)
+    return TorchDevice(kind, *given, config.batch_invariant)
 
 
 class TorchDevice(Device):
@@ -56,6 +57,7 @@ class TorchDevice(Device):
         matmul: str = "auto",
         yield_cores: bool = True,
         tf32: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         self.group = group
@@ -73,7 +75,9 @@ class TorchDevice(Device):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.set_float32_matmul_precision("high" if tf32 else "highest")
         self.device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
-        self.context = replace(Context.of(self.device, self.threads, group), matmul=matmul)
+        products = "own" if batch_invariant else matmul
+        self.context = Context.of(self.device, self.threads, group)
+        self.context = replace(self.context, matmul=products, batch_invariant=batch_invariant)
         self._lacking: str | None = None  # why kernels of Triton can't run
         if kind == "cuda":
             capability = torch.cuda.get_device_capability(self.device)

@@ -57,6 +57,17 @@ class Torch(DeviceInfo):
             return "bf16", f"the processor has {found[0]}"
         return "fp32", "the processor has no bf16 instructions, so bf16 takes longer"
 
+    def lacks_invariance(self, config: DeviceConfig) -> str | None:
+        from ttrain.device.torch.native.toolchain import find_compiler
+
+        if config.name in GPUS or is_gpu(config):
+            return super().lacks_invariance(config)
+        try:
+            find_compiler()
+        except UserError:
+            return "engine=traced and a compiler, and there is no g++ or clang++ (or CXX names none)"
+        return None
+
     def computes_in(self, config: DeviceConfig, precision: str) -> bool:
         return precision in self.precisions and is_gpu(config)
 

@@ -39,6 +39,7 @@ class Context:
         measured fastest.
     logits: of how many logits the cross-entropy of a head forms at a time.
     matmul: who multiplies matrices on the CPU, see DeviceConfig.
+    batch_invariant: whether compiled kernels give a row the same bits among any number of rows, see DeviceConfig.
     group: the ranks that this device belongs to; None where it is alone.
     capability: compute capability of a GPU; a plan that is made without one takes that of an A100.
     triton: True where kernels of Triton run, see triton/rows.py.
@@ -54,6 +55,7 @@ class Context:
     query_rows: int = 0
     logits: int = CHUNK_LOGITS
     matmul: str = "auto"
+    batch_invariant: bool = False
     group: Group | None = None
     capability: tuple[int, int] = (8, 0)
     triton: bool = False

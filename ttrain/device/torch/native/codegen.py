@@ -38,15 +38,18 @@ def function_name(body: str) -> str:
     return f"ttrain_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
 
 
-def library_sources(bodies: Sequence[str], processes: int) -> list[str]:
-    """Translation units with one function per body, at most one for each process that may compile them."""
+def library_sources(bodies: Sequence[str], processes: int, opening: str = "") -> list[str]:
+    """Translation units with one function per body, at most one for each process that may compile them.
+
+    Each begins with the lines of `opening`.
+    """
     units = max(1, min(processes, len(bodies) // _FUNCTIONS))
     includes = "\n".join(f'#include "{path.name}"' for path in sorted(HEADERS.glob("*.h")))
     sources = []
     for unit in range(units):
         own = bodies[len(bodies) * unit // units : len(bodies) * (unit + 1) // units]
         functions = [f"EXPORT void {function_name(body)}(void* const* a) {{\n{body}\n}}" for body in own]
-        parts = [_PRELUDE.format(includes=includes), *([] if unit else [_RUN]), *functions, ""]
+        parts = [opening + _PRELUDE.format(includes=includes), *([] if unit else [_RUN]), *functions, ""]
         sources.append("\n\n".join(parts))
     return sources
 

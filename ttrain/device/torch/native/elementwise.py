@@ -112,7 +112,7 @@ class CppNest(LoopNest):
         for number, made in enumerate(self.program):
             operands = [f"v{item}[u]" if item in loaded or item >= count else f"v{item}" for item in made[1]]
             expression = spelled(made, EXPRESSIONS, c_float, operands, step=number, index=index, at=at)
-            lines.append(_each(count + number, expression))
+            lines.append(_each(count + number, f"apart({expression})"))  # rounded as if it were stored
         for position, step in enumerate(self.results):
             lines.append(f"EACH_VECTOR store(y{position} + {index}, v{count + step}[u], group.lanes);")
         return lines

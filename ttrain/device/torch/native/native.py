@@ -69,6 +69,7 @@ class Sizing:
     products: tuple[DType, ...] = (DType.FP32, DType.BF16)  # of which dtypes run here too, or else the way of the base
     block: int = 2**14  # elements in one block of a list of tensors: all slots fit a second-level cache
     logits: int = CHUNK_LOGITS  # of how many logits the cross-entropy of a head forms at a time
+    batch_invariant: bool = False  # whether the bits of a row are the same among any number of rows
 
     def threads_for(self, cost: float, most: int | None = None) -> int:
         """Return how many threads a piece of work is worth, up to `most`; `cost` is in additions of one element."""

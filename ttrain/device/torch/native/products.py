@@ -1,4 +1,4 @@
-"""Rules of matrix products, and of the cross-entropy of a head's logits, which is three of them."""
+"""Rules of matrix products, and of the cross-entropy and log-probabilities of a head, which are up to three of them."""
 
 from __future__ import annotations
 
@@ -92,4 +92,24 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     return Native(body, [*work.values()])
 
 
-RULES: dict[str, Rule] = {"matmul": _product, "linear": _product, "head_cross_entropy": _head_cross_entropy}
+def _head_log_probs(request: Request, sizing: Sizing) -> Native | None:
+    hidden, live = request.input(0), request.settings["live"]
+    (rows, width), dtype, kind = hidden.shape, hidden.dtype, c_type(hidden)
+    if dtype not in sizing.products or (dtype is DType.BF16 and width % 2):
+        return None
+    chunk, own, made = chunk_rows(rows, live, sizing.logits, 0), scratch_size(width), 4 + len(request.outputs)
+    threads = threads_of(chunk, live, width, dtype, sizing)
+    body = call(
+        template("head_log_probs", kind, request.has(3), rows, width, live), str(chunk), f"in<{kind}>(a, 0)",
+        f"in<{kind}>(a, 1)", "in<i64>(a, 2)", f"in<{kind}>(a, 3)", "out<float>(a, 4)",
+        "out<float>(a, 5)" if request.settings["entropy"] else "(float*)nullptr", f"out<{kind}>(a, {made})",
+        f"out<float>(a, {made + 1})", str(own), str(threads),
+    )  # fmt: skip
+    return Native(body, [TensorSpec((chunk, live), dtype), fp32(threads, own)])
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("matmul", "linear"), _product),
+    "head_cross_entropy": _head_cross_entropy,
+    "head_log_probs": _head_log_probs,
+}

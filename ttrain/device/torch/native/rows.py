@@ -34,6 +34,11 @@ from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
 RULES = {**rules.RULES, **updates.RULES, **products.RULES}
 _INPLACE = ("accumulate", "assign", "cache_write", "update")
+# Ops that add within a row, or turn it by its place: their kernels here add in one order whatever the number of rows.
+SUMS = frozenset({
+    "matmul", "linear", "attention", "cached_attention", "head_cross_entropy", "head_log_probs", "cross_entropy",
+    "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary",
+})  # fmt: skip
 BOTH = (DType.FP32, DType.BF16)
 _TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it
 _STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many
@@ -66,7 +71,9 @@ class NativeKernels:
         if not isinstance(sizing, Sizing):
             # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
             usual = BOTH[:1] if "amx_bf16" in vector_extensions() else BOTH
-            sizing = Sizing(sizing, products={"auto": usual, "own": BOTH}.get(matmul, ()))
+            invariant = context is not None and context.batch_invariant
+            products = {"auto": usual, "own": BOTH}.get(matmul, ())
+            sizing = Sizing(sizing, products=products, batch_invariant=invariant)
         self.sizing = sizing
         self.backends: Backends = {}  # of products that were tuned; others have that of their dtype
         self._prepared: set[Request] = set()  # products
@@ -90,9 +97,16 @@ class NativeKernels:
     def prepare(self, nodes: Iterable[Node]) -> None:
         """Compile or load the functions that these nodes need and that are not here yet: one library for all.
 
-        Raises UserError where there is no compiler.
+        Raises UserError where there is no compiler, or for a batch-invariant step with an op that has no such kernel.
         """
+        nodes = list(nodes)
         requests = [Request.of_node(node) for node in nodes]
+        for node, request in zip(nodes, requests, strict=True) if self.sizing.batch_invariant else ():
+            if node.stage.value == "forward" and request.op in SUMS and self.native(request) is None:
+                raise UserError(
+                    f"device.batch_invariant=true: op {request.op} at {node.scope or 'the top'} has no such kernel for "
+                    f"{request}. Leave the key out, or change the model."
+                )
         self._prepared.update(request for request in requests if request.op in products.RULES)
         wanted = dict.fromkeys(form.body for request in requests if (form := self.native(request)) is not None)
         if missing := [body for body in wanted if body not in self._functions]:
@@ -201,7 +215,9 @@ class NativeKernels:
 
     def _load(self, bodies: Sequence[str]) -> None:
         before = self._toolchain.compilations
-        library = self._toolchain.load(library_sources(bodies, self._toolchain.processes))
+        # Matrix units add in another order than vectors, which products of few rows take.
+        opening = "#define VECTORS_ONLY\n" if self.sizing.batch_invariant else ""
+        library = self._toolchain.load(library_sources(bodies, self._toolchain.processes, opening))
         if self._toolchain.compilations > before:
             self.built += len(bodies)
         else:

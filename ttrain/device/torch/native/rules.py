@@ -80,6 +80,13 @@ def _softmax(request: Request, sizing: Sizing) -> Native | None:
     return one_call(request, "softmax", arguments, c_float(request.settings["scale"]))
 
 
+def _log_sum_exp(request: Request, sizing: Sizing) -> Native | None:
+    x, settings = request.input(0), request.settings
+    if settings["scale"] != 1 or not settings["mask"].is_full:
+        return None
+    return one_call(request, "log_sum_exp", (c_type(x), *rows_and_width(x.shape), sizing.threads_for(10 * x.size)))
+
+
 def _by_rows(cost: int, request: Request, sizing: Sizing) -> Native:
     """Treat each row by itself, at a cost of so many additions an element."""
     x, scale = request.input(0), request.settings.get("scale")
@@ -193,7 +200,8 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
     rows = (q.shape[2], q.shape[2] if packed else kv_heads * width)
     shape = (batch, heads, kv_heads, time, width, *rows, threads)
-    name = template(request.op, kind, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
+    kept = [] if backward else ["float" if sizing.batch_invariant else f"Operand<{kind}>"]
+    name = template(request.op, kind, *kept, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
     return Native(table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work), [scratch])
 
 
@@ -239,6 +247,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("layer_norm_grad", "rms_norm_grad"), _norm_grad),
     "rotary": _rotary,
     "softmax": _softmax,
+    "log_sum_exp": _log_sum_exp,
     "softmax_grad": partial(_by_rows, 4),
     "reduce_sum": _reduce_sum,
     "cross_entropy": _cross_entropy,

@@ -3,7 +3,9 @@
 #pragma once
 #include "vector.h"
 
-#if defined(AMX_EMULATED)  // a test brings instructions of its own
+#if defined(VECTORS_ONLY)
+constexpr bool AMX = false;
+#elif defined(AMX_EMULATED)  // a test brings instructions of its own
 constexpr bool AMX = true;
 #elif (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && defined(__linux__)  // as clang 14 has it
 #include <sys/syscall.h>
@@ -26,7 +28,7 @@ static_assert(sizeof(TileConfig) == 64, "as the processor has it");
 constexpr TileConfig WHOLE_TILES = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE, SIDE}};
 
-#if !defined(AMX_EMULATED)
+#if !defined(AMX_EMULATED) || defined(VECTORS_ONLY)
 // No compiler keeps anything in these registers by itself. The intrinsics of gcc do not tell it that memory is read, so
 // what was packed might still be on its way.
 struct Tiles {

@@ -120,9 +120,10 @@ INLINE void round_rows(const float* matrix, float factor, Y* y, i64 stride) {
         over_row<D>([&](i64 j, auto lanes) { store(y + t * stride + j, load(matrix + t * width + j) * factor, lanes); });
 }
 
-// y [B, T, H * D] and log_sum_exp [B, H, T]. Scratch: HeadSizes::forward floats a thread.
+// y [B, T, H * D] and log_sum_exp [B, H, T]. Probabilities are kept as P: where that is fp32, a row of y has the bits that
+// cached_attention() gives it. Scratch: HeadSizes::forward floats a thread.
 template <
-    class X, bool Drop, bool Pairs, bool Documents, i64 Window, i64 B, i64 H, i64 K, i64 T, i64 D, i64 Stride, i64 Apart,
+    class X, class P, bool Drop, bool Pairs, bool Documents, i64 Window, i64 B, i64 H, i64 K, i64 T, i64 D, i64 Stride, i64 Apart,
     int Threads>
 INLINE void attention(
     const X* queries, const X* keys, const X* values, X* y, float* log_sum_exp, float scale, const float* slopes,
@@ -133,7 +134,8 @@ INLINE void attention(
     constexpr i64 chunks = chunks_of(B * K, Threads);
     parallel<Threads>(chunks, [&](int chunk, int seat) {
         float* room = scratch + seat * S::forward;
-        HeadOperand<E, T, D> q(room, false, false), k(room, true, false), v(room, false, true);
+        HeadOperand<E, T, D> q(room, false, false), k(room, true, false);
+        HeadOperand<P, T, D> v(room, false, true);
         float *scores = room, *out = scores + S::scores;
         for (i64 head = share(B * K, chunk, chunks) * each; head < share(B * K, chunk + 1, chunks) * each; ++head) {
             const i64 shared = head / H * T * Apart + head % H / each * D;
@@ -155,7 +157,7 @@ INLINE void attention(
                 alignas(64) float sums[round_up(S::block, W)] = {}, peaks[round_up(S::block, W)] = {};
                 for (i64 t = first; t < end; ++t) {
                     float* row = scores + (t - first) * S::longest;
-                    E* weights = reinterpret_cast<E*>(row);  // of values: over the scores that have been read
+                    P* weights = reinterpret_cast<P*>(row);  // of values: over the scores that have been read
                     const i64 seen = keys_seen<Pairs, T>(t) - begin;
                     prefer_near<Pairs, T>(row - begin, t, head % H, slopes, scale);
                     if constexpr (Documents || Window) hide(row, first_key<Documents, Window>(places, t) - begin);
@@ -177,8 +179,8 @@ INLINE void attention(
                     store_rest(
                         log_sum_exp + head * T + t, load(peaks + t - first) + v_log(load(sums + t - first)),
                         end - t < W ? end - t : W);
-                multiply<E>(
-                    S::block, S::width, units<E>(end - begin), as_units<E>(scores), S::longest, 1,
+                multiply<P>(
+                    S::block, S::width, units<P>(end - begin), as_units<P>(scores), S::longest, 1,
                     v.paired + begin / v.pair * S::width, S::width, out, S::width, false);
                 for (i64 t = first; t < end; ++t) {
                     X* row = y + ((head / H * T + t) * H + head % H) * D;

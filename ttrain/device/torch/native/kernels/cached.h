@@ -29,25 +29,25 @@ INLINE void cached_attention(
         const auto* matrix = reinterpret_cast<const Unit<T>*>(keys + group * K);
         constexpr i64 steps = K / Inner<T>::elements;
         alignas(64) float scores[C + NEAR], out[(D + W - 1) / W * W] = {};
-        vf highest = splat(-3.4e38f), sum = {};
+        vf highest = splat(-3.4e38f), sum = {};  // rounded as in attention(), for the same bits
         for (i64 j = first; j < seen; j += NEAR) {
             const Unit<T>* from[NEAR];
             rows_from(matrix, steps, j, seen, from);
             vf found[GROUPS][1] = {};
             add_turned<1, T>(steps, query, 0, from, from[0] + NEAR * steps, found);
             for (int g = 0; g < GROUPS; ++g) {
-                vf score = found[g][0] * scale;
+                vf score = found[g][0];
                 if constexpr (Bias != PositionBias::none) {
                     const vf far = __builtin_convertvector(bits_as<vi>(lane_indices()), vf) + float(j + g * W - at);
-                    score -= slopes[lead % H] * greater(far, Bias == PositionBias::future ? vf{} : -far);
+                    score -= slopes[lead % H] / scale * greater(far, Bias == PositionBias::future ? vf{} : -far);
                 }
                 store(scores + j + g * W, score);
-                highest = greater(highest, score);  // lanes beyond the last key hold its score, or less
+                highest = greater(highest, score * scale);  // lanes beyond the last key hold its score, or less
             }
         }
         const float most = max_lanes(highest);
         for (i64 j = first; j < seen; j += W) {
-            const vf e = first_lanes(v_exp_no_overflow(load(scores + j) - most), int(seen - j), vf{});
+            const vf e = first_lanes(v_exp_no_overflow(load(scores + j) * scale - most), int(seen - j), vf{});
             store(scores + j, e);
             sum += e;
         }

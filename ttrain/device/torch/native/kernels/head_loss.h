@@ -92,3 +92,29 @@ INLINE void head_cross_entropy(
             for (i64 j = 0; j < V; ++j) put(dbias + j, j < C ? columns[j] : 0.0f);
     }
 }
+
+// log_probs[i] = logit of the target - log sum exp, 0 without a target; entropies of all rows in nats where they are wanted.
+template <class T, bool Bias, i64 N, i64 H, i64 C>
+INLINE void head_log_probs(
+    i64 chunk, const T* hidden, const T* head, const i64* targets, const T* bias, float* log_probs, float* entropies,
+    T* logits, float* scratch, i64 own, int threads) {
+    for (i64 row = 0; row < N; row += chunk) {
+        const i64 rows = row + chunk < N ? chunk : N - row;
+        product<false, true, Bias, false, After::nothing>(
+            Sizes{rows, C, H, H, H, C}, hidden + row * H, head, bias, logits, scratch, own, threads);
+        over_ranges(threads, rows, 1, [&](i64 begin, i64 end) {
+            for (i64 i = begin; i < end; ++i) {
+                const T* x = logits + i * C;
+                const i64 target = targets[row + i];
+                const float total = log_sum_exp_of<C>(x), missing = target < 0 ? 0.0f : __builtin_nanf("");
+                log_probs[row + i] = u64(target) < u64(C) ? get(x + target) - total : missing;
+                if (!entropies) continue;
+                const vf sum = sum_over<C>([&](i64 j, auto lanes) {
+                    const vf logarithm = load(x + j, lanes) - total;
+                    return first_lanes(v_exp_no_overflow(logarithm), lanes.count, vf{}) * logarithm;
+                });
+                entropies[row + i] = -sum_lanes(sum);
+            }
+        });
+    }
+}

@@ -17,6 +17,11 @@ INLINE float log_sum_exp_of(const T* x) {
     return most + v_log(splat(sum_lanes(sum)))[0];
 }
 
+template <class T, i64 Rows, i64 C, int Threads>
+INLINE void log_sum_exp(const T* x, float* y) {
+    over_rows<Rows, Threads>([&](i64 i) { y[i] = log_sum_exp_of<C>(x + i * C); });
+}
+
 // dx = weight (softmax(x) - onehot(target)); dx may be x.
 template <i64 C, class T>
 INLINE void row_gradient(const T* x, i64 target, float log_sum_exp, float weight, T* dx) {

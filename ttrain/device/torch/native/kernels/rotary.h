@@ -11,8 +11,8 @@ INLINE void rotary(const X* x, const float* cos, const float* sin, X* y) {
             over_row<R>([&](i64 j, auto lanes) {
                 const vf a = load(x + at + j, lanes), b = load(x + at + R + j, lanes);
                 const vf across = load(s + j, lanes) * float(Sign), along = load(c + j, lanes);
-                store(y + at + j, a * along - b * across, lanes);
-                store(y + at + R + j, b * along + a * across, lanes);
+                store(y + at + j, a * along - apart(b * across), lanes);
+                store(y + at + R + j, b * along + apart(a * across), lanes);
             });
             if constexpr (2 * R < D)
                 over_row<D - 2 * R>([&](i64 j, auto lanes) { store(y + at + 2 * R + j, load(x + at + 2 * R + j, lanes), lanes); });

@@ -15,15 +15,7 @@ INLINE void over_elements(i64 count, const Step& step) {
 }
 
 // A product that is not joined with a sum into one operation, so that it is rounded as the rows of torch round it.
-INLINE vf product(vf a, vf b) {
-    vf y = a * b;
-#if defined(__x86_64__)
-    asm("" : "+x"(y));
-#elif defined(__aarch64__)
-    asm("" : "+w"(y));
-#endif
-    return y;
-}
+INLINE vf product(vf a, vf b) { return apart(a * b); }
 INLINE vf product(vf a, float b) { return product(a, splat(b)); }
 INLINE vf product(float a, vf b) { return product(b, splat(a)); }
 

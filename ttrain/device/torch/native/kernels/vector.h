@@ -140,6 +140,17 @@ INLINE vf rounded(vf v) {
     return v;
 }
 
+// v, which no multiplication that it is made by is joined with the addition that follows: which ones a compiler joins may
+// depend on what else is nearby.
+INLINE vf apart(vf v) {
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#endif
+    return v;
+}
+
 INLINE vu lane_indices() {
     vu v;
     for (int i = 0; i < W; ++i) v[i] = u32(i);
@@ -192,7 +203,8 @@ INLINE vf inverse(vf x) {
 #endif
 }
 
-// Sum and maximum over the lanes, always in the same order: the upper half onto the lower, until one is left.
+// Sum and maximum over the lanes, always in the same order: the upper half onto the lower, until one is left. To turn the
+// lanes around changes no bit, so it does not matter in which lane a row begins.
 template <int N>
 struct Lanes {
     typedef float type __attribute__((vector_size(N * 4)));

@@ -38,7 +38,7 @@ INLINE vf v_log(vf x) {
     p = p * m - 2.4999993993e-1f;
     p = p * m + 3.3333331174e-1f;
     vf z = m * m;
-    vf y = p * m * z + e * -2.12194440e-4f - z * 0.5f;
+    vf y = p * m * z + apart(e * -2.12194440e-4f) - z * 0.5f;
     y = m + y + e * 0.693359375f;
     const vf infinity = splat(__builtin_inff());
     y = x == infinity ? infinity : y;
