@@ -260,6 +260,10 @@ class _Extra:
 
 
 def _head(config: Config, device: str) -> dict[str, Any]:
-    names = {"model": config.model.name, "device": device, "engine": config.engine.name}
+    names = {
+        "model": config.source.choices.get("model", config.model.name),
+        "device": device,
+        "engine": config.engine.name,
+    }
     sizes = {"batch_size": config.train.batch_size, "gradient_accumulation": config.train.gradient_accumulation}
     return {**names, "precision": config.precision.name, **sizes}
