@@ -128,7 +128,7 @@ class _CacheBias:
 
     def __init__(self, call: Call, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor) -> None:
         self.mask: AttentionMask = call.attributes.get("mask", EVERY_KEY)
-        texts: int = call.attributes.get("texts", 1)
+        self.own = context // call.attributes.get("texts", 1)
         kinds = (torch.bool, like.dtype, torch.int64)[: 3 if self.mask.biased else 1]
         # The hidden keys and, where there are slopes, distances as numbers and as integers.
         self.work = [call.scratch((len(positions), context), each) for each in kinds]
@@ -137,7 +137,7 @@ class _CacheBias:
         self.places, self.limits = positions.view(-1, 1), visible.view(-1, 1)
         self.slopes = torch.from_numpy(alibi_slopes(heads)).to(like.device, like.dtype)[:, None, None]
         self.far = self.keys + (self.mask.window or 0)  # hidden from a query at this place or later
-        self.own = context // texts
+        self.ends = (self.keys // self.own + 1) * self.own  # of their texts
 
     def add(self, scores: Tensor, queries: slice = slice(None), first: int = 0) -> None:
         """scores [B, H, n, c] += -slope * distance, where there are slopes; keys that no query sees become HIDDEN.
@@ -155,7 +155,7 @@ class _CacheBias:
             torch.le(self.far[first : first + seen], places, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
         if seen > self.own:
-            torch.lt(keys, places.div(self.own, rounding_mode="floor") * self.own, out=hidden)
+            torch.le(self.ends[first : first + seen], places, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
 
 
@@ -178,7 +178,7 @@ def _cached_attention(call: Call) -> None:
     batch, heads, rows, _ = q.shape
     most = own if call.context.on_cpu else keys.shape[2]
     pairs, y, all_scores = batch * keys.shape[1], call.outs[0], call.scratch((batch * heads * rows, most), q.dtype)
-    mixed = call.scratch(y.shape, y.dtype)
+    packed, mixed = call.scratch(q.shape, q.dtype), call.scratch(y.shape, y.dtype)
     bias = _CacheBias(call, positions, visible, keys.shape[2], heads, q)
     all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
 
@@ -186,7 +186,7 @@ def _cached_attention(call: Call) -> None:
         asked, wanted = q[:, :, queries], y[:, :, queries]
         count, seen = asked.shape[2], stop - first
         scores = shaped(all_scores, (pairs, heads * batch // pairs * count, seen))
-        given = asked.reshape(*scores.shape[:2], -1)
+        given = shaped(packed, asked.shape).copy_(asked).view(*scores.shape[:2], -1)
         torch.baddbmm(scores, given, all_keys[:, first:stop].mT, beta=0, alpha=scale, out=scores)
         bias.add(scores.view(batch, heads, count, seen), queries, first)
         softmax_into(scores, scores)()
