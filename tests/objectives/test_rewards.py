@@ -41,8 +41,11 @@ def raises(row: Any, completion: str) -> float:
         (raises, "reward mine raised ZeroDivisionError: division by zero"),
         (lambda row, text: math.nan, "reward mine is nan for '', not a finite number"),
         (lambda row, text: -math.inf, "reward mine is -inf for '', not a finite number"),
-        (lambda row, text: "good", "reward mine is 'good' for '', not a finite number"),
-        (lambda row, text: None, "reward mine is None for '', not a finite number"),
+        (lambda row, text: "good", "reward mine raised ValueError: could not convert string to float: 'good'"),
+        (
+            lambda row, text: None,
+            "reward mine raised TypeError: float() argument must be a string or a real number, not 'NoneType'",
+        ),
     ],
 )
 def test_a_bad_reward_is_named(monkeypatch: pytest.MonkeyPatch, reward: Any, told: str) -> None:

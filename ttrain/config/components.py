@@ -15,7 +15,7 @@ from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.settings import PRECISIONS, PrecisionConfig
-from ttrain.objectives.settings import DistillationConfig, ObjectiveConfig
+from ttrain.objectives.settings import DistillationConfig, GRPOConfig, ObjectiveConfig
 from ttrain.optim import settings as optim
 from ttrain.parallel.settings import ParallelConfig, rank_here
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -81,6 +81,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", SumsConfig, "ttrain.data.synthetic.sums:open_sums", ("sums",)),
     ("objective", ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
     ("objective", DistillationConfig, "ttrain.objectives.distillation:Distillation", ("distillation",)),
+    ("objective", GRPOConfig, "ttrain.objectives.grpo:GRPO", ("grpo",)),
     ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),

@@ -38,8 +38,9 @@ class DType(Enum):
 
     @staticmethod
     def parse(label: str) -> DType:
+        """Return the dtype of a label, or of its name in torch and numpy. Raises ValueError."""
         for dtype in DType:
-            if dtype.label == label:
+            if label in (dtype.label, dtype.in_torch):
                 return dtype
         raise ValueError(f"dtype {label!r} is not one of {', '.join(d.label for d in DType)}")
 

@@ -73,13 +73,12 @@ class BadReward(ValueError):
 
 def rewards_of(names: Sequence[str], row: Row, completion: str) -> list[float]:
     """Return the rewards of a completion in the order of their names. Raises BadReward that names the reward."""
-    found = []
+    found = list[float]()
     for name in names:
         try:
-            value = REWARDS[name](row, completion)
+            found.append(float(REWARDS[name](row, completion)))
         except Exception as error:  # a plugin's function may raise anything
             raise BadReward(f"reward {name} raised {type(error).__name__}: {error}") from error
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadReward(f"reward {name} is {value!r} for {completion!r}, not a finite number")
-        found.append(float(value))
+        if not math.isfinite(found[-1]):
+            raise BadReward(f"reward {name} is {found[-1]} for {completion!r}, not a finite number")
     return found

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ttrain.core.names import did_you_mean
 from ttrain.core.options import option, rule
+from ttrain.objectives.rewards import REWARDS
 
 
 @dataclass
@@ -57,3 +59,62 @@ class DistillationConfig(ObjectiveConfig):
             yield "objective.teacher=null: there is nobody to learn from. Give a folder, a run or a checkpoint."
         if others.model.name not in ("gpt", "llama") and not others.source.awaits_model(others.resume):
             yield f"objective=distillation: model={others.model.name} is no plain decoder. Give model=llama or gpt."
+
+
+@dataclass
+class GRPOConfig(ObjectiveConfig):
+    """Group relative policy optimization: completions of each prompt are compared with one another by rewards."""
+
+    reads_rows: ClassVar[bool] = True
+
+    name: str = option("grpo", "registered name of the objective")
+    reward: list[str] = option(
+        ["exact"], "rewards that are added up: exact, contains, number, length, json, or a plugin's own", one=True
+    )
+    reward_weights: list[float] = option([], "factor of each reward in the sum; empty is 1 for all")
+    num_generations: int = option(8, "completions of each prompt; train.batch_size counts completions", minimum=2)
+    num_iterations: int = option(1, "optimizer steps on the same completions", minimum=1)
+    max_completion_length: int = option(256, "most tokens of a completion", minimum=1)
+    temperature: float = option(1.0, "divisor of the logits, in sampling and in the loss", above=0)
+    beta: float = option(0.0, "weight of the KL to the model without its adapters; 0 needs no reference", minimum=0)
+    epsilon: float = option(0.2, "ratios of probabilities below 1 - epsilon are clipped", above=0, below=1)
+    epsilon_high: float | None = option(None, "those above 1 + epsilon_high; null is epsilon", above=0)
+    loss_type: str = option(
+        "dapo",
+        "mean over tokens (dapo), completions (grpo), most tokens (dr_grpo)",
+        choices=("grpo", "dr_grpo", "dapo"),
+    )
+    scale_rewards: str = option("group", "whose spread divides advantages", choices=("group", "batch", "none"))
+    mask_truncated_completions: bool = option(False, "learn nothing from completions that did not end")
+
+    @property
+    def weights(self) -> list[float]:
+        """Return the weight of each reward."""
+        return self.reward_weights or [1.0] * len(self.reward)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the bounds between which ratios are not clipped."""
+        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+
+    @rule
+    def _has_rewards(self, others: Any) -> Iterator[str]:
+        for name in self.reward:
+            if name not in REWARDS:
+                yield f"objective.reward={name}: not registered. {did_you_mean(name, REWARDS)}"
+        if not self.reward or len(self.reward_weights) not in (0, len(self.reward)):
+            yield f"objective.reward={self.reward}: give one or more, and one of reward_weights for each, or none."
+
+    @rule
+    def _writes_completions(self, others: Any) -> Iterator[str]:
+        train, count, most = others.train, self.num_generations, self.max_completion_length
+        context = getattr(others.model, "context", None)
+        if train.batch_size % count:
+            yield f"train.batch_size={train.batch_size}: give a multiple of objective.num_generations={count}."
+        if context is not None and most >= context:
+            yield f"objective.max_completion_length={most}: no prompt fits into model.context={context}. Give fewer."
+        if self.beta and not others.lora.rank:
+            told = "its reference is the model without adapters. Give lora.rank=8, or objective.beta=0"
+            yield f"objective.beta={self.beta:g}: {told}."
+        if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
+            yield "objective=grpo: is for task=train, train.steps and one batch size. Leave out what sets others."

@@ -182,7 +182,7 @@ def _write_run(given: OpenedModel, folder: Path, report: dict[str, Any] | None) 
     stored["run"]["dir"] = None  # a run does not know where it lies, so it can be moved
     stored["task"]["name"] = "train"
     step = given.step or 0
-    samples, tokens, _ = PhaseSchedule.of(given.config.train, stored["model"].get("context")).read(0, step)
+    samples, tokens, *_ = PhaseSchedule.of(given.config.train, stored["model"].get("context")).read(0, step)
     progress = Progress(step=step, compacted=report is not None, read_samples=samples, read_tokens=tokens)
     told = (given.tokenizer_json, None, given.tokenizer_config)
     content = CheckpointContent(step, stored, dataclasses.asdict(progress), *told)

@@ -142,7 +142,7 @@ def test_wandb_itself_takes_tables_alerts_and_artifacts(tmp_path: Path, monkeypa
     wandb.teardown()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (table,) = (run / "files" / "media" / "table").iterdir()
-    assert json.loads(table.read_text())["data"] == [[2, "poems", "a", "b"]]
+    assert json.loads(table.read_text())["data"] == [[2, "poems", "a", "b", None]]
     (stored,) = run.glob("*.wandb")
     content = stored.read_bytes()
     assert b"no more memory" in content

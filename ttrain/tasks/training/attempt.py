@@ -12,11 +12,13 @@ from typing import Any, cast
 from ttrain.config import build
 from ttrain.core.errors import DeviceHang, Interrupted, OutOfMemory, TtrainError, UserError
 from ttrain.core.waiting import Waiting
-from ttrain.data.examples import ExampleDataset
+from ttrain.data.examples import ROW, ExampleDataset
 from ttrain.data.text import byte_counter
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.device.base import Device
 from ttrain.engine.base import Step
+from ttrain.models.base import Batch
+from ttrain.objectives.grpo import GRPO
 from ttrain.tasks.training.budget import with_steps
 from ttrain.tasks.training.expected import pace_of
 from ttrain.tasks.training.run import Run, train_on
@@ -33,6 +35,7 @@ from ttrain.train.loop.loop import Loop
 from ttrain.train.runs import summary as summaries
 from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
+from ttrain.train.sampling.rollouts import Completion, Rollouts
 from ttrain.train.steps.phases import Phases, Position
 from ttrain.train.steps.session import Session, averaged, flops_per_step
 from ttrain.train.steps.step import PROBE, Rates, reads_ahead
@@ -60,6 +63,7 @@ class Attempt:
         self.events, self.heartbeat = Events(folder.events, console.say), Heartbeat.of_process()
         self.steps: dict[str, Step] = {}
         self._checkpoints: Checkpoints | None = None
+        self._rollouts: Rollouts | None = None  # where completions are trained on
         self._command = run.config.source.going_on() + run.rank_overrides  # starts every command that continues the run
 
     def train(self, stop: StopRequests) -> float | None:
@@ -76,6 +80,9 @@ class Attempt:
             with Waiting("Placing the model and building its steps", console.say):
                 session = self._stack.enter_context(closing(run.open(self.device)))
                 run.evals.prepare(session, self.steps)
+                if isinstance(session.graph.objective, GRPO):
+                    parts = session, self.steps, run.config, cast("ExampleDataset", run.dataset), run.world
+                    self._rollouts = Rollouts(*parts)
                 progress, began, phases = self._begin(session)
                 self.heartbeat.beat()
                 if run.config.train.steps is None:
@@ -136,17 +143,20 @@ class Attempt:
         )
         context.check_held_out()
         checkpoints = Checkpoints(context, run.content)
-        start = Position(progress.read_samples, progress.read_tokens, progress.read_sources)
+        start = Position(progress.read_samples, progress.read_tokens, progress.read_sources, progress.rollout)
         unknown = [name for name in getattr(run.dataset, "parts", ()) if name not in progress.read_sources]
         for name in unknown if progress.read_samples else ():
             self.console.say(f"{name} is read from its start: the checkpoint does not tell how far it was read.")
-        reader, peak_rates = run.reader(session, progress.step, start), run.rates
+        reader, peak_rates, rollouts = run.reader(session, progress.step, start), run.rates, self._rollouts
+        if rollouts is not None:
+            reader = rollouts.begin(self._show, config.run.seed, run.phases, progress.step, start)
 
         def rates(step: int) -> Rates:
             """Return the learning rates of a step by their inputs. Rollbacks have lowered them."""
             return {name: rate * progress.lr_factor for name, rate in peak_rates(step).items()}
 
-        ahead = reads_ahead(reader, rates, config.train.last if phases is None else 0)  # a phase is built as it begins
+        early = phases is None and rollouts is None  # a phase is built as it begins, and completions are written
+        ahead = reads_ahead(reader, rates, config.train.last if early else 0)
         train_step = session.train_step(self.steps, config.run.seed, run.world, ahead, progress)
         guards = (
             NonFiniteGuard(guard, context, checkpoints, reader, train_step, list(run.model.parameters())),
@@ -223,7 +233,26 @@ class Attempt:
         probe = None if objective.coupled is None else lambda inputs: steps[PROBE](inputs)
         coupling = {"probe": probe, "coupled": objective.coupled or dict, "each": rows}
         told: Any = {"say": self.console.say, "count_bytes": count, "world": world, **coupling}
+        told["score"] = None if self._rollouts is None else partial(self._score, self._rollouts, progress)
         return Evaluation(*parts, around=around, measure=partial(self._measure, progress), **told)
+
+    def _show(self, step: int, found: list[Completion]) -> None:
+        """Append some completions of a step to samples.jsonl. A resumed run repeats those after its checkpoint."""
+        if self.folder.leads:
+            with open(self.folder.path / "samples.jsonl", "a", encoding="utf-8") as file:
+                for each in found:
+                    row = {"step": step, "prompt": each.prompt, "completion": each.text, **each.numbers}
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _score(self, rollouts: Rollouts, progress: Progress, batch: Batch) -> dict[str, float]:
+        """Return the sums over held-out prompts of rewards, lengths, and the loss, which is minus the reward."""
+        rows = batch[ROW].tolist()
+        first, *_ = found = rollouts.write("val", rows, rows, greedy=True)
+        if self.folder.leads:
+            about = {"name": "held-out", "prompt": str(first.prompt), "text": first.text, **first.numbers}
+            self.events.add("sample", f"After {first.prompt!r}: {first.text}", progress.step, **about)
+        sums = {name: sum(each.numbers[name] for each in found) for name in first.numbers}
+        return {"loss": -sums["reward"], **sums}
 
     def _measure(self, progress: Progress, due: str, stopped: Callable[[], bool]) -> dict[str, float]:
         """Measure what is due of train.evals on the leading rank, and return the metrics on all."""

@@ -71,6 +71,7 @@ class Progress(LossScale):
     read_samples: int = 0  # sequences (or examples) of the training data, whatever batches they came in
     read_tokens: int = 0  # position in the stream of tokens, see steps.phases.Position
     read_sources: dict[str, tuple[int, int]] = field(default_factory=dict)  # the same of each source that has a weight
+    rollout: str = ""  # see steps.phases.Position
     spent: float = 0.0  # seconds of steps, evaluations and saves over all attempts: what train.minutes counts
 
     def evaluated(self, loss: float, min_improvement: float = 0.0) -> bool:

@@ -22,7 +22,7 @@ RECORD = "wandb.json"
 SUPERSEDED = "superseded"
 _KINDS = ("train/loss", "val/loss")
 _ALERTS = ("spike", "rollback", "skipped", "not_moving", "held_out", "save_failed", "failed")  # events
-_SAMPLE = ("step", "name", "prompt", "text")
+_SAMPLE = ("step", "name", "prompt", "text", "reward")
 _SETTINGS = {"console": "off", "init_timeout": 60}  # seconds; of wandb's settings, unless the environment has them
 _MODES = {"dryrun": "offline", "run": "online"}  # older words that wandb still takes in WANDB_MODE
 
@@ -97,7 +97,7 @@ class WandbLogger:
         if self._shown == len(self._samples):
             return {}
         self._shown = len(self._samples)
-        rows = [[event[key] for key in _SAMPLE] for event in self._samples]
+        rows = [[event.get(key) for key in _SAMPLE] for event in self._samples]
         return {"samples": self._wandb.Table(columns=list(_SAMPLE), data=rows)}
 
     def upload(self, kind: str, path: Path) -> None:

@@ -57,6 +57,7 @@ class Evaluation:
     probe: Callable[[Inputs], Outputs] | None = None  # where rows are coupled, see TrainStep
     coupled: Callable[[Outputs], Inputs] = dict
     each: int | None = None  # rows of a call, where a slice has several
+    score: Callable[[Batch], dict[str, float]] | None = None  # gives the sums of a batch in the place of the step
     # Measures the entries of train.evals that are due (EVALUATION or END). Raises Interrupted where it was stopped.
     measure: Callable[[str, Callable[[], bool]], dict[str, float]] = lambda due, stopped: {}
 
@@ -132,6 +133,8 @@ class Evaluation:
         Its rows fill the step again and again. Where targets are ids, all but the first time they count for nothing;
         others can't be masked, so what counted several times is divided, once the rest is taken away.
         """
+        if self.score is not None:
+            return {name: weights[LOSS_WEIGHT] * value for name, value in self.score(batch).items()}
         rows = len(batch["targets"])
         full = {name: np.resize(array, (self.rows, *array.shape[1:])) for name, array in batch.items()}
         if masked := full["targets"].dtype.kind == "i":

@@ -24,6 +24,7 @@ from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard, first_bad_state
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.record import continue_command
+from ttrain.train.sampling.rollouts import RewardFailed
 from ttrain.train.settings import END
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
@@ -88,6 +89,9 @@ class Loop:
                     batch, rates = self.reader(step), self.rates(step)
                     result = self.train_step(batch, rates, step)
                     self._after(step, result, rates)
+        except RewardFailed:  # on all ranks
+            self.checkpoints.save(wait=True)
+            raise
         finally:
             self.checkpoints.join()
         return context.progress
@@ -123,7 +127,8 @@ class Loop:
             context.loggers.console.close()
             context.loggers.console.start(progress.step, context.config.last)
         else:
-            progress.step, (progress.read_samples, progress.read_tokens, read) = step, self.reader.before(step + 1)
+            progress.step, told = step, self.reader.before(step + 1)
+            progress.read_samples, progress.read_tokens, read, progress.rollout = told
             progress.read_sources = {**read}
             context.loggers.console.advance()
             if not self._started:

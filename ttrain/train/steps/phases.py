@@ -48,6 +48,7 @@ class Position(NamedTuple):
     samples: int = 0
     tokens: int = 0
     sources: ReadCounts = MappingProxyType({})  # where sequences are drawn by weights
+    rollout: str = ""  # completions that further steps train on, see sampling.rollouts
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class BatchReader:
 
     def _position(self, phase: int, step: int) -> Position:
         """Return where a step after one of this phase starts to read. Data that fills sequences up tells its tokens."""
-        samples, tokens, _ = self.schedule.read(self._step, step - 1)
+        samples, tokens, *_ = self.schedule.read(self._step, step - 1)
         samples, view = self._start.samples + samples, self._view(phase)
         tokens = view.position(self._seed, samples) if hasattr(view, "position") else self._start.tokens + tokens
         mixed = bool(self.schedule.phases[phase].weights)

@@ -1,0 +1,149 @@
+"""Runs with objective=grpo: what they write, kills in the middle of a rollout, ranks, rewards that fail, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Told
+from tests.parallel.forks import Forks
+from tests.train.reading import events, steps_on_disk, tensors, write_rows
+from ttrain.cli import main
+from ttrain.objectives import rewards
+from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.sampling.rollouts import Completion
+
+RUN = [
+    "data=sums", "data.largest=9", "model=llama", "model.layers=1", "model.width=16", "model.heads=2",
+    "model.context=12", "objective=grpo", "objective.max_completion_length=4", "objective.num_generations=4",
+    "objective.num_iterations=2", "objective.reward=[contains,length]", "objective.reward_weights=[1,0.1]",
+    "train.steps=7", "train.batch_size=16", "train.save_every=3", "train.eval_every=3", "train.eval_sequences=6",
+    "train.log_every=1", "train.peak_tflops=1", "train.keep_last=9", "parallel.slices=4", "logger=jsonl", "device=cpu",
+    "device.threads=1", "engine=dynamic", "sample.tokens=2", "optimizer.lr=0.01",
+]  # fmt: skip
+TIMED = ("seconds", "tokens_per_s", "step_ms", "mfu", "memory_bytes")
+
+
+def curve(run: Path) -> list[dict[str, Any]]:
+    """Return all that a run recorded of its steps but times."""
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in read_metrics(run / "metrics.jsonl")]
+
+
+def samples(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run that nobody disturbed."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*RUN, f"run.dir={run}"]) == 0
+    return run
+
+
+def test_a_run_records_rewards_lengths_and_samples(whole: Path) -> None:
+    lines = curve(whole)
+    steps = [line for line in lines if "train/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    for line in steps:
+        assert line["reward"] == pytest.approx(line["rewards/contains/mean"] + 0.1 * line["rewards/length/mean"])
+        assert 1 <= line["completions/mean_length"] <= 4
+        assert 0 < line["policy/entropy"] <= math.log(13) + 1e-6
+    assert [line["clip_ratio/region_mean"] for line in steps[::2]] == [0] * 4  # the sampler's probabilities are its own
+    assert steps[0]["reward"] == steps[1]["reward"] != steps[2]["reward"]
+    evaluated = [line for line in lines if "val/loss" in line]
+    assert [line["step"] for line in evaluated] == [3, 6, 7]
+    assert all(line["val/loss"] == -line["val/reward"] for line in evaluated)
+    shown = samples(whole)
+    assert [row["step"] for row in shown] == [step for step in (1, 3, 5, 7) for _ in range(4)]
+    assert len({row["prompt"] for row in shown[:4]}) == 1  # a group
+    assert shown[0]["rewards/length/mean"] == -len(shown[0]["completion"])
+    assert {event["step"] for event in events(whole, "sample")} == {3, 6, 7}
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_a_run_killed_in_rollouts_goes_on_with_the_same_tokens(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of step 3 holds completions that step 4 trains on too."""
+    run, calls = tmp_path / "run", iter(range(10**6))
+
+    def dies(*given: Any) -> Completion:
+        if next(calls) in (78, 145):
+            raise Killed
+        return Completion(*given)
+
+    monkeypatch.setattr("ttrain.train.sampling.rollouts.Completion", dies)
+    for saved in ([3], [3, 6]):
+        with pytest.raises(Killed):
+            main([*RUN, f"run.dir={run}", "resume=auto"])
+        assert steps_on_disk(run) == saved
+    assert main([*RUN, f"run.dir={run}", "resume=auto"]) == 0
+    assert curve(run) == curve(whole)
+    assert tensors(run) == tensors(whole)
+    assert {json.dumps(row) for row in samples(run)} == {json.dumps(row) for row in samples(whole)}
+
+
+def test_two_ranks_learn_the_same_policy(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ranks = Forks([[*RUN, f"run.dir={run}", "parallel=ddp"]] * 2, tmp_path / "log")
+    assert ranks.wait()
+    assert ranks.codes == [0, 0], ranks.logs[0].read_text()
+    assert curve(run) == curve(whole)
+    assert tensors(run) == tensors(whole)
+    assert samples(run) == samples(whole)
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_state_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
+    run, own = tmp_path / "run", [f"run.dir={tmp_path / 'run'}", "train.save_every=null", "train.eval_every=null"]
+
+    def fails(row: Any, text: str) -> float:
+        """Fail in the third rollout."""
+        return math.nan if (run / "samples.jsonl").exists() and len(samples(run)) == 8 else 0.5
+
+    monkeypatch.setitem(rewards.REWARDS, "mine", fails)
+    words = told(*RUN, *own, "objective.reward=mine", "objective.reward_weights=[]", code=1)
+    assert "reward mine is nan for" in words
+    assert re.search(r"ttrain: \d\+\d: reward", words)
+    assert steps_on_disk(run) == [4]
+
+
+def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
+    rows = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(8)]
+    own = [x for x in RUN if not x.startswith(("data", "run.dir"))] + ["data=documents", "data.tokenizer=byte"]
+    for row, why in (
+        ({"answer": 1}, "it has no 'prompt'"),
+        ({"prompt": "1+1="}, "reward contains raised ValueError: the row has no 'answer'"),
+        (
+            {"prompt": "1 plus 1 = ", "answer": 2},
+            "its prompt has 11 tokens, and objective.max_completion_length=4 more",
+        ),
+    ):
+        file = write_rows(tmp_path / "rows.jsonl", [*rows, row])
+        assert f":9: {why}" in told(*own, f"data.sources=[{file}]", f"run.dir={tmp_path / 'run'}", code=2)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["train.batch_size=10"], "train.batch_size=10: give a multiple of objective.num_generations=4."),
+        (["objective.max_completion_length=12"], "no prompt fits into model.context=12"),
+        (["objective.beta=0.1"], "objective.beta=0.1: its reference is the model without adapters. Give lora.rank=8"),
+        (["objective.reward=[exakt]"], "objective.reward=exakt: not registered. Did you mean 'exact'"),
+        (["objective.reward_weights=[1]"], "give one or more, and one of reward_weights for each"),
+        (["train.minutes=1", "train.steps=null"], "objective=grpo: is for task=train, train.steps and one batch size"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told(given: list[str], words: str, told: Told) -> None:
+    assert words in told(*RUN, *given, code=2)

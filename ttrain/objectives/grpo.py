@@ -1,0 +1,126 @@
+"""objective=grpo: group relative policy optimization (Shao et al., 2024) on completions that the model itself wrote.
+
+Rows have a `prompt`, and what the rewards look at. train/sampling/rollouts.py writes the completions of a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ttrain import ops
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.batches import Baseline
+from ttrain.data.examples import ExampleDataset, RowEncoder
+from ttrain.graph import Graph, Value
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Model, Prepare, valid_targets
+from ttrain.nn.lora import without_adapters
+from ttrain.objectives.base import Objective
+from ttrain.objectives.rewards import Row
+from ttrain.objectives.settings import GRPOConfig
+
+_LEAST_STD = 1e-4  # that rewards are divided by, as in TRL
+
+
+class GRPO(Objective):
+    """Raises the probabilities of the tokens of better completions of a prompt, and lowers those of worse ones.
+
+    Fields of a step: `tokens` and `targets` int64 [rows, context], of which targets outside of completions are -1;
+    `old_log_probs` fp32 [rows, context], those of the targets when they were drawn; `advantages` fp32 [rows, 1];
+    `weights` fp32 [rows, context], the factor of each token's loss in its mean.
+    """
+
+    config: GRPOConfig
+
+    def fields(self, model: Model, rows: int) -> dict[str, TensorSpec]:
+        tokens = model.batch_specs(rows)["tokens"]
+        advantages, numbers = TensorSpec((rows, 1), DType.FP32), tokens.with_dtype(DType.FP32)
+        given = {"tokens": tokens, "targets": tokens, "old_log_probs": numbers}
+        return {**given, "advantages": advantages, "weights": numbers}
+
+    def prepare(self, model: Model) -> Prepare:
+        return self._prepared
+
+    def _prepared(self, batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
+        """Add `weights`: their mean over all tokens of the step is the sum over tokens that loss_type stands for.
+
+        dapo takes the mean over all tokens. grpo takes that over completions of the means over their tokens. dr_grpo
+        divides the sum by the tokens that all completions could have had.
+        """
+        mask, count = batch["targets"] >= 0, valid_targets(batch)  # mask [rows, context]
+        weights, kind = mask.astype(np.float64), self.config.loss_type
+        if kind == "grpo":
+            weights *= count / len(mask) / np.maximum(mask.sum(1, keepdims=True), 1)
+        elif kind == "dr_grpo":
+            weights *= count / (len(mask) * self.config.max_completion_length)
+        fields = {name: batch[name] for name in ("tokens", "targets", "old_log_probs", "advantages")}
+        return {**fields, "weights": weights.astype(np.float32)}, {LOSS_WEIGHT: count}
+
+    def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
+        """Return the clipped loss, and the means over tokens of policy/entropy, clip_ratio/.. and policy/kl.
+
+        The loss of a token of advantage A is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) with r = p / p_old,
+        plus beta (q / p - log(q / p) - 1) with the reference's probability q (Schulman's estimate of the KL).
+        """
+        config, given = self.config, self.fields(model, rows)
+        _, targets, old, advantages, weights = (graph.input(name, spec) for name, spec in given.items())
+        flat = ops.reshape(targets, (targets.spec.size,))
+
+        def by_token(hidden: Value) -> list[Value]:
+            """[rows * context, width] -> log-probabilities and entropies, each [rows, context]."""
+            found = model.log_probs(hidden * (1 / config.temperature), flat, entropy=True)
+            return [ops.reshape(each, targets.shape) for each in found]
+
+        with graph.scope("loss"):
+            new, entropy = by_token(model.hidden(graph, rows, training))
+            ratio, zero = ops.exp(new - old), ops.full(graph, SCALAR, 0.0)
+            low, high = (ops.full(graph, SCALAR, bound) for bound in config.bounds)
+            clipped = -ops.maximum(-ops.maximum(ratio, low), -high)
+            losses = ops.maximum(-(ratio * advantages), -(clipped * advantages))
+            below = ops.greater(low, ratio) * ops.greater(zero, advantages)
+            above = ops.greater(ratio, high) * ops.greater(advantages, zero)
+            metrics = {"policy/entropy": entropy, "clip_ratio/low_mean": below, "clip_ratio/high_mean": above}
+            metrics["clip_ratio/region_mean"] = below + above
+            if config.beta:
+                with without_adapters(model):
+                    further = by_token(model.hidden(graph, rows, False))[0] - new
+                metrics["policy/kl"] = ops.expm1(further) - further
+                losses = losses + config.beta * metrics["policy/kl"]
+            weight, mask = graph.input(LOSS_WEIGHT, SCALAR), ops.greater(weights, zero)
+            sums = {name: weight * ops.reduce_sum(each * mask, (0, 1)) for name, each in metrics.items()}
+            return weight * ops.reduce_sum(losses * weights, (0, 1)), sums
+
+    def encode(self, row: Row, encoder: RowEncoder) -> dict[str, NDArray[Any]]:
+        """Return the fields of a prompt alone: of its targets the last is set, what advantage it has is not known.
+
+        Raises ValueError for a bad prompt.
+        """
+        if not row.get("prompt"):
+            raise ValueError("it has no 'prompt'")
+        prompt, most = encoder.prompt(row["prompt"]), self.config.max_completion_length
+        if len(prompt) + most > encoder.context:
+            told = f"its prompt has {len(prompt)} tokens, and objective.max_completion_length={most} more"
+            raise ValueError(f"{told} don't fit into model.context={encoder.context}")
+        tokens, targets = encoder.fit(prompt, [encoder.end])
+        none = {"old_log_probs": np.zeros(len(tokens), np.float32), "advantages": np.zeros(1, np.float32)}
+        return {"tokens": tokens, "targets": targets, **none}
+
+    def baseline(self, dataset: ExampleDataset) -> Baseline:
+        return Baseline("no reward", 0.0)
+
+
+def advantages_of(rewards: NDArray[np.float64], generations: int, scale: str) -> tuple[NDArray[Any], dict[str, float]]:
+    """Return the advantages fp32 [n] of weighted rewards [n], `generations` of each prompt in turn, and metrics.
+
+    An advantage is the reward less its group's mean, by scale_rewards over the standard deviation of the group, that of
+    the batch, or 1. frac_reward_zero_std is the share of the deviations that are 0, whose groups tell nothing.
+    """
+    groups = rewards.reshape(-1, generations)  # [prompts, generations]
+    whole, std = rewards.std(ddof=1), groups.std(axis=1, ddof=1, keepdims=True)
+    std = np.full_like(std, whole) if scale == "batch" else std
+    found = groups - groups.mean(axis=1, keepdims=True)
+    found = found if scale == "none" else found / (std + _LEAST_STD)
+    metrics = {"reward": rewards.mean(), "reward_std": whole, "frac_reward_zero_std": np.isclose(std, 0).mean()}
+    return found.ravel().astype(np.float32), {name: float(value) for name, value in metrics.items()}
