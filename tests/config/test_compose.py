@@ -36,6 +36,7 @@ NEEDS = {
     "task=report": ["run=x"],
     "task=trial": ["trial.variants={a:[]}"],
     "objective=distillation": ["objective.teacher=x"],
+    **{f"objective={name}": ["data=documents", "data.sources=[x]"] for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     "objective=grpo": ["data=sums", "objective.max_completion_length=8"],
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],

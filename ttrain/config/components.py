@@ -15,7 +15,7 @@ from ttrain.device.settings import DeviceConfig, TorchConfig
 from ttrain.engine.settings import EngineConfig
 from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.nn.settings import PRECISIONS, PrecisionConfig
-from ttrain.objectives.settings import DistillationConfig, GRPOConfig, ObjectiveConfig
+from ttrain.objectives import settings as objectives
 from ttrain.optim import settings as optim
 from ttrain.parallel.settings import ParallelConfig, rank_here
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -79,9 +79,14 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", DocumentsConfig, "ttrain.data.documents:open_documents", ("documents",)),
     ("data", RegressionConfig, "ttrain.data.synthetic.regression:open_regression", ("regression",)),
     ("data", SumsConfig, "ttrain.data.synthetic.sums:open_sums", ("sums",)),
-    ("objective", ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
-    ("objective", DistillationConfig, "ttrain.objectives.distillation:Distillation", ("distillation",)),
-    ("objective", GRPOConfig, "ttrain.objectives.grpo:GRPO", ("grpo",)),
+    ("objective", objectives.ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
+    ("objective", objectives.DistillationConfig, "ttrain.objectives.distillation:Distillation", ("distillation",)),
+    ("objective", objectives.GRPOConfig, "ttrain.objectives.grpo:GRPO", ("grpo",)),
+    ("objective", objectives.DPOConfig, "ttrain.objectives.preferences:DPO", ("dpo",)),
+    ("objective", objectives.PairsConfig, "ttrain.objectives.preferences:IPO", ("ipo",)),
+    ("objective", objectives.PairsConfig, "ttrain.objectives.preferences:ORPO", ("orpo",)),
+    ("objective", objectives.KTOConfig, "ttrain.objectives.preferences:KTO", ("kto",)),
+    ("objective", objectives.SimPOConfig, "ttrain.objectives.preferences:SimPO", ("simpo",)),
     ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
     ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),

@@ -114,9 +114,11 @@ class ExampleDataset:
         description: dict[str, Any],
     ) -> None:  # fmt: skip
         """`rows` have a place, such as file:line, and a content."""
-        self.rows = {split: [row for _, row in part] for split, part in rows.items()}
+        arranged: Any = getattr(objective, "arranged", list)
+        self.rows = {split: arranged([row for _, row in part]) for split, part in rows.items()}
         self.places = {split: [place for place, _ in part] for split, part in rows.items()}
         self.encoder, self.objective, self.description = encoder, objective, description
+        self.known: dict[str, dict[str, NDArray[Any]]] = {split: {} for split in rows}  # further fields of all rows
         self.tokenizer: Tokenizer | None = encoder.tokenizer
         self.vocabulary: int | None = encoder.tokenizer.vocabulary
         first = self.batch("val", 0, 0, 1)
@@ -133,8 +135,13 @@ class ExampleDataset:
             numbers = numbers if limit is None else numbers % np.uint64(limit)
             ordered = self.encoder.config.order == "sequential"
             places = numbers % np.uint64(count) if ordered else shuffled_epochs(seed, numbers, count)[1]
+        return self.read(split, places.astype(np.int64))
+
+    def read(self, split: Split, places: NDArray[np.int64]) -> Batch:
+        """Return the fields of some rows by their numbers in a split."""
         each = [self.objective.encode(self.rows[split][place], self.encoder) for place in places.tolist()]
-        return {**{name: np.stack([one[name] for one in each]) for name in each[0]}, ROW: places.astype(np.int64)}
+        found = {name: np.stack([one[name] for one in each]) for name in each[0]}
+        return {**found, **{name: values[places] for name, values in self.known[split].items()}, ROW: places}
 
     @property
     def val_samples(self) -> int:

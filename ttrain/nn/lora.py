@@ -38,6 +38,7 @@ class Adapter(Module):
         self.b = Linear(rank, outputs, bias=False, weight_initializer=Constant(0.0))
         self.a.weight.width_ratio = weight.width_ratio
         self.scale, self._p, self._number = config.scale, config.dropout, number
+        self.new = config.from_ is None
         # The graph of the last use, and how many uses it had before: a layer may have several in a step.
         self._last: tuple[Callable[[], Graph | None], int] = (lambda: None), 0
 
@@ -66,6 +67,12 @@ def attach(model: Module, config: LoraConfig) -> None:
     for number, path in enumerate(chosen):
         layers[path].lora = Adapter(layers[path].weight, config.rank, config, number)
     model.name_parameters()
+
+
+def starts_bare(model: Module) -> bool:
+    """Return whether a model has adapters and began as it is without them: they are not those of lora.from."""
+    held = [layer.lora for _, layer in model.modules() if isinstance(layer, Linear)]
+    return any(isinstance(adapter, Adapter) and adapter.new for adapter in held)
 
 
 @contextmanager

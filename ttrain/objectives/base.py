@@ -47,6 +47,10 @@ class Objective:
             return cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
         return model.loss(graph, rows, training), {}
 
+    def reads_reference(self, model: Any) -> bool:
+        """Return whether batches have fields that `reference`, alike to `probe`, computes with the first weights."""
+        return False
+
     def probe(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
         """Return what `rows` rows tell of themselves before their slice is trained on, each [rows, ...], by name.
 

@@ -118,3 +118,34 @@ class GRPOConfig(ObjectiveConfig):
             yield f"objective.beta={self.beta:g}: {told}."
         if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
             yield "objective=grpo: is for task=train, train.steps and one batch size. Leave out what sets others."
+
+
+@dataclass
+class PairsConfig(ObjectiveConfig):
+    """Keys of objectives over pairs of completions, named and set as in TRL."""
+
+    reads_rows: ClassVar[bool] = True
+
+    beta: float = option(0.1, "weight of preferences; a larger one keeps the model closer to its reference", above=0)
+
+
+@dataclass
+class DPOConfig(PairsConfig):
+    """Direct preference optimization."""
+
+    label_smoothing: float = option(0.0, "share of pairs taken to be the wrong way round", minimum=0, below=0.5)
+
+
+@dataclass
+class SimPOConfig(PairsConfig):
+    """Simple preference optimization."""
+
+    simpo_gamma: float = option(0.5, "margin of rewards beyond which a pair teaches less", minimum=0)
+
+
+@dataclass
+class KTOConfig(PairsConfig):
+    """Kahneman-Tversky optimization."""
+
+    desirable_weight: float = option(1.0, "weight of completions whose label is true", minimum=0)
+    undesirable_weight: float = option(1.0, "weight of completions whose label is false", minimum=0)

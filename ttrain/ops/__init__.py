@@ -4,7 +4,7 @@ Importing this package fills the registry; the functions here record nodes into 
 """
 
 from ttrain.ops import collective
-from ttrain.ops.activation import activation, gated_activation, gelu
+from ttrain.ops.activation import activation, gated_activation, gelu, log_sigmoid
 from ttrain.ops.attention import attention, cache_write, cached_attention, log_sum_exp, softmax
 from ttrain.ops.elementwise import (
     add,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ttrain.graph import Case, Value, cases, composite
-from ttrain.ops.elementwise import PLAIN_SHAPES, erf, exp, full, greater, sigmoid, tanh
+from ttrain.ops.elementwise import PLAIN_SHAPES, erf, exp, full, greater, log, relu, sigmoid, tanh
 
 GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
@@ -44,6 +44,12 @@ def silu(x: Value) -> Value:
     return x * sigmoid(x)
 
 
+@composite(elementwise=True, vjp=lambda node, dy: [dy * sigmoid(-node.input("x"))])
+def log_sigmoid(x: Value) -> Value:
+    """y = ln(1 / (1 + e^-x)), of any x without overflow."""
+    return -(relu(-x) + log(exp(-(relu(x) + relu(-x))) + 1.0))
+
+
 @composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)
 def relu_grad(dy: Value, saved: Value) -> Value:
     """dx = dy where the saved output y > 0, else 0."""
@@ -56,6 +62,7 @@ def tanh_grad(dy: Value, saved: Value) -> Value:
     return dy * (1.0 - saved * saved)
 
 
+cases(log_sigmoid, *(Case((shape,)) for shape in PLAIN_SHAPES))
 cases(silu, *(Case((shape,)) for shape in PLAIN_SHAPES))
 cases(gelu, *(Case((shape,), {"approximate": form}) for shape in PLAIN_SHAPES for form in GELU_FORMS))
 

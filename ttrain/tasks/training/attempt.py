@@ -121,6 +121,7 @@ class Attempt:
         for note in notes:
             self.console.say(note)
         self.heartbeat.beat()
+        run.add_reference(session, self.folder)
         if len(run.phases.phases) == 1:
             self.steps.update(session.build_training())
             return progress, began, None
@@ -230,8 +231,7 @@ class Attempt:
         objective = build.made("objective", self.run.config.objective)
         each = 1 if objective.coupled is None else train.gradient_accumulation
         parts = step, dataset, rows * each, train.eval_sequences, objective.prepare(self.run.model)
-        probe = None if objective.coupled is None else lambda inputs: steps[PROBE](inputs)
-        coupling = {"probe": probe, "coupled": objective.coupled or dict, "each": rows}
+        coupling = {"probe": lambda inputs: steps[PROBE](inputs), "coupled": objective.coupled, "each": rows}
         told: Any = {"say": self.console.say, "count_bytes": count, "world": world, **coupling}
         told["score"] = None if self._rollouts is None else partial(self._score, self._rollouts, progress)
         return Evaluation(*parts, around=around, measure=partial(self._measure, progress), **told)

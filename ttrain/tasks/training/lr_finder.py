@@ -78,6 +78,7 @@ def _losses(
             with Waiting("Placing the model and building its steps", console.say):
                 session = stack.enter_context(closing(run.open(device)))
                 run.origin.set_values(session, run.config.run.seed)
+                run.add_reference(session)
                 built.update(session.build_training(further=False))
             peak, constant = run.config.optimizer.lr, run.rates
 

@@ -34,6 +34,7 @@ from ttrain.train.forecast.plan_report import plan_report
 from ttrain.train.forecast.show import product_ways, show_ways
 from ttrain.train.runs import resume as resuming
 from ttrain.train.runs.record import environment_record
+from ttrain.train.runs.reference import add_reference
 from ttrain.train.runs.run_directory import RunDirectory, part_of
 from ttrain.train.runs.summary import extent_line, mixture_table
 from ttrain.train.runs.warm_start import Origin
@@ -171,6 +172,11 @@ class Run:
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)
         return session
+
+    def add_reference(self, session: Session, folder: RunDirectory | None = None) -> None:
+        """See steps/reference.py; the state of the session has its values."""
+        begun = [run for run in (folder and folder.path, self.origin.run) if run and self.origin.point is not None]
+        add_reference(session, self.dataset, folder.path if folder and folder.leads else None, begun)
 
     def _writer(self) -> Model | None:
         """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""

@@ -54,8 +54,8 @@ class Evaluation:
     count_bytes: Callable[[Batch], int] | None = None  # of a batch's targets
     world: World = field(default_factory=World)
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
-    probe: Callable[[Inputs], Outputs] | None = None  # where rows are coupled, see TrainStep
-    coupled: Callable[[Outputs], Inputs] = dict
+    probe: Callable[[Inputs], Outputs] = dict
+    coupled: Callable[[Outputs], Inputs] | None = None  # where rows are, see TrainStep
     each: int | None = None  # rows of a call, where a slice has several
     score: Callable[[Batch], dict[str, float]] | None = None  # gives the sums of a batch in the place of the step
     # Measures the entries of train.evals that are due (EVALUATION or END). Raises Interrupted where it was stopped.
@@ -140,7 +140,7 @@ class Evaluation:
         if masked := full["targets"].dtype.kind == "i":
             full["targets"][rows:] = -1
         parts = micro_batches(self.prepare(full)[0], self.each or self.rows, 1)
-        further = {} if self.probe is None else self.coupled(joined(map(self.probe, parts)))
+        further = {} if self.coupled is None else self.coupled(joined(map(self.probe, parts)))
         sums = summed([self.step({**part, **further, **weights}) for part in parts])
         if masked or rows == self.rows:
             return sums

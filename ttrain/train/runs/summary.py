@@ -27,7 +27,7 @@ _ALIKE = 0.1  # speeds that differ by less than this share of the greater are to
 
 def unit_of(data: Mapping[str, Any]) -> str:
     """Unit that a step counts, by the description of the data."""
-    return TOKENS if "tokens" in data else VALUES
+    return TOKENS if "tokens" in data or "tokenizer" in data else VALUES
 
 
 def summarize(

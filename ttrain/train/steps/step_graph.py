@@ -46,14 +46,13 @@ class StepGraph:
         trace_train       batch fields or what picks them on the device, loss_weight, seed, lr inputs, step
                                                                              -> loss, grad_norm
         trace_accumulate  batch fields, loss_weight, seed                    -> loss
-        trace_probe       batch fields                                       -> what the objective names, [rows, ...]
+        trace_fields      batch fields                                       -> what the objective names, [rows, ...]
         trace_update      lr inputs, step                                    -> grad_norm
         trace_norm        nothing                                            -> grad_norm
         trace_kept, trace_swap  nothing
         trace_evaluate    batch fields, loss_weight                          -> loss
         trace_logits      tokens [1, context], position                      -> logits [1, vocabulary]
-    Steps with the output loss also have the metrics that the model names, and the weight inputs of its terms. Where
-    the objective couples the rows of a slice, they have the inputs that follow from the outputs of its trace_probe.
+    Steps with the output loss also have the metrics that the objective names, and the inputs that it declares.
     Where activations are watched, trace_train and trace_accumulate also have the output activation_norm.
     `loss` is loss_weight * the sum over the batch; `grad_norm` is the global norm before clipping. Where the step is
     guarded, trace_update takes grad_norm as an input instead. Where only some gradients are clipped, their norm is an
@@ -119,10 +118,11 @@ class StepGraph:
     def _traces(self) -> dict[str, Trace]:
         """Return all steps that an optimizer step may be made of, in the order in which they are built."""
         first, later = (partial(self.trace_accumulate, first=first) for first in (True, False))
-        found: dict[str, Trace] = {PROBE: self.trace_probe, "accumulate_first": first, "accumulate_next": later}
+        found: dict[str, Trace] = {"accumulate_first": first, "accumulate_next": later}
         for level in range(self.ranks.levels):
             found[f"keep{level}"] = partial(self.trace_kept, level=level, keep=True)
             found[f"merge{level}"] = partial(self.trace_kept, level=level, keep=False)
+        found[PROBE] = partial(self.trace_fields, self.objective.probe)
         return {**found, "train": self.trace_train, "norm": self.trace_norm, "update": self.trace_update}
 
     def train_steps(self) -> dict[str, Trace]:
@@ -160,11 +160,11 @@ class StepGraph:
             steps["logits"] = self.trace_logits
         return {**steps, "swap": self.trace_swap} if self.averages else steps
 
-    def trace_probe(self, graph: Graph) -> None:
-        """Outputs of a micro-batch for the others of its slice, before they are trained on; see Objective.probe."""
+    def trace_fields(self, made: Callable[[Model, Graph, int], Mapping[str, Value]], graph: Graph) -> None:
+        """Outputs that `made` gives the fields of a micro-batch, as Objective.probe does."""
         for name, spec in self.objective.fields(self.model, self.rows).items():
             graph.input(name, spec)
-        for name, value in self.objective.probe(self.model, graph, self.rows).items():
+        for name, value in made(self.model, graph, self.rows).items():
             graph.output(name, value)
 
     def trace_train(self, graph: Graph) -> None:
@@ -231,9 +231,7 @@ class StepGraph:
         graph.output("logits", cast(LanguageModel, model).logits(graph, rows=1))
 
     def state_tensors(self, training: bool = True) -> list[StateTensor]:
-        """List the tensors that an engine's State has to place.
-
-        Without `training` there are no gradients and no optimizer tensors.
+        """List the tensors that an engine's State has to place, without `training` neither gradients nor slots.
 
         Those of an update op come out side by side and in the same order in every kind.
         """

@@ -1,0 +1,84 @@
+"""The fields that the first weights of a model give every row, where an objective asks: computed once for all steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from ttrain.core.errors import CheckpointError
+from ttrain.core.files import replace_file
+from ttrain.core.folders import cache_folder
+from ttrain.core.waiting import waited_for
+from ttrain.data.batches import Split
+from ttrain.train.checkpoint.tensor_files import open_shard
+from ttrain.train.protocols import Array
+from ttrain.train.steps.session import Session
+
+FILE = "reference.safetensors"  # in the folder of a run: tensors `<split>/<field>` [rows of the split, ...]
+SPLITS: tuple[Split, ...] = ("train", "val")
+
+
+def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Sequence[Path]) -> None:
+    """Let batches of an ExampleDataset have the fields that an objective's `reference` makes.
+
+    They are computed with the weights as they are, unless the user's cache has them. Where training goes on, these are
+    not the first ones any more, so one of the folders of `runs` must have the fields; raises CheckpointError where none
+    has. The `folder` of the run gets a copy, if any.
+    """
+    objective, model = session.graph.objective, session.graph.model
+    if not objective.reads_reference(model):
+        return
+    from safetensors.numpy import save
+
+    rows = waited_for([row for split in SPLITS for row in dataset.rows[split]], "Hashing rows")
+    encoded = (dataset.objective.encode(row, dataset.encoder) for row in rows)
+    data = _hash(objective.config.name, (array for each in encoded for array in each.values()))
+    facts = data, model.config, model.compute, session.engine.device.name
+    key = "" if runs else _hash(repr(facts), map(session.state.read, model.parameters()))
+    cached = [] if runs else [cache_folder() / "reference" / f"{key}.safetensors"]
+    values = next(filter(None, (_read(path, data) for path in [*cached, *(run / FILE for run in runs)])), {})
+    if not values and runs:
+        told = f"{runs[0] / FILE}: is missing or of other rows, and the weights that it is made with are gone"
+        raise CheckpointError(f"{told}. Bring the file and the rows back, or start anew with resume=none.")
+    values = values or _computed(session, dataset)
+    for path in [*cached, *([] if folder is None else [folder / FILE])]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, save(values, {"data": data}))
+    for name, array in values.items():
+        split, _, field = name.partition("/")
+        dataset.known[split][field] = array
+
+
+def _computed(session: Session, dataset: Any) -> dict[str, Array]:
+    """Run a forward pass over all rows."""
+    objective, rows, found = cast(Any, session.graph.objective), session.graph.rows, dict[str, list[Array]]()
+    step = session.engine.build("reference", partial(session.graph.trace_fields, objective.reference))
+    counts: dict[str, int] = {split: len(dataset.rows[split]) for split in SPLITS}
+    batches = [(split, at) for split in counts for at in range(0, counts[split], rows)]
+    for split, at in waited_for(batches, "Computing the reference's log-probabilities of all rows, in batches"):
+        batch = dataset.read(split, np.arange(at, at + rows) % counts[split])
+        for name, array in step(session.prepare(batch)[0]).items():
+            found.setdefault(f"{split}/{name}", []).append(array)
+    session.engine.close()
+    return {name: np.concatenate(parts)[: counts[name.partition("/")[0]]] for name, parts in found.items()}
+
+
+def _hash(facts: str, arrays: Iterable[Array]) -> str:
+    digest = hashlib.sha256(facts.encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, data: str) -> dict[str, Array]:
+    """Return what a file has of these rows; nothing where there is none or it is of others."""
+    if not path.is_file():
+        return {}
+    with open_shard(path) as shard:
+        fits = (shard.metadata() or {}).get("data") == data
+        return {name: shard.get_tensor(name) for name in shard.keys()} if fits else {}  # noqa: SIM118 - no mapping
