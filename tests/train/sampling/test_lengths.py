@@ -123,6 +123,21 @@ def test_a_short_text_is_measured_in_short_rows(built: Counter[tuple[str, int]])
     assert {length for _, length in built} == {64, 2 * 64}  # of the caches of two texts
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_do_not_depend_on_how_many_are_written_at_once(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained(name)
+    Path("three.txt").write_text("the cat\nthe dog sat on the\nsat\n")
+    several, one = ["sample.prompts=three.txt", "sample.count=2"], ["sample.prompt=the", "sample.count=3"]
+    for words in (several, one):
+        command, said = ["task=sample", f"run.dir={run}", "sample.tokens=20", *words, *CPU], set[str]()
+        for rows in (1, 4, 32):
+            capsys.readouterr()
+            assert main([*command, f"sample.batch_size={rows}", "sample.stop=[at]"]) == 0
+            said.add(capsys.readouterr().out)
+        (answers,) = said
+        assert len(answers.splitlines()) >= 6 and "at\n" not in answers
+
+
 def test_a_conversation_grows_into_longer_rows(
     built: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
