@@ -35,6 +35,8 @@ NEEDS = {
     "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
     "task=trial": ["trial.variants={a:[]}"],
+    "objective=classification": ["data=documents", "data.sources=[x]"],
+    "objective=embedding": ["data=documents", "data.sources=[x]"],
     "objective=distillation": ["objective.teacher=x"],
     **{f"objective={name}": ["data=documents", "data.sources=[x]"] for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     "objective=grpo": ["data=sums", "objective.max_completion_length=8"],

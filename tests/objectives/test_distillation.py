@@ -149,7 +149,7 @@ def test_a_teacher_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[st
     assert train("letters", "data.tokenizer=char", "train.steps=1") == 0
     learns = ["objective=distillation", "train.steps=1"]
     for teacher, told in (
-        ("short", "it reads 8 tokens at most, sequences have 16"),
+        ("short", "reads 8 tokens, and is to be a llama or gpt that reads 16"),
         ("letters", "its tokenizer gives tokens other ids"),
         ("null", "there is nobody to learn from"),
     ):

@@ -18,6 +18,7 @@ from typing import Any
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, UserError, raised_as
+from ttrain.core.files import read_object
 from ttrain.core.options import as_keys, key_of
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset, Sizes
@@ -39,9 +40,9 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.adapters import PeftAdapter
+from ttrain.train.checkpoint.hub_folder import CONFIG, find_folder
 from ttrain.train.logging.loggers import Console, Logger
-from ttrain.train.runs.warm_start import WarmStart, open_warm_start
-from ttrain.train.runs.weight_source import WeightSource
+from ttrain.train.runs.warm_start import WarmStart, WeightSource, open_warm_start
 from ttrain.train.settings import LoggerConfig, WandbConfig
 from ttrain.train.steps.resident import Resident
 from ttrain.train.steps.session import Session
@@ -66,6 +67,8 @@ def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: N
     """
     with Waiting("Reading the data"):
         objective = made("objective", config.objective)
+        if getattr(config.model, "from_", None) is not None and hasattr(objective, "labels_of"):
+            objective.labels_of(read_object(find_folder(config.model.from_) / CONFIG))
         sizes = replace(data_sizes(config.model), rows=objective if config.objective.reads_rows else None)
         dataset: Dataset = made("data", config.data, sizes)
     first(dataset)
@@ -140,6 +143,7 @@ def _model(sizes: Any, config: Config) -> Model:
     model = made("model", sizes, config.precision.compute)
     if config.lora.rank:
         attach(model, config.lora)
+    made("objective", config.objective).attach(model)
     config.precision.set_masters(model.parameters().values())
     return model
 
@@ -204,9 +208,17 @@ def build_adapters(lora: LoraConfig, model: Model) -> PeftAdapter | None:
     return opened
 
 
-def build_objective(config: Config) -> Objective:
+def learned_from(config: Config, dataset: Dataset | None) -> Config:
+    """The config with what its objective found in the rows of the data, such as the names of classes."""
+    objective = getattr(dataset, "objective", None)
+    return config if objective is None else replace(config, objective=objective.config)
+
+
+def build_objective(config: Config, slices: int) -> Objective:
     """The objective, with the frozen model that it reads, if any. Raises UserError where that can't be had."""
     objective: Objective = made("objective", config.objective)
+    parts = config.train.gradient_accumulation
+    objective.slice = parts, config.train.batch_size // slices // parts
     if (teacher := getattr(config.objective, "teacher", None)) is not None:
         objective.frozen = open_frozen("objective.teacher", teacher, config)
     return objective
@@ -254,7 +266,8 @@ def build_session(
         resident=resident,
         low_bits=device.compiles and config.engine.name == "traced",  # for which compiled steps have kernels
         frees=device.arenas and device.host is None and device.chips == 1,
-        objective=objective or (build_objective(config) if training else made("objective", config.objective)),
+        objective=objective
+        or (build_objective(config, ranks.slices) if training else made("objective", config.objective)),
         uniform_compute=device.uniform_compute,
     )
     state = State(device, graph.state_tensors(training))

@@ -80,6 +80,8 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("data", RegressionConfig, "ttrain.data.synthetic.regression:open_regression", ("regression",)),
     ("data", SumsConfig, "ttrain.data.synthetic.sums:open_sums", ("sums",)),
     ("objective", objectives.ObjectiveConfig, "ttrain.objectives.base:Objective", ("next_token",)),
+    ("objective", objectives.ClassificationConfig, "ttrain.objectives.texts:Classification", ("classification",)),
+    ("objective", objectives.EmbeddingConfig, "ttrain.objectives.texts:Embedding", ("embedding",)),
     ("objective", objectives.DistillationConfig, "ttrain.objectives.distillation:Distillation", ("distillation",)),
     ("objective", objectives.GRPOConfig, "ttrain.objectives.grpo:GRPO", ("grpo",)),
     ("objective", objectives.DPOConfig, "ttrain.objectives.preferences:DPO", ("dpo",)),

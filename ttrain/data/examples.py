@@ -123,7 +123,8 @@ class ExampleDataset:
         self.vocabulary: int | None = encoder.tokenizer.vocabulary
         first = self.batch("val", 0, 0, 1)
         self.fields = {
-            name: TensorSpec(array.shape[1:], DType.parse(str(array.dtype))) for name, array in first.items()
+            name: TensorSpec(array.shape[1:], next(each for each in DType if each.in_torch == str(array.dtype)))
+            for name, array in first.items()
         }
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
@@ -184,6 +185,8 @@ def open_examples(config: DocumentsConfig, context: int, objective: RowObjective
         raise DataError("data.sources has no rows. Give files with an object in each line.")
     tokenizer, end = tokenizer_of(config, (text for _, row in rows for text in _texts(row)))[1:]
     encoder = RowEncoder(config, tokenizer, end.id, context, chat_template(config))
+    if hasattr(objective, "read"):
+        objective.read([row for _, row in rows])
     kept, long = _usable(rows, encoder, objective, reader)
     hashes = [int.from_bytes(hashlib.blake2b(found[at].text.encode(), digest_size=8).digest(), "big") for at in kept]
     held = held_out_documents(np.array(hashes, np.uint64), config.held_out)

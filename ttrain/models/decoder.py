@@ -171,6 +171,9 @@ class Decoder(TokenModel):
     head: Linear | None
     vocabulary: int
     packed: bool = False  # whether sequences hold several documents, which do not see each other
+    classes: Linear | None = None  # head of labels, see objectives/texts.py
+    stated: tuple[str, dict[str, Any]] = "ForCausalLM", {}  # end of its class in Transformers, more for config.json
+    pooling = ""  # of the vectors of texts
     future: Linear | None = None  # what hidden states have added to them to predict the token after the next
 
     def finish(self, values: int) -> None:

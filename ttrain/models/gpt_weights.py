@@ -9,7 +9,7 @@ import numpy as np
 
 from ttrain.core.errors import CheckpointError, ConfigError
 from ttrain.models.settings import ACTIVATIONS, PUBLISHED, GPTConfig, activation_of, name_of_activation
-from ttrain.models.weight_checks import NamedWeights, Naming, Weight, Weights, as_fp32, same, unusable
+from ttrain.models.weight_checks import TOKENS, NamedWeights, Naming, Weight, Weights, as_fp32, same, unusable
 
 _MATRICES = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps them as [inputs, outputs]
 _KEYS, _NANOGPT, _CLAIMS, _ALWAYS = (PUBLISHED["keys"][name] for name in ("gpt", "nanogpt", "claims", "always"))
@@ -39,7 +39,7 @@ class GPTWeights(NamedWeights):
     def to_transformers(self, values: Mapping[str, Any]) -> dict[str, Weight]:
         """The weights of Hugging Face's GPT-2, a tied head once. It has every bias: those that we lack are zero."""
         weights = self.to_original(values, transposed=True)
-        if self.config.tied:
+        if self.config.tied or self.opened_by != TOKENS:
             weights.pop("lm_head.weight")
         layers = [name for name in weights if ".h." in name or ".ln_f." in name]
         for name in () if self.config.bias else layers:
@@ -74,7 +74,7 @@ class GPTWeights(NamedWeights):
 
         Takes nanoGPT's form and Hugging Face's, told apart by the shape of the attention projections; see Naming.taken.
         """
-        given = NAMING.given(content)
+        given = self.naming.given(content)
         projections = [getattr(weight, "shape", ()) for name, weight in given.items() if name.endswith(_QKV)]
         turned = any(list(shape[1:]) == [3 * size for size in shape[:1]] for shape in projections)
 

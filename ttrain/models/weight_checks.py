@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from ttrain.nn.module import Module
 
 Array = NDArray[Any]
 Weight = NDArray[np.float32]
+TOKENS = "AutoModelForCausalLM"  # what opens a model that predicts tokens
+_SCORE = "score."  # begins the name of a head of classes, which a model may start without
 
 
 def unusable(values: Mapping[str, Any]) -> list[str]:
@@ -76,7 +78,7 @@ class Naming:
 
     def _full(self, name: Any) -> str:
         name = str(name).removeprefix("_orig_mod.").removeprefix("module.")
-        return name if name.startswith((self.root, "lm_head.")) else self.root + name
+        return name if name.startswith((self.root, "lm_head.", _SCORE)) else self.root + name
 
     def taken(
         self,
@@ -91,6 +93,7 @@ class Naming:
         gives what is there under the names of this model, whatever its shape.
         """
         names = {path: self.name(path) for path in specs}
+        names = {path: name for path, name in names.items() if name in weights or not name.startswith(_SCORE)}
         found = {path: weights[name] for path, name in names.items() if name in weights}
         problems = unusable({names[path]: weight for path, weight in found.items()})
         if strict and not problems:
@@ -113,7 +116,8 @@ class Naming:
 class NamedWeights(Module):
     """A model whose weights have other names in its original."""
 
-    naming: ClassVar[Naming]
+    naming: Naming
+    opened_by = TOKENS  # class of Transformers or sentence-transformers
 
     def specs(self) -> dict[str, TensorSpec]:
         """Spec of every parameter by path, without padding and adapters."""

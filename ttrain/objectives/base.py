@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import Model, ModelWithMetrics, Prepare, preparation
-from ttrain.objectives.frozen import FrozenModel
 from ttrain.objectives.settings import ObjectiveConfig
 
 
@@ -25,10 +24,14 @@ class Objective:
     # fields, which `loss` declares. None where rows stand for themselves.
     coupled: Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None = None
     config: Any
-    frozen: FrozenModel | None = None  # a second model that the loss reads, where there is one
+    slice = 1, 1  # micro-batches of a slice, and rows of each
+    frozen: Any = None  # a second model that the loss reads, a FrozenModel, where there is one
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
+
+    def attach(self, model: Any) -> None:
+        """Give a model the parts that are learned beside its own, before it is used."""
 
     def fields(self, model: Model, rows: int) -> dict[str, TensorSpec]:
         """Return the specs of a batch's fields for `rows` rows; the first axis of each is that of the rows."""
@@ -50,6 +53,10 @@ class Objective:
     def reads_reference(self, model: Any) -> bool:
         """Return whether batches have fields that `reference`, alike to `probe`, computes with the first weights."""
         return False
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation, of which some may follow from others that are sums."""
+        return dict(metrics)
 
     def probe(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
         """Return what `rows` rows tell of themselves before their slice is trained on, each [rows, ...], by name.

@@ -13,7 +13,6 @@ from ttrain.graph import Case, Graph, Node, Value, cases, composite
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.models.cache import POSITIONS
 from ttrain.objectives.base import Objective
-from ttrain.objectives.settings import DistillationConfig
 
 _AT_ONCE = 1 << 24  # scores of each model that exist at a time
 
@@ -60,11 +59,8 @@ class Distillation(Objective):
     Scores of both models, [N, V], exist for some rows at a time; backward computes them again.
     """
 
-    config: DistillationConfig
-
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """Return the loss, and in nats the cross-entropies of student and teacher: student/ce, teacher/ce."""
-        assert self.frozen is not None
         teacher = self.frozen.beside(model)
         places = range(model.length), TensorSpec((rows, model.length), DType.INT64)
         positions = graph.input(POSITIONS, places[1], places[0]) if POSITIONS in model.batch_specs(rows) else None
@@ -72,47 +68,36 @@ class Distillation(Objective):
         with graph.scope("teacher"):
             taught = teacher.hidden(graph, rows, False, positions)
         targets = ops.reshape(graph.input("targets", places[1]), hidden.shape[:1])
-        parts, found = _parts(targets.shape[0], model.vocabulary), list[Sequence[Value]]()
+        found, count = list[Sequence[Value]](), targets.shape[0]
+        size = -(-count // -(-count * model.vocabulary // _AT_ONCE))
+        parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
         for chosen in parts:
             with graph.scope("loss"), graph.segment(training and len(parts) > 1):
-                scores = model.scores(_rows(hidden, chosen)), teacher.scores(_rows(taught, chosen))
-                found.append(self._sums(*scores, _rows(targets, chosen)))
+                scores = model.scores(_some(hidden, chosen)), teacher.scores(_some(taught, chosen))
+                found.append(self._sums(*scores, _some(targets, chosen)))
         with graph.scope("loss"):
             weight = graph.input(LOSS_WEIGHT, SCALAR)
             loss, own, its = (reduce(ops.add, each) * weight for each in zip(*found, strict=True))
             share = self.config.cross_entropy
-            mixed = loss if share == 0 else (1 - share) * loss + share * own
-        return mixed, {"student/ce": own, "teacher/ce": its}
+        return (1 - share) * loss + share * own if share else loss, {"student/ce": own, "teacher/ce": its}
 
     def _sums(self, student: Value, teacher: Value, targets: Value) -> list[Value]:
         """Sums over rows of scores [n, V]: of the divergence, and of the cross-entropies of both models."""
         live = min(student.shape[1], teacher.shape[1])  # a model may have more ids than the tokenizer
-        hot = ops.one_hot(targets, live, student.spec.dtype)
-        given = [log_softmax(_columns(scores, live)) for scores in (student, teacher)]
-        soft, heat = given, self.config.temperature
-        if heat != 1:
-            soft = [log_softmax(_columns(scores, live) * (1 / heat)) for scores in (student, teacher)]
+        scores = [_some(each, range(live), 1) for each in (student, teacher)]
+        hot, heat, given = (
+            ops.one_hot(targets, live, DType.FP32),
+            self.config.temperature,
+            list(map(log_softmax, scores)),
+        )
+        soft = given if heat == 1 else [log_softmax(each * (1 / heat)) for each in scores]
         counted = ops.reduce_sum(hot, [1])  # 0 without a target, else 1
         losses = counted * divergence(soft[0], soft[1], self.config.beta)
         return [ops.reduce_sum(losses, [0]), *(-ops.reduce_sum(hot * logs, [0, 1]) for logs in given)]
 
 
-def _parts(rows: int, width: int) -> list[range]:
-    """Divide rows of so many scores into parts of about equal size."""
-    size = -(-rows // -(-rows * width // _AT_ONCE))
-    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
-
-
-def _rows(x: Value, chosen: range) -> Value:
-    """Some rows of [N, C] or [N]."""
-    if len(chosen) == x.shape[0]:
-        return x
-    whole = ops.reshape(x, (1, x.shape[0], x.spec.size // x.shape[0]))
-    return ops.reshape(ops.index_select(whole, chosen), (len(chosen), *x.shape[1:]))
-
-
-def _columns(x: Value, count: int) -> Value:
-    """The first columns of [n, V]."""
-    if count == x.shape[1]:
-        return x
-    return ops.reshape(ops.index_select(ops.reshape(x, (*x.shape, 1)), range(count)), (x.shape[0], count))
+def _some(x: Value, chosen: range, axis: int = 0) -> Value:
+    """Some rows or columns of [N, V], or elements of [N]."""
+    before, after = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+    found = ops.index_select(ops.reshape(x, (before, x.shape[axis], after)), chosen)
+    return ops.reshape(found, (*x.shape[:axis], len(chosen), *x.shape[axis + 1 :]))

@@ -37,6 +37,33 @@ class ObjectiveConfig:
 
 
 @dataclass
+class ClassificationConfig(ObjectiveConfig):
+    """A text has one of some labels."""
+
+    reads_rows: ClassVar[bool] = True
+
+    name: str = option("classification", "registered name of the objective")
+    classes: list[str] = option([], "names of the labels in the order of the scores; [] takes those of folder or rows")
+    class_weights: list[float] = option([], "factors of the classes' losses; [] leaves them as they are", above=0)
+
+
+@dataclass
+class EmbeddingConfig(ObjectiveConfig):
+    """Texts that belong together get vectors that are near each other."""
+
+    reads_rows: ClassVar[bool] = True
+
+    name: str = option("embedding", "registered name of the objective")
+    pooling: str = option("mean", "hidden states that make the vector of a text", choices=("mean", "last"))
+    temperature: float = option(0.05, "what divides the cosines of vectors", above=0)
+
+    @rule
+    def _one_slice(self, others: Any) -> Iterator[str]:
+        if others.train.batch_schedule:
+            yield "train.batch_schedule: objective=embedding compares the rows of batches of one size. Leave it out."
+
+
+@dataclass
 class DistillationConfig(ObjectiveConfig):
     """A teacher's distribution of the next token is learned."""
 
@@ -44,11 +71,7 @@ class DistillationConfig(ObjectiveConfig):
     teacher: str | None = option(None, "folder of Transformers, hub name, run or checkpoint of the teacher", path=True)
     teacher_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
     beta: float = option(
-        0.5,
-        "divergence: 0 is KL(teacher || student), 1 is KL(student || teacher), between them is the generalised "
-        "Jensen-Shannon divergence of GKD",
-        minimum=0,
-        maximum=1,
+        0.5, "0 is KL(teacher || student), 1 the reverse, between them is GKD's divergence", minimum=0, maximum=1
     )
     temperature: float = option(1.0, "what divides the scores of both models in the divergence", above=0)
     cross_entropy: float = option(0.0, "share of the cross-entropy of the data in the loss", minimum=0, below=1)

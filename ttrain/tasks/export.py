@@ -171,8 +171,9 @@ def _compacted(given: OpenedModel) -> tuple[OpenedModel, dict[str, Any]]:
 def _write_folder(given: OpenedModel, folder: Path, shard_mb: int) -> None:
     card = model_card(folder.name, _stored(given), given.model.parameter_count, given.origin, given.progress)
     write_folder(folder, _written(given), card, shard_mb * 1_000_000)
-    parameters = format_count(given.model.parameter_count)
-    print(f"{folder}: {parameters} parameters of {given.origin}, as AutoModelForCausalLM.from_pretrained reads them.")
+    parameters, opened_by = format_count(given.model.parameter_count), given.model.opened_by
+    reads = f"{opened_by}.from_pretrained" if opened_by.startswith("Auto") else opened_by
+    print(f"{folder}: {parameters} parameters of {given.origin}, as {reads} reads them.")
     if given.tokenizer_json is None:
         print("It has no tokenizer. Give export.tokenizer=<tokenizer.json>.")
 

@@ -46,6 +46,7 @@ def run(config: Config) -> dict[str, Any]:
         print(measured + "\n")
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     dataset = _dataset(config)
+    config = build.learned_from(config, dataset)
     with expected.planned_session(config, dataset) as session:
         with Waiting("Planning"):
             steps = session.build_training()
@@ -81,7 +82,8 @@ def _recorded(op: str, *specs: TensorSpec) -> Node:
 
 def _dataset(config: Config) -> Dataset | None:
     """The data where its tokenizer decides the vocabulary, where it is no file, or where it is to lie on the device."""
-    if getattr(config.model, "vocabulary", None) is not None and config.data.resident != "device":
+    known = getattr(config.model, "vocabulary", None) is not None and not config.objective.reads_rows
+    if known and config.data.resident != "device":
         return None
     return build.build_dataset(config)
 

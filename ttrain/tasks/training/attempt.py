@@ -228,11 +228,12 @@ class Attempt:
         plain = dataset.tokenizer is not None and not isinstance(dataset, ExampleDataset)
         count = byte_counter(cast("Tokenizer", dataset.tokenizer), end.get("id")) if plain else None
         step, around = (lambda inputs: steps["evaluate"](inputs)), partial(averaged, steps)
-        objective = build.made("objective", self.run.config.objective)
+        objective = self.run.objective
         each = 1 if objective.coupled is None else train.gradient_accumulation
         parts = step, dataset, rows * each, train.eval_sequences, objective.prepare(self.run.model)
         coupling = {"probe": lambda inputs: steps[PROBE](inputs), "coupled": objective.coupled, "each": rows}
         told: Any = {"say": self.console.say, "count_bytes": count, "world": world, **coupling}
+        told["summary"] = objective.summary
         told["score"] = None if self._rollouts is None else partial(self._score, self._rollouts, progress)
         return Evaluation(*parts, around=around, measure=partial(self._measure, progress), **told)
 

@@ -165,9 +165,7 @@ class Run:
         config, ranks = self.config, self.world.ranks
         rows = config.train.batch_size // config.train.gradient_accumulation
         resident = choose_resident(config.data, rows, self.model, device, self.dataset)
-        session = build.build_session(
-            self.model, device, config, ranks=ranks, resident=resident, objective=self.objective
-        )
+        session = build.build_session(self.model, device, config, True, ranks, resident, self.objective)
         session.graph = replace(session.graph, writer=self._writer())
         if resident is not None:
             resident.write(session.state, cast("Indexed", self.dataset).part)

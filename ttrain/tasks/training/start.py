@@ -48,6 +48,7 @@ def start_run(config: Config, stack: ExitStack, world: World | None = None) -> R
     config, world.ranks = merge_config(config, origin, world.ranks)
     info_of(config.device).require(config.device)
     dataset = open_data(config, origin, world)
+    config = build.learned_from(config, dataset)
     model, stored = build_model(config, dataset, world)
     return check_all(config, stored, dataset, model, origin, world)
 
@@ -122,9 +123,11 @@ def check_all(
         resuming.check_architecture(point.checkpoint.config, model.config, point.checkpoint.path)
         resuming.check_adapters(point.checkpoint.config, config.lora, point.checkpoint.path)
         resuming.check_documents(point, dataset.description)
-    objective = build.build_objective(config)
+    objective = build.build_objective(config, world.ranks.slices)
+    if isinstance(dataset, ExampleDataset):
+        dataset.objective = cast("Any", objective)
     if objective.frozen is not None:
-        known = getattr(config.objective, "teacher_hash", None)
+        known = stored["objective"].get("teacher_hash")
         stored["objective"]["teacher_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)

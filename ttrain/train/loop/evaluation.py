@@ -56,6 +56,7 @@ class Evaluation:
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # open while the step runs
     probe: Callable[[Inputs], Outputs] = dict
     coupled: Callable[[Outputs], Inputs] | None = None  # where rows are, see TrainStep
+    summary: Callable[[Mapping[str, float]], dict[str, float]] = dict  # of the means
     each: int | None = None  # rows of a call, where a slice has several
     score: Callable[[Batch], dict[str, float]] | None = None  # gives the sums of a batch in the place of the step
     # Measures the entries of train.evals that are due (EVALUATION or END). Raises Interrupted where it was stopped.
@@ -91,6 +92,7 @@ class Evaluation:
             further = self.measure(EVALUATION, stopped)
         found = {name: value for name, value in means(sums[""], self._counts[""]).items() if value is not None}
         loss = found.pop("loss")
+        found = self.summary(found)
         if not math.isfinite(loss):
             raise NonFiniteError(f"the loss on held-out data is {loss}")
         if self.bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from ttrain.core.files import new_folder, to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
 from ttrain.data.library_tokenizer import LibraryTokenizer
+from ttrain.models.weight_checks import TOKENS
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, written_config
 from ttrain.train.checkpoint.save import CheckpointContent, KeptValues, save_checkpoint
 from ttrain.train.checkpoint.tensor_files import in_shards
@@ -108,10 +110,17 @@ class Written:
         known = self.tokenizer_config
         named = {name: token_text(known.get(name.removesuffix("_id"))) for name in TOKEN_IDS}
         ids = {name: known.get(name, text and tokenizer.token_id(text)) for name, text in named.items()}
+        if self.model.opened_by != TOKENS:  # whose texts are without the end token, so that it can pad
+            ids["pad_token_id"] = ids["pad_token_id"] or (self.end and self.end.id)
         ends = list(dict.fromkeys([*end_ids(known), *([] if self.end is None else [self.end.id])]))
         return ids | {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else None}
 
     def config(self) -> dict[str, Any]:
+        """The config.json, of a model with another head than that of tokens too. Raises ConfigError as `_form` does."""
+        form, (ending, said) = self._form(), self.model.stated
+        return {**form, **said, "architectures": [re.sub("ForCausalLM|LMHeadModel", ending, form["architectures"][0])]}
+
+    def _form(self) -> dict[str, Any]:
         """The config.json of the form that opens as what it is. Raises ConfigError where there is none.
 
         Transformers 5 gives a Qwen2 model a tokenizer of Qwen2's kind, whatever the folder says, and a Llama of the
@@ -127,7 +136,7 @@ class Written:
 
     def weights(self) -> dict[str, Array]:
         """Weights by the names of the form; a bias that the model lacks is zero."""
-        weights, config = self.model.to_transformers(self.values), self.config()
+        weights, config = self.model.to_transformers(self.values), self._form()
         if config["model_type"] == "llama" and config["attention_bias"]:
             for number in range(config["num_hidden_layers"]):
                 name = f"model.layers.{number}.self_attn.o_proj.bias"
@@ -141,7 +150,8 @@ def write_folder(folder: Path, written: Written, card: str, shard_bytes: int) ->
     Raises UserError where it is not new or can't be written; a folder that does not get whole never has its name.
     """
     with whole_folder(folder) as beside:
-        for name, content in {**_texts(written), "README.md": card}.items():
+        for name, content in {**_texts(written), **_sentence_files(written.model), "README.md": card}.items():
+            (beside / name).parent.mkdir(exist_ok=True)
             write_synced(beside / name, content.encode())
         _write_weights(beside, written.weights(), shard_bytes)
 
@@ -155,11 +165,24 @@ def _texts(written: Written) -> dict[str, str]:
         described["clean_up_tokenization_spaces"] = False
         if written.end is not None:
             described["eos_token"] = written.end.text
+            described |= {} if written.model.opened_by == TOKENS else {"pad_token": written.end.text}
         described |= {key: value for key, value in written.tokenizer_config.items() if key not in OF_MODEL}
         ids = written.token_ids(LibraryTokenizer(written.tokenizer))
         files |= {"tokenizer.json": written.tokenizer, "tokenizer_config.json": to_json(described)}
     files[CONFIG] = to_json({**written.config(), "dtype": "float32", **ids})
     return files | {"generation_config.json": to_json(ids)}
+
+
+def _sentence_files(model: Any) -> dict[str, str]:
+    """Content of the files by which sentence-transformers makes vectors of length one, where the model is for that."""
+    if not model.pooling:
+        return {}
+    steps = enumerate((("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")))
+    kind = "sentence_transformers.models."
+    modules = [{"idx": n, "name": str(n), "path": path, "type": kind + name} for n, (path, name) in steps]
+    modes = {f"pooling_mode_{name}": name.startswith(model.pooling) for name in ("mean_tokens", "lasttoken")}
+    pooling = to_json({"word_embedding_dimension": model.width, **modes})
+    return {"modules.json": to_json(modules), "1_Pooling/config.json": pooling}
 
 
 def pre_tokenizer_name(described: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from ttrain.core.errors import ConfigError, raised_as
 from ttrain.data.end_token import end_ids, token_text
 from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import visible_bytes
+from ttrain.models.weight_checks import TOKENS
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
@@ -26,6 +27,8 @@ def export_problem(model: Any, file: Path | None, form: str) -> str | None:
     """Return why a model can't be written so; None where it can."""
     if form in ("huggingface", "gguf") and not is_known(model.config.name):
         return f"export.form={form}: has no model.name={model.config.name}. Give export.form=ttrain."
+    if getattr(model, "opened_by", TOKENS) != TOKENS and form not in ("huggingface", "ttrain"):
+        return f"export.form={form}: predicts tokens, which this model does not. Give export.form=huggingface."
     if form == "gguf" or file is None:
         return gguf_problem(model.config) if form == "gguf" else None
     if file.suffix not in (".pt", ".safetensors"):

@@ -5,6 +5,8 @@ Those are of another run, a checkpoint or a file of weights: what fits by name a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Container, Mapping
 from contextlib import suppress
@@ -15,16 +17,18 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import CheckpointError, UserError
+from ttrain.core.files import sha256_file
 from ttrain.core.names import listed
 from ttrain.core.spec import DType
 from ttrain.core.units import format_count
+from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.state import State
 from ttrain.models.identity import differing
 from ttrain.models.weight_checks import Weights, bf16_bits
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import PeftAdapter, as_for
-from ttrain.train.checkpoint.checkpoint import Progress
-from ttrain.train.checkpoint.hub_folder import find_folder, holds_model
+from ttrain.train.checkpoint.checkpoint import STEMS, Checkpoint, Progress
+from ttrain.train.checkpoint.hub_folder import find_folder, holds_model, read_folder
 from ttrain.train.checkpoint.retention import remove_unfinished
 from ttrain.train.checkpoint.weights_file import Metadata, read_file, read_metadata, same_tokenizer, weights_of
 from ttrain.train.logging.metrics import cut_metrics
@@ -184,6 +188,49 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
     checkpoint = point.checkpoint
     values = as_for(model, checkpoint.weights(averages=True), checkpoint.config.get("lora") or {})
     return Weights.widened(values), Metadata(checkpoint.config.get("model"), checkpoint.tokenizer)
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """A whole model on the disk by our keys: a folder of Transformers, or the newest checkpoint of a run."""
+
+    path: Path
+    model: Mapping[str, Any]
+    tokenizer: str | None  # its JSON
+    checkpoint: Checkpoint | None = None
+
+    @staticmethod
+    def find(given: str) -> WeightSource:
+        """Find a folder, hub name, run or checkpoint. Raises UserError for what is none."""
+        path = Path(given)
+        if path.is_dir() and not holds_model(path):
+            point = find_resume_point(given, None)
+            assert point is not None  # only resume=none and auto give none
+            checkpoint = point.checkpoint
+            return WeightSource(checkpoint.path, checkpoint.config["model"], checkpoint.tokenizer, checkpoint)
+        path = find_folder(given, weights=True)
+        told = read_metadata(path, {})
+        return WeightSource(path, told.model or {}, told.tokenizer)
+
+    def values(self, model: Any) -> Mapping[str, Any]:
+        """Return values by the model's paths, of a run its averages; each is read when it is asked for."""
+        return _open(self.path, model, whole=True)[0]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of names and contents of all files of weights."""
+        named = self.checkpoint and {self.path / name for name in self.checkpoint.files_of(*STEMS)}
+        files = named or {tensor.path for tensor in read_folder(self.path).values()}
+        hashes = [(file.name, sha256_file(file)) for file in sorted(files)]
+        return hashlib.sha256(repr(hashes).encode()).hexdigest()
+
+    def has_ids_of(self, tokenizer: Tokenizer | None) -> bool:
+        """True if both tokenizers have the same ids of tokens; one that is not known is like any other."""
+        both = [json.loads(each) for each in (self.tokenizer, tokenizer and tokenizer.to_json()) if each]
+        added = [sorted((token["id"], token["content"]) for token in each.get("added_tokens") or ()) for each in both]
+        return len(both) < 2 or (
+            added[0] == added[1] and both[0]["model"].get("vocab") == both[1]["model"].get("vocab")
+        )
 
 
 @dataclass

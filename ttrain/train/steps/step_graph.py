@@ -86,9 +86,9 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         if self.uniform_compute:
-            for each in (self.model, self.shorter, self.writer, self.objective.frozen):
-                if each is not None:
-                    each.follow_compute()
+            second = self.objective.frozen and self.objective.frozen.model
+            for model in filter(None, (self.model, self.shorter, self.writer, second)):
+                model.follow_compute()
         self.low_bits &= self.ema is None  # averages are of fp32 weights
         self.guarded |= self.scaled
         flats = flat_parameters(self.model.parameters(), self.optimizer, self.model.compute)
