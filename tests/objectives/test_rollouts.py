@@ -112,7 +112,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_state_saved(
         return math.nan if (run / "samples.jsonl").exists() and len(samples(run)) == 8 else 0.5
 
     monkeypatch.setitem(rewards.REWARDS, "mine", fails)
-    words = told(*RUN, *own, "objective.reward=mine", "objective.reward_weights=[]", code=1)
+    words = told(*RUN, *own, "objective.reward=mine", "objective.reward_weights=[]", code=2)
     assert "reward mine is nan for" in words
     assert re.search(r"ttrain: \d\+\d: reward", words)
     assert steps_on_disk(run) == [4]
@@ -126,7 +126,7 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
         ({"prompt": "1+1="}, "reward contains raised ValueError: the row has no 'answer'"),
         (
             {"prompt": "1 plus 1 = ", "answer": 2},
-            "its prompt has 11 tokens, and objective.max_completion_length=4 more",
+            "its prompt of 11 tokens leaves not 4 of model.context=12",
         ),
     ):
         file = write_rows(tmp_path / "rows.jsonl", [*rows, row])
@@ -138,8 +138,8 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
     ("given", "words"),
     [
         (["train.batch_size=10"], "train.batch_size=10: give a multiple of objective.num_generations=4."),
-        (["objective.max_completion_length=12"], "no prompt fits into model.context=12"),
-        (["objective.beta=0.1"], "objective.beta=0.1: its reference is the model without adapters. Give lora.rank=8"),
+        (["objective.max_completion_length=12"], "no prompt fits into model.context beside it"),
+        (["objective.beta=0.1"], "objective.beta=0.1: the reference is the model without adapters. Give lora.rank=8"),
         (["objective.reward=[exakt]"], "objective.reward=exakt: not registered. Did you mean 'exact'"),
         (["objective.reward_weights=[1]"], "give one or more, and one of reward_weights for each"),
         (["train.minutes=1", "train.steps=null"], "objective=grpo: is for task=train, train.steps and one batch size"),
@@ -147,3 +147,26 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
 )  # fmt: skip
 def test_mistakes_are_told(given: list[str], words: str, told: Told) -> None:
     assert words in told(*RUN, *given, code=2)
+
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+
+
+LORA = ["lora.rank=4", "objective.beta=0.1", "train.gradient_accumulation=2", "engine=static"]
+
+
+@pytest.mark.parametrize("given", [["objective.temperature=1.5"], ["precision=bf16"], LORA], ids=lambda given: given[0])
+def test_the_sampler_and_the_trainer_agree(given: list[str], tmp_path: Path) -> None:
+    assert main([*RUN, *given, "objective.num_iterations=1", "train.steps=2", f"run.dir={tmp_path / 'run'}"]) == 0
+    found = [line[DIFFERENCE] for line in curve(tmp_path / "run") if DIFFERENCE in line]
+    kl = [line["policy/kl"] for line in curve(tmp_path / "run") if "policy/kl" in line]
+    assert len(found) == 2
+    assert kl == [] if given is not LORA else kl[0] == 0 < kl[1]  # adapters add nothing at first
+    assert max(found) < (1e-2 if "precision=bf16" in given else 1e-5)
+
+
+def test_traced_and_batch_invariant_they_agree_to_the_bit(tmp_path: Path) -> None:
+    own = ["engine=traced", "device.batch_invariant=true", "objective.num_iterations=1", "objective.epsilon=1e-9"]
+    assert main([*RUN, *own, "train.steps=3", f"run.dir={tmp_path / 'run'}"]) == 0
+    lines = [line for line in curve(tmp_path / "run") if DIFFERENCE in line]
+    assert [line[DIFFERENCE] for line in lines] == [0, 0, 0]

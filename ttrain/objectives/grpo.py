@@ -55,11 +55,11 @@ class GRPO(Objective):
             weights *= count / len(mask) / np.maximum(mask.sum(1, keepdims=True), 1)
         elif kind == "dr_grpo":
             weights *= count / (len(mask) * self.config.max_completion_length)
-        fields = {name: batch[name] for name in ("tokens", "targets", "old_log_probs", "advantages")}
-        return {**fields, "weights": weights.astype(np.float32)}, {LOSS_WEIGHT: count}
+        given = {name: batch[name] for name in ("tokens", "targets", "old_log_probs", "advantages")}
+        return {**given, "weights": weights.astype(np.float32)}, {LOSS_WEIGHT: count}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
-        """Return the clipped loss, and the means over tokens of policy/entropy, clip_ratio/.. and policy/kl.
+        """Return the clipped loss, and means over tokens: policy/entropy, policy/kl, clip_ratio/.. and sampling/...
 
         The loss of a token of advantage A is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) with r = p / p_old,
         plus beta (q / p - log(q / p) - 1) with the reference's probability q (Schulman's estimate of the KL).
@@ -75,20 +75,21 @@ class GRPO(Objective):
 
         with graph.scope("loss"):
             new, entropy = by_token(model.hidden(graph, rows, training))
-            ratio, zero = ops.exp(new - old), ops.full(graph, SCALAR, 0.0)
-            low, high = (ops.full(graph, SCALAR, bound) for bound in config.bounds)
+            change = new - old
+            ratio = ops.exp(change)
+            low = ops.full(graph, SCALAR, 1 - config.epsilon)
+            high = ops.full(graph, SCALAR, 1 + (config.epsilon_high or config.epsilon))
             clipped = -ops.maximum(-ops.maximum(ratio, low), -high)
-            losses = ops.maximum(-(ratio * advantages), -(clipped * advantages))
-            below = ops.greater(low, ratio) * ops.greater(zero, advantages)
-            above = ops.greater(ratio, high) * ops.greater(advantages, zero)
-            metrics = {"policy/entropy": entropy, "clip_ratio/low_mean": below, "clip_ratio/high_mean": above}
-            metrics["clip_ratio/region_mean"] = below + above
+            plain = -(ratio * advantages)
+            losses = ops.maximum(plain, -(clipped * advantages))
+            metrics = {"policy/entropy": entropy, "clip_ratio/region_mean": ops.greater(losses, plain)}
+            metrics["sampling/sampling_logp_difference/mean"] = ops.maximum(change, -change)
             if config.beta:
                 with without_adapters(model):
                     further = by_token(model.hidden(graph, rows, False))[0] - new
                 metrics["policy/kl"] = ops.expm1(further) - further
                 losses = losses + config.beta * metrics["policy/kl"]
-            weight, mask = graph.input(LOSS_WEIGHT, SCALAR), ops.greater(weights, zero)
+            weight, mask = graph.input(LOSS_WEIGHT, SCALAR), ops.greater(weights, ops.full(graph, SCALAR, 0.0))
             sums = {name: weight * ops.reduce_sum(each * mask, (0, 1)) for name, each in metrics.items()}
             return weight * ops.reduce_sum(losses * weights, (0, 1)), sums
 
@@ -101,8 +102,7 @@ class GRPO(Objective):
             raise ValueError("it has no 'prompt'")
         prompt, most = encoder.prompt(row["prompt"]), self.config.max_completion_length
         if len(prompt) + most > encoder.context:
-            told = f"its prompt has {len(prompt)} tokens, and objective.max_completion_length={most} more"
-            raise ValueError(f"{told} don't fit into model.context={encoder.context}")
+            raise ValueError(f"its prompt of {len(prompt)} tokens leaves not {most} of model.context={encoder.context}")
         tokens, targets = encoder.fit(prompt, [encoder.end])
         none = {"old_log_probs": np.zeros(len(tokens), np.float32), "advantages": np.zeros(1, np.float32)}
         return {"tokens": tokens, "targets": targets, **none}

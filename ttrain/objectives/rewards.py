@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ttrain.core.errors import ConfigError
+from ttrain.core.errors import ConfigError, UserError
 
 Row = Mapping[str, Any]
-Reward = Callable[[Row, str], float]
 _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
@@ -56,18 +55,16 @@ def valid_json(row: Row, completion: str) -> float:
     return 1.0
 
 
-REWARDS: dict[str, Reward] = {
-    "exact": exact, "contains": contains, "number": number, "length": length, "json": valid_json,
-}  # fmt: skip
+REWARDS = {"exact": exact, "contains": contains, "number": number, "length": length, "json": valid_json}
 
 
-def register(name: str, reward: Reward) -> None:
+def register(name: str, reward: Any) -> None:
     """Add a reward, a function of a row and a completion that returns a number. Raises ConfigError for a taken name."""
     if REWARDS.setdefault(name, reward) is not reward:
         raise ConfigError(f"reward {name}: is registered twice. Give one of the two another name.")
 
 
-class BadReward(ValueError):
+class BadReward(UserError):
     """A reward that raises, or that is no finite number."""
 
 

@@ -110,35 +110,22 @@ class GRPOConfig(ObjectiveConfig):
     scale_rewards: str = option("group", "whose spread divides advantages", choices=("group", "batch", "none"))
     mask_truncated_completions: bool = option(False, "learn nothing from completions that did not end")
 
-    @property
-    def weights(self) -> list[float]:
-        """Return the weight of each reward."""
-        return self.reward_weights or [1.0] * len(self.reward)
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Return the bounds between which ratios are not clipped."""
-        return 1 - self.epsilon, 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-
     @rule
     def _has_rewards(self, others: Any) -> Iterator[str]:
-        for name in self.reward:
-            if name not in REWARDS:
-                yield f"objective.reward={name}: not registered. {did_you_mean(name, REWARDS)}"
+        for name in (name for name in self.reward if name not in REWARDS):
+            yield f"objective.reward={name}: not registered. {did_you_mean(name, REWARDS)}"
         if not self.reward or len(self.reward_weights) not in (0, len(self.reward)):
             yield f"objective.reward={self.reward}: give one or more, and one of reward_weights for each, or none."
 
     @rule
     def _writes_completions(self, others: Any) -> Iterator[str]:
         train, count, most = others.train, self.num_generations, self.max_completion_length
-        context = getattr(others.model, "context", None)
         if train.batch_size % count:
             yield f"train.batch_size={train.batch_size}: give a multiple of objective.num_generations={count}."
-        if context is not None and most >= context:
-            yield f"objective.max_completion_length={most}: no prompt fits into model.context={context}. Give fewer."
+        if most >= getattr(others.model, "context", most + 1):
+            yield f"objective.max_completion_length={most}: no prompt fits into model.context beside it. Give fewer."
         if self.beta and not others.lora.rank:
-            told = "its reference is the model without adapters. Give lora.rank=8, or objective.beta=0"
-            yield f"objective.beta={self.beta:g}: {told}."
+            yield f"objective.beta={self.beta:g}: the reference is the model without adapters. Give lora.rank=8, or 0."
         if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
             yield "objective=grpo: is for task=train, train.steps and one batch size. Leave out what sets others."
 

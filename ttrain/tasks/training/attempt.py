@@ -81,8 +81,7 @@ class Attempt:
                 session = self._stack.enter_context(closing(run.open(self.device)))
                 run.evals.prepare(session, self.steps)
                 if isinstance(session.graph.objective, GRPO):
-                    parts = session, self.steps, run.config, cast("ExampleDataset", run.dataset), run.world
-                    self._rollouts = Rollouts(*parts)
+                    self._rollouts = Rollouts(session, self.steps, run.config, cast("Any", run.dataset), world)
                 progress, began, phases = self._begin(session)
                 self.heartbeat.beat()
                 if run.config.train.steps is None:
@@ -156,8 +155,8 @@ class Attempt:
             """Return the learning rates of a step by their inputs. Rollbacks have lowered them."""
             return {name: rate * progress.lr_factor for name, rate in peak_rates(step).items()}
 
-        early = phases is None and rollouts is None  # a phase is built as it begins, and completions are written
-        ahead = reads_ahead(reader, rates, config.train.last if early else 0)
+        # A phase is built as it begins, and completions are written.
+        ahead = reads_ahead(reader, rates, config.train.last if phases is None and rollouts is None else 0)
         train_step = session.train_step(self.steps, config.run.seed, run.world, ahead, progress)
         guards = (
             NonFiniteGuard(guard, context, checkpoints, reader, train_step, list(run.model.parameters())),
@@ -239,11 +238,10 @@ class Attempt:
 
     def _show(self, step: int, found: list[Completion]) -> None:
         """Append some completions of a step to samples.jsonl. A resumed run repeats those after its checkpoint."""
+        rows = ({"step": step, "prompt": each.prompt, "completion": each.text, **each.numbers} for each in found)
         if self.folder.leads:
             with open(self.folder.path / "samples.jsonl", "a", encoding="utf-8") as file:
-                for each in found:
-                    row = {"step": step, "prompt": each.prompt, "completion": each.text, **each.numbers}
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def _score(self, rollouts: Rollouts, progress: Progress, batch: Batch) -> dict[str, float]:
         """Return the sums over held-out prompts of rewards, lengths, and the loss, which is minus the reward."""

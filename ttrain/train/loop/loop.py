@@ -16,6 +16,7 @@ from ttrain.core.errors import Interrupted, NonFiniteError
 from ttrain.core.units import format_duration
 from ttrain.engine.state import State
 from ttrain.graph import Kind
+from ttrain.objectives.rewards import BadReward
 from ttrain.parallel.world import Numbers
 from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.logging.metrics import Meter, Metrics, read_metrics
@@ -24,7 +25,6 @@ from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard, SpikeGuard, first_bad_state
 from ttrain.train.loop.interrupt import StopRequests
 from ttrain.train.runs.record import continue_command
-from ttrain.train.sampling.rollouts import RewardFailed
 from ttrain.train.settings import END
 from ttrain.train.steps.phases import BatchReader, Phases
 from ttrain.train.steps.session import flops_per_step
@@ -89,7 +89,7 @@ class Loop:
                     batch, rates = self.reader(step), self.rates(step)
                     result = self.train_step(batch, rates, step)
                     self._after(step, result, rates)
-        except RewardFailed:  # on all ranks
+        except BadReward:  # on all ranks
             self.checkpoints.save(wait=True)
             raise
         finally:

@@ -28,15 +28,15 @@ Ends = Callable[[int, int], bool]  # number of a prompt, token that was drawn af
 _DRAWING = 2  # threads: numpy's functions over a whole vocabulary run beside each other
 
 
-def batch_traces(model: CachedModel, texts: int, length: int) -> dict[str, Trace]:
+def batch_traces(model: CachedModel, texts: int, length: int, scale: float = 1.0) -> dict[str, Trace]:
     """Return the steps that read so many texts of at most `length` tokens: one token of each, and a block of some.
 
-    Their outputs are logits fp32 [texts, vocabulary] and log_sum_exp fp32 [texts] of these.
+    Their outputs are logits fp32 [texts, vocabulary] and log_sum_exp fp32 [texts] of these times `scale`.
     """
 
     def trace(count: int, graph: Graph) -> None:
         extend_trace(model, count, texts, texts=texts)(graph)
-        graph.output(LOG_SUM_EXP, ops.log_sum_exp(graph.outputs["logits"]))
+        graph.output(LOG_SUM_EXP, ops.log_sum_exp(graph.outputs["logits"], scale))
 
     block = min(max(CHUNK, 2 * texts), texts * length)
     return {NEXT: partial(trace, texts), BLOCK: partial(trace, block)}
@@ -114,6 +114,7 @@ class BatchSource:
     vocabulary: int  # ids of the tokenizer: the model may have more
     rows: int | None = None
     longest: int | None = None
+    scale: float = 1.0  # of the logits whose log-probabilities are told
 
     def sizes(self, prompts: Sequence[list[int]]) -> tuple[int, int]:
         """Return how many texts are read at a time, and how many tokens the caches of each hold."""
@@ -122,7 +123,7 @@ class BatchSource:
 
     def traces(self, model: CachedModel, rows: int, length: int) -> dict[str, Trace]:
         """Return the steps by name. Raises UserError where the device has no room for their caches."""
-        traces, memory = batch_traces(model, rows, length), self.steps.session.engine.device.memory()
+        traces, memory = batch_traces(model, rows, length, self.scale), self.steps.session.engine.device.memory()
         needed = sum(tensor.spec.nbytes for tensor in cache_tensors([traces[NEXT]]))
         room = total - memory.get("in_use", 0) if (total := memory.get("total")) else needed
         if needed > room and rows > 1:
@@ -136,8 +137,8 @@ class BatchSource:
         """Yield for each prompt in turn the tokens after it, and their log-probabilities fp32 [tokens].
 
         A text has sample.tokens tokens, or ends with the one of which `ends` says so. `numbers` tell texts apart: a
-        draw depends on sample.seed, the text's number and the token's place. A log-probability is logit - log_sum_exp
-        as the model has them, before penalties and temperature.
+        draw depends on sample.seed, the text's number and the token's place. A log-probability is that of
+        the model's logits times `scale`, before penalties and temperature.
         """
         rows, length = self.sizes(prompts)
         steps = self.steps.get(f"batch of {rows}", length, lambda graph: self.traces(graph.model, rows, length))
@@ -171,7 +172,7 @@ class BatchSource:
 
         for row, (text, drawn) in enumerate(zip(texts, pool.map(token, range(len(texts))), strict=True)):
             text.tokens.append(drawn)
-            text.likelihoods.append(logits[row, drawn] - sums[row])
+            text.likelihoods.append(np.float32(self.scale) * logits[row, drawn] - sums[row])
 
 
 def _history(text: _Text) -> list[int]:

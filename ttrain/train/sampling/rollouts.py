@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ttrain.core.errors import ConfigError, DataError, TtrainError, raised_as
+from ttrain.core.errors import ConfigError, DataError, raised_as
 from ttrain.data.end_token import named_end
 from ttrain.data.examples import ROW, ExampleDataset
 from ttrain.engine.base import Step
@@ -32,10 +32,6 @@ from ttrain.train.task_settings import SampleConfig
 
 _SHOWN = 4  # completions of a step
 _TRIED = 100  # rows whose rewards are tried before training
-
-
-class RewardFailed(TtrainError):
-    """A reward can't be given for a completion."""
 
 
 class Completion(NamedTuple):
@@ -62,19 +58,19 @@ class Rollouts(BatchReader):
         ones are tried with no text and with their answer.
         """
         graph, model, encoder = session.graph, cast("Any", session.graph.model), data.encoder
-        if graph.chips > 1 or not hasattr(model, "extend"):
-            told = "no mesh, and a model that keeps keys and values"
-            raise ConfigError(f"objective=grpo: model={model.config.name} on {graph.chips} chip(s). It needs {told}.")
         self._config, self._data, self._world = graph.objective.config, data, world
-        first = (islice(zip(data.places[x], data.rows[x], strict=True), _TRIED) for x in data.rows)
-        for place, row in chain(*first):
+        scales = self._config.temperature == 1 or getattr(model.config, "logit_cap", 0) is None
+        if graph.chips > 1 or not (scales and hasattr(model, "extend")):
+            told = "such as model=llama, without logit_cap where objective.temperature is not 1, and no mesh"
+            raise ConfigError(f"objective=grpo: needs a model that keeps keys and values, {told}.")
+        for place, row in chain(*(islice(zip(data.places[x], data.rows[x], strict=True), _TRIED) for x in data.rows)):
             with raised_as(DataError, place, "Mend the row, the reward, or leave one out.", BadReward):
                 _ = [rewards_of(self._config.reward, row, text) for text in ("", str(row.get("answer", "")))]
         rows, most = config.train.batch_size // world.ranks.slices, self._config.max_completion_length
         sample = SampleConfig(tokens=most, temperature=self._config.temperature, seed=config.run.seed)
         steps = SimpleNamespace(session=session, length=lambda tokens: tokens, get=lambda *_: built)
         given = min(rows, config.sample.batch_size), model.context
-        self._source = BatchSource(steps, sample, encoder.tokenizer.vocabulary, *given)
+        self._source = BatchSource(steps, sample, encoder.tokenizer.vocabulary, *given, 1 / sample.temperature)
         traces = self._source.traces(model, *given)
         session.state.add(cache_tensors(list(traces.values())))
         session.graph = replace(graph, further={**graph.further, **traces})
@@ -104,9 +100,8 @@ class Rollouts(BatchReader):
 
     def before(self, step: int) -> Position:
         """See BatchReader. Between the steps of the same completions, the position has these."""
-        group, _, done = self._place(step)
-        held = self._held if done and group == self._group else ()
-        return super().before(step)._replace(rollout=json.dumps(held) if held else "")
+        (group, _, done), position = self._place(step), super().before(step)
+        return position._replace(rollout=json.dumps(self._held)) if done and group == self._group else position
 
     def metrics(self, step: int) -> dict[str, float]:
         """Return what rewards and lengths the newest completions have."""
@@ -115,9 +110,10 @@ class Rollouts(BatchReader):
     def write(self, split: Any, rows: Sequence[int], numbers: Sequence[int], greedy: bool = False) -> list[Completion]:
         """Return a completion of each row's prompt; `numbers` tell them apart. `greedy` ones have the likeliest tokens.
 
-        All ranks write at once. Raises RewardFailed on all of them where a reward can't be given on one.
+        All ranks write at once. Raises BadReward on all of them where a reward can't be given on one.
         """
         data, source, names, problem = self._data, self._source, self._config.reward, None
+        weights = self._config.reward_weights or np.ones(len(names))
         given, found, ended = [data.rows[split][row] for row in rows], list[Completion](), [False] * len(rows)
         prompts = [data.encoder.prompt(row["prompt"]) for row in given]
         streams = [TextStream(data.encoder.tokenizer, ids, len, self._stop, echo=False) for ids in prompts]
@@ -133,13 +129,13 @@ class Rollouts(BatchReader):
                 rewards = rewards_of(names, given[at], text)
             except BadReward as error:
                 problem = problem or (numbers[at], f"{data.places[split][rows[at]]}: {error}.")
-            means = {"reward": float(np.dot(self._config.weights, rewards)), "completions/mean_length": len(tokens)}
+            means = {"reward": float(np.dot(weights, rewards)), "completions/mean_length": len(tokens)}
             means |= {f"rewards/{name}/mean": reward for name, reward in zip(names, rewards, strict=True)}
             means["completions/clipped_ratio"] = float(not ended[at])
             raw = log_probs.tobytes().hex()
             found.append(Completion(given[at]["prompt"], text, tokens, raw, ended[at], means))
         if (told := self._world.first(problem)) is not None:
-            raise RewardFailed(told)
+            raise BadReward(told)
         return found
 
     def _place(self, step: int) -> tuple[int, int, int]:
@@ -150,18 +146,18 @@ class Rollouts(BatchReader):
 
     def _written(self, rows: list[int], first: int) -> list[Completion]:
         """Write the completions of these rows, of which `first` is the number of the first, slice by slice."""
-        ranks, each, own = self._world.ranks, len(rows) // self._world.ranks.slices, list[Completion]()
-        for at in (slice_ * each for slice_ in ranks.own):
-            own += self.write("train", rows[at : at + each], range(first + at, first + at + each))
+        ranks, each = self._world.ranks, len(rows) // self._world.ranks.slices
+        spans = (range(slice_ * each, (slice_ + 1) * each) for slice_ in ranks.own)
+        own = [self.write("train", [rows[at] for at in span], [first + at for at in span]) for span in spans]
         parts = (self._world.broadcast(own, rank) for rank in range(ranks.count))
-        return [Completion(*each) for part in parts for each in part]
+        return [Completion(*each) for part in parts for some in part for each in some]
 
     def _batch(self, prompts: Batch) -> Batch:
         """Return the fields of GRPO for the completions that are held, and note their metrics."""
         config, held = self._config, self._held
         self._numbers = {name: float(np.mean([each.numbers[name] for each in held])) for name in held[0].numbers}
-        rewards = np.array([each.numbers["reward"] for each in held])
-        advantages, spread = advantages_of(rewards, config.num_generations, config.scale_rewards)
+        rewards = [each.numbers["reward"] for each in held]
+        advantages, spread = advantages_of(np.array(rewards), config.num_generations, config.scale_rewards)
         self._numbers |= spread
         tokens, targets, old = (prompts[name] for name in ("tokens", "targets", "old_log_probs"))
         for row, (start, each) in enumerate(zip((targets >= 0).argmax(1), held, strict=True)):
