@@ -7,7 +7,7 @@ import mmap
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from zlib import crc32
@@ -166,8 +166,13 @@ class Problem:
         return y + self.c.double() if form.adding else y
 
     def limit(self, form: Form) -> torch.Tensor:
-        """Return the limit of the error: fp32 sums of products in any order, and one rounding to the stored dtype."""
-        return 2e-6 * self.terms + self.expected(form).abs() * (2**-8 if form.kind == "bf16" else 2**-23)
+        """Return the limit of the error: fp32 sums of products in any order, and one rounding to the stored dtype.
+
+        A sum is rounded before a function is applied to it, too.
+        """
+        exact, unit = self.expected(form), 2**-8 if form.kind == "bf16" else 2**-23
+        before = 0 if form.after == "nothing" else self.expected(replace(form, after="nothing", adding=False)).abs()
+        return 2e-6 * self.terms + (exact.abs() + before) * unit
 
 
 # Less than a register; whole ones and all but; several blocks of rows, of columns, of the inner axis, and of all three.

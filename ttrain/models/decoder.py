@@ -241,7 +241,7 @@ class Decoder(TokenModel):
     def log_probs(self, rows: Value, targets: Value, entropy: bool = False) -> tuple[Value, ...]:
         if self.config.logit_cap is None:
             return ops.head_log_probs(self._narrowed(rows), self._head(rows.graph), None, targets, entropy)
-        return ops.log_probs(self._capped(self._scores(rows)), targets, entropy)
+        return ops.log_probs(self.scores(rows), targets, entropy)
 
     def _scores(self, rows: Value) -> Value:
         return ops.linear(self._narrowed(rows), self._head(rows.graph))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from ttrain.core.random_bits import keep_threshold
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.loops import EXPRESSIONS as SHARED
 from ttrain.device.torch.loops import LoopNest, spelled
 from ttrain.device.torch.native.codegen import c_float, c_type
@@ -40,7 +41,19 @@ UNSUITED = ("dropout", "dropout_mask", "embedding", "accumulate", "assign", "exp
 
 
 class CppNest(LoopNest):
-    """C++ of one program."""
+    """C++ of one program. If it `rounds`, values between the steps too, so that it doesn't matter what is fused."""
+
+    rounds = False
+
+    @property
+    def kinds(self) -> list[str]:
+        """Type in C++ of every value where nothing is fused: that of a step's first operand, of a cast or constant."""
+        found = [c_type(spec) for spec in self.inputs]
+        for name, operands, given in self.program:
+            made = dict(given).get("spec") or TensorSpec((), dict(given).get("dtype", DType.FP32))
+            own = "dtype" in dict(given) or not operands or "spec" in dict(given)
+            found.append(c_type(made) if own else found[operands[name == "embedding"]])
+        return found
 
     @property
     def cost(self) -> float:
@@ -108,11 +121,12 @@ class CppNest(LoopNest):
         index = f"i * {self.loops.width} + {at}"
         moving = [item for item, strides in self.loops.strides.items() if item >= 0 and strides[-1]]
         loaded = [item for item in moving if item not in self.ids]
+        kinds = self.kinds if self.rounds else ["float"] * (count + len(self.program))
         lines = [_each(item, f"load(x{item} + at{item} + {at}, group.lanes)") for item in loaded]
         for number, made in enumerate(self.program):
             operands = [f"v{item}[u]" if item in loaded or item >= count else f"v{item}" for item in made[1]]
             expression = spelled(made, EXPRESSIONS, c_float, operands, step=number, index=index, at=at)
-            lines.append(_each(count + number, f"apart({expression})"))  # rounded as if it were stored
+            lines.append(_each(count + number, f"rounded<{kinds[count + number]}>(apart({expression}))"))
         for position, step in enumerate(self.results):
             lines.append(f"EACH_VECTOR store(y{position} + {index}, v{count + step}[u], group.lanes);")
         return lines

@@ -23,6 +23,7 @@ def _program(request: Request, sizing: Sizing) -> Native | None:
     if found is None:
         return None
     nest = CppNest(request.inputs, *found, request.outputs)
+    nest.rounds = sizing.batch_invariant
     return Native(nest.source(sizing.threads_for(nest.cost)))
 
 

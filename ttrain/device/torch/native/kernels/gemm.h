@@ -336,7 +336,8 @@ INLINE void fetch_tile(const C* c, i64 c_row, i64 rows) {
             __builtin_prefetch(reinterpret_cast<const char*>(c + r * c_row) + byte, 1);
 }
 
-// The finished sums of a tile go to `rows` rows and `columns` columns of c.
+// The finished sums of a tile go to `rows` rows and `columns` columns of c. A function is one of the rounded sum, as where
+// the sum is stored first.
 template <bool Bias, bool Adding, After What, class C, class B>
 INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, i64 columns) {
     for (i64 r = 0; r < rows; ++r)
@@ -345,12 +346,12 @@ INLINE void finish(const float* sums, C* c, i64 c_row, const B* bias, i64 rows, 
             vf x = load(sums + r * TILE_COLUMNS + l);
             if (l + W <= columns) {
                 if constexpr (Bias) x += load(bias + l);
-                x = after<What>(x);
+                x = after<What>(What == After::nothing ? x : rounded<C>(x));
                 if constexpr (Adding) x += load(to);
                 store(to, x);
             } else {
                 if constexpr (Bias) x += load_rest(bias + l, columns - l);
-                x = after<What>(x);
+                x = after<What>(What == After::nothing ? x : rounded<C>(x));
                 if constexpr (Adding) x += load_rest(to, columns - l);
                 store_rest(to, x, columns - l);
             }
