@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -237,7 +238,9 @@ class Run:
             yield show_ways(ways)
         schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.last)]
-        yield extent_line(self.dataset, train.last, rows, schedule.read(0, train.last).tokens, config.data.limit)
+        each = [getattr(config.objective, key, 1) for key in ("num_generations", "num_iterations")]  # rows of a prompt
+        read = schedule.read(0, train.last).tokens // prod(each)
+        yield extent_line(self.dataset, train.last, rows, read, config.data.limit)
         if (mixture := mixture_table(self.dataset, train)) is not None:
             yield plain_table(mixture).rstrip()
         saved = None if self.origin.point is None else self.origin.point.checkpoint
