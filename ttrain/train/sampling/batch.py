@@ -69,13 +69,16 @@ class BatchReader:
     def _feed(self, step: Step, places: list[int]) -> tuple[list[int], dict[str, Any]]:
         """Read the tokens at these places, and others to fill the step: such as lie behind the end of a text."""
         size, scored, length = step.inputs[TOKENS].shape[1], step.inputs[ROWS].shape[0], self._length
-        used = set(places)
-        others = (place for place in reversed(range(len(self._read) * length)) if place not in used)
-        at = [divmod(place, length) for place in (*places, *islice(others, size - len(places)))]
+        used, texts = set(places), {place // length for place in places}
+        idle = sorted(
+            range(len(self._read)), key=texts.__contains__
+        )  # a step with a token of each text is the quickest
+        spare = (number * length + position for position in reversed(range(length)) for number in idle)
+        filled = islice((place for place in spare if place not in used), size - len(places))
+        at = [divmod(place, length) for place in sorted((*places, *filled))]
         tokens = [text[position] if position < len(text := self._read[number]) else None for number, position in at]
-        ends = [
-            row for row, (number, position) in enumerate(at[: len(places)]) if position == len(self._read[number]) - 1
-        ]
+        last = {number * length + len(self._read[number]) - 1 for number in texts} & used
+        ends = [row for row, (number, position) in enumerate(at) if number * length + position in last]
         owners, positions = np.array(at, np.int64).T
         filler = np.array([token is None for token in tokens])
         inputs = {

@@ -126,9 +126,13 @@ def _cache_write(call: Call) -> None:
 class _CacheBias:
     """The terms of op cache_bias, one after the other, on [.., N, C] or its first columns."""
 
-    def __init__(self, call: Call, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor) -> None:
+    def __init__(
+        self, call: Call, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor, width: int = 0
+    ) -> None:
+        """Of `width` places are the keys that are given at a time; 0 are all."""
         self.mask: AttentionMask = call.attributes.get("mask", EVERY_KEY)
-        self.own = context // call.attributes.get("texts", 1)
+        self.own = context // call.attributes.get("texts", 1)  # places of a text
+        self.width = width or context
         kinds = (torch.bool, like.dtype, torch.int64)[: 3 if self.mask.biased else 1]
         # The hidden keys and, where there are slopes, distances as numbers and as integers.
         self.work = [call.scratch((len(positions), context), each) for each in kinds]
@@ -139,23 +143,23 @@ class _CacheBias:
         self.far = self.keys + (self.mask.window or 0)  # hidden from a query at this place or later
         self.ends = (self.keys // self.own + 1) * self.own  # of their texts
 
-    def add(self, scores: Tensor, queries: slice = slice(None), first: int = 0) -> None:
-        """scores [B, H, n, c] += -slope * distance, where there are slopes; keys that no query sees become HIDDEN.
+    def add(self, scores: Tensor, queries: slice, keys: slice, seen: int) -> None:
+        """scores [.., H, n, c] += -slope * distance, where there are slopes; keys that no query sees become HIDDEN.
 
-        They are those of some of the N queries, for keys from the place `first` on.
+        They are those of some of the N queries, for the first `seen` of these keys, or of those of each query's text.
         """
-        *_, count, seen = scores.shape
-        keys, (hidden, *distances) = self.keys[first : first + seen], (shaped(x, (count, seen)) for x in self.work)
-        places = self.places[queries]
+        count, places = scores.shape[-2], self.places[queries]
+        near, far, ends = (x[keys].view(-1, self.width)[:, :seen] for x in (self.keys, self.far, self.ends))
+        hidden, *distances = (shaped(x, (count, seen)) for x in self.work)
         if distances:
-            prefer_near(_at_once, self.mask, scores, self.slopes, keys, places, *distances)
-        torch.ge(keys, self.limits[queries], out=hidden)
+            prefer_near(_at_once, self.mask, scores, self.slopes, near, places, *distances)
+        torch.ge(near, self.limits[queries], out=hidden)
         scores.masked_fill_(hidden, _hidden(scores))
         if self.mask.window is not None:
-            torch.le(self.far[first : first + seen], places, out=hidden)
+            torch.le(far, places, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
         if seen > self.own:
-            torch.le(self.ends[first : first + seen], places, out=hidden)
+            torch.le(ends, places, out=hidden)
             scores.masked_fill_(hidden, _hidden(scores))
 
 
@@ -167,36 +171,45 @@ def _at_once(function: Callable[..., Any], *given: Any, **settings: Any) -> None
 def _cache_bias(call: Call) -> None:
     (positions, visible), y = call.ins, call.outs[0]
     bias = _CacheBias(call, positions, visible, call.attributes["context"], call.attributes["heads"], y)
-    call.emit(lambda: bias.add(y.zero_()))
+    call.emit(lambda: bias.add(y.zero_(), slice(None), slice(None), y.shape[3]))
 
 
 @row("cached_attention", widens=True)
 def _cached_attention(call: Call) -> None:
-    """Attend on the CPU text by text, elsewhere to the caches of all texts at once, as no place is known there."""
+    """Attend on the CPU text by text, or to as many as have a query each; elsewhere to all places, as none is known."""
     q, keys, values, positions, visible = call.ins
-    scale, own = call.attributes["scale"], keys.shape[2] // call.attributes.get("texts", 1)
+    scale, texts = call.attributes["scale"], call.attributes.get("texts", 1)
     batch, heads, rows, _ = q.shape
-    most = own if call.context.on_cpu else keys.shape[2]
-    pairs, y, all_scores = batch * keys.shape[1], call.outs[0], call.scratch((batch * heads * rows, most), q.dtype)
+    places, pairs, y = keys.shape[2], batch * keys.shape[1], call.outs[0]
+    width, share = places // texts if call.context.on_cpu else places, batch * heads // pairs
+    all_scores = call.scratch((batch * heads * rows, width), q.dtype)
     packed, mixed = call.scratch(q.shape, q.dtype), call.scratch(y.shape, y.dtype)
-    bias = _CacheBias(call, positions, visible, keys.shape[2], heads, q)
-    all_keys, all_values = keys.view(pairs, keys.shape[2], -1), values.view(pairs, values.shape[2], -1)
+    bias = _CacheBias(call, positions, visible, places, heads, q, width)
 
-    def attend(queries: slice, first: int, stop: int) -> None:
-        asked, wanted = q[:, :, queries], y[:, :, queries]
-        count, seen = asked.shape[2], stop - first
-        scores = shaped(all_scores, (pairs, heads * batch // pairs * count, seen))
-        given = shaped(packed, asked.shape).copy_(asked).view(*scores.shape[:2], -1)
-        torch.baddbmm(scores, given, all_keys[:, first:stop].mT, beta=0, alpha=scale, out=scores)
-        bias.add(scores.view(batch, heads, count, seen), queries, first)
+    def attend(queries: slice, text: int, count: int, seen: int) -> None:
+        """Attend to the first `seen` keys of `count` texts, of which several have one query each."""
+        own = slice(text * width, (text + count) * width)
+        near, of = (x[:, :, own].view(pairs, count, width, -1)[:, :, :seen].flatten(0, 1) for x in (keys, values))
+        # [B, H, count * n, K] is [pairs, share, count, n, K]; products take [pairs * count, share * n, K].
+        asked, wanted = (
+            x[:, :, queries].unflatten(2, (count, -1)).view(pairs, share, count, -1, x.shape[3]) for x in (q, y)
+        )
+        given = shaped(packed, asked.transpose(1, 2).shape).copy_(asked.transpose(1, 2)).flatten(2, 3).flatten(0, 1)
+        scores = shaped(all_scores, (*given.shape[:2], seen))
+        torch.baddbmm(scores, given, near.mT, beta=0, alpha=scale, out=scores)
+        by_query = scores.view(pairs, count, share, -1, seen).transpose(1, 2).flatten(2, 3)
+        bias.add(by_query if count > 1 else by_query.view(batch, heads, -1, seen), queries, own, seen)
         softmax_into(scores, scores)()
-        found = shaped(mixed, (*scores.shape[:2], y.shape[3]))
-        wanted.copy_(torch.bmm(scores, all_values[:, first:stop], out=found).view(wanted.shape))
+        found = torch.bmm(scores, of, out=shaped(mixed, (*given.shape[:2], y.shape[3])))
+        wanted.copy_(found.view(pairs, count, share, -1, y.shape[3]).transpose(1, 2))
 
     def by_text() -> None:
-        places, ends, start = positions.tolist(), visible.tolist(), 0
-        for text, run in groupby(places, lambda place: place // own):
+        owners, ends, start = [place // width for place in positions.tolist()], visible.tolist(), 0
+        if texts > 1 and owners == [*range(texts)] and not bias.mask.biased:
+            attend(slice(None), 0, texts, max(end - text * width for text, end in enumerate(ends)))
+            return
+        for text, run in groupby(owners):
             queries = slice(start, start := start + len(list(run)))
-            attend(queries, text * own, max(ends[queries]))
+            attend(queries, text, 1, max(ends[queries]) - text * width)
 
-    call.emit(by_text if call.context.on_cpu else partial(attend, slice(None), 0, keys.shape[2]))
+    call.emit(by_text if call.context.on_cpu else partial(attend, slice(None), 0, 1, places))
