@@ -24,7 +24,7 @@ from ttrain.models.settings import AGILLMConfig, LlamaConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.tasks.evaluating.in_run import BuiltSteps
-from ttrain.train.sampling.batch import BatchReader, BatchSource
+from ttrain.train.sampling.batch import BatchSource, TextsReader
 from ttrain.train.sampling.decode import cache_tensors, scores_of
 from ttrain.train.sampling.draw import whole_text_scores
 from ttrain.train.sampling.source import StepsByLength, TokenSource
@@ -88,7 +88,7 @@ def test_scores_are_those_of_the_whole_text(name: str) -> None:
     steps, model = source.steps, source.steps.model
     whole = whole_text_scores(steps.session.engine.build("logits", steps.session.graph.trace_logits), VOCABULARY)
     batch = BatchSource(steps, source.config, VOCABULARY, 3)
-    reader = BatchReader(steps.get("batch", CONTEXT, lambda graph: batch.traces(model, 3, CONTEXT)), 3, CONTEXT)
+    reader = TextsReader(steps.get("batch", CONTEXT, lambda graph: batch.traces(model, 3, CONTEXT)), 3, CONTEXT)
     text, seen = tokens(CONTEXT), 0
     for lengths in ((5, 40, 1), (6, 41, 2), (7, 66, 10), (8, 67, 11), (30, 4, 70), (31, 5)):
         texts = {number: text[:length] for number, length in enumerate(lengths)}

@@ -42,7 +42,7 @@ def batch_traces(model: CachedModel, texts: int, length: int, scale: float = 1.0
     return {NEXT: partial(trace, texts), BLOCK: partial(trace, block)}
 
 
-class BatchReader:
+class TextsReader:
     """Feeds texts to the steps of `batch_traces`. Each has a number below `texts`, which its caches belong to."""
 
     def __init__(self, steps: Mapping[str, Step], texts: int, length: int) -> None:
@@ -145,7 +145,7 @@ class BatchSource:
         """
         rows, length = self.sizes(prompts)
         steps = self.steps.get(f"batch of {rows}", length, lambda graph: self.traces(graph.model, rows, length))
-        reader, window = BatchReader(steps, rows, length), ContextWindow.of(length, self.config.slide)
+        reader, window = TextsReader(steps, rows, length), ContextWindow.of(length, self.config.slide)
         queue = map(_Text, range(len(prompts)), numbers, map(list, prompts))
         texts: dict[int, _Text] = {}
         finished: dict[int, _Text] = {}
