@@ -129,7 +129,7 @@ class _CacheBias:
     def __init__(
         self, call: Call, positions: Tensor, visible: Tensor, context: int, heads: int, like: Tensor, width: int = 0
     ) -> None:
-        """Of `width` places are the keys that are given at a time; 0 are all."""
+        """Keys are given for `width` places at a time, 0 for all."""
         self.mask: AttentionMask = call.attributes.get("mask", EVERY_KEY)
         self.own = context // call.attributes.get("texts", 1)  # places of a text
         self.width = width or context
