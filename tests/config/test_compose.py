@@ -46,6 +46,7 @@ NEEDS = {
     "precision=tf32": ["device=cuda"],
     "precision=fp16": ["device=cuda"],
     **{option: ["data.path=x"] for option in ON_A_FILE.split()},
+    "recipe=smollm2-135m-dpo": ["model.from=null", "data.sources=[x]"],
     "recipe=smollm2-135m-finetune": ["model.from=null", "data.sources=[x]"],
     "recipe=smollm2-135m-lora": ["model.from=null", "data.sources=[x]"],
 }

@@ -34,6 +34,9 @@ class ObjectiveConfig:
             yield f"train.length_schedule={train.length_schedule}: {told}. Leave it out."
         if others.task.name == "prepare":
             yield f"objective={self.name}: task=prepare writes texts for next-token prediction. Leave it out."
+        for key, plain in {"objective": "ar_only", "future_weight": 0.0}.items():
+            if getattr(others.model, key, plain) != plain and not others.lora.rank:
+                yield f"objective={self.name}: reads no head but that of the next token. Give model.{key}={plain}."
 
 
 @dataclass

@@ -43,7 +43,7 @@ def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Seq
     cached = [] if runs else [cache_folder() / "reference" / f"{key}.safetensors"]
     values = next(filter(None, (_read(path, data) for path in [*cached, *(run / FILE for run in runs)])), {})
     if not values and runs:
-        told = f"{runs[0] / FILE}: is missing or of other rows, and the weights that it is made with are gone"
+        told = f"{runs[-1] / FILE}: is missing or of other rows, and the weights that it is made with are gone"
         raise CheckpointError(f"{told}. Bring the file and the rows back, or start anew with resume=none.")
     values = values or _computed(session, dataset)
     for path in [*cached, *([] if folder is None else [folder / FILE])]:
