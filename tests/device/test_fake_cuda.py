@@ -48,6 +48,7 @@ def test_rows_of_aten_take_what_triton_does(plain: FakeCuda, op: Op, case: Case,
 
 SMALL = "model.layers=1 model.context=64"
 PARTS = "train.gradient_accumulation=2 guard.nonfinite=skip"
+ROWS = "data=documents data.sources=[a]"
 RUNS = {
     "mlp": "model=mlp data=regression model.inputs=6 model.outputs=3 optimizer=sgd",
     "gpt, dropout": f"model=nano-gpt {SMALL} model.dropout=0.1",
@@ -61,6 +62,9 @@ RUNS = {
     "llama, adapters": f"model=llama {SMALL} precision=bf16 lora.rank=4",
     "llama, documents": f"model=llama {SMALL} precision=bf16 data=documents data.sources=[a] data.attention=document",
     "agillm": f"model=agillm {SMALL} precision=bf16",
+    "llama, dpo": f"model=llama {SMALL} precision=bf16 lora.rank=4 {ROWS} objective=dpo",
+    "gpt, kto": f"model=nano-gpt {SMALL} precision=bf16 {ROWS} objective=kto {PARTS}",
+    "agillm, orpo": f"model=agillm {SMALL} precision=fp16 {ROWS} objective=orpo model.objective=ar_only",
 }
 
 
