@@ -126,8 +126,7 @@ class Pairs(Preference):
             losses, rewards, log_probs, metrics = self.terms(sums, ratios, ops.at_least(lengths, 1.0))
             for at, side in enumerate(SIDES):
                 metrics |= {f"rewards/{side}": part(rewards, at), f"logps/{side}": part(log_probs, at)}
-            margins = metrics["rewards/margins"] = difference(rewards)
-            metrics["rewards/accuracies"] = positive(margins)
+            metrics |= {"rewards/margins": (margins := difference(rewards)), "rewards/accuracies": positive(margins)}
             weights = positive(part(lengths, 0)) * sums.graph.input(LOSS_WEIGHT, SCALAR)
             metrics = {name: ops.reduce_sum(value * weights, [0]) for name, value in metrics.items()}
             return ops.reduce_sum(losses * weights, [0]), metrics
@@ -142,10 +141,8 @@ class DPO(Pairs):
     def terms(self, sums: Value, ratios: Value, lengths: Value) -> Terms:
         rewards, smoothing = ratios * self.config.beta, self.config.label_smoothing
         margins = difference(rewards)
-        losses = ops.log_sigmoid(margins) * ((smoothing - 1) / (1 - 2 * smoothing))
-        if smoothing:
-            losses = losses + ops.log_sigmoid(-margins) * (smoothing / (1 - 2 * smoothing))
-        return losses, rewards, sums, {}
+        losses = ops.log_sigmoid(-margins) * smoothing - ops.log_sigmoid(margins) * (1 - smoothing)
+        return losses * (1 / (1 - 2 * smoothing)), rewards, sums, {}
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:
         """Return the loss of the reference itself."""
@@ -211,8 +208,8 @@ class ORPO(Pairs):
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:
         """Return the unigram entropy of the chosen completions, with both as likely."""
-        chosen = dataset.batch("val", 0, 0, dataset.val_samples)["targets"][:, 0]
-        entropy = unigram_entropy([chosen], dataset.vocabulary or 0)
+        batch, ids = dataset.batch("val", 0, 0, dataset.val_samples), dataset.vocabulary or 0
+        entropy = unigram_entropy([batch["targets"][:, 0]], ids)
         return Baseline("unigram entropy, no preference", entropy + self.config.beta * math.log(2))
 
 
@@ -247,9 +244,8 @@ class KTO(Preference):
 
     def derive(self, fields: Batch) -> dict[str, int]:
         lengths, label = fields["lengths"][:, 0], fields["label"]
-        counts = [int((lengths[label == wanted] > 0).sum()) for wanted in (1, 0)]
-        sides = {f"{side}_{LOSS_WEIGHT}": count for side, count in zip(SIDES, counts, strict=True)}
-        return {**sides, LOSS_WEIGHT: sum(counts), TOKENS: int(lengths.sum())}
+        sides = {f"{side}_{LOSS_WEIGHT}": int((lengths[label == at] > 0).sum()) for at, side in enumerate(SIDES[::-1])}
+        return {**sides, LOSS_WEIGHT: sum(sides.values()), TOKENS: int(lengths.sum())}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         given, config, metrics = self.given(model, graph, rows), self.config, dict[str, Value]()

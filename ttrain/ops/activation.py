@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ttrain.graph import Case, Value, cases, composite
-from ttrain.ops.elementwise import PLAIN_SHAPES, erf, exp, full, greater, log, relu, sigmoid, tanh
+from ttrain.ops.elementwise import PLAIN_SHAPES, cast, erf, exp, full, greater, log, relu, sigmoid, tanh
 
 GELU_FORMS = ("none", "tanh")
 _SLOPE, _CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the tanh form
@@ -47,7 +47,8 @@ def silu(x: Value) -> Value:
 @composite(elementwise=True, vjp=lambda node, dy: [dy * sigmoid(-node.input("x"))])
 def log_sigmoid(x: Value) -> Value:
     """y = ln(1 / (1 + e^-x)), of any x without overflow."""
-    return -(relu(-x) + log(exp(-(relu(x) + relu(-x))) + 1.0))
+    wide = cast(x, x.spec.dtype.accumulation)
+    return cast(-(relu(-wide) + log(exp(-(relu(wide) + relu(-wide))) + 1.0)), x.spec.dtype)
 
 
 @composite("dy any [...], saved any [...]", outputs=("dx",), elementwise=True, differentiable=False)

@@ -38,13 +38,12 @@ def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Seq
     rows = waited_for([row for split in SPLITS for row in dataset.rows[split]], "Hashing rows")
     encoded = (dataset.objective.encode(row, dataset.encoder) for row in rows)
     data = _hash(objective.config.name, (array for each in encoded for array in each.values()))
-    facts = data, model.config, model.compute, session.engine.device.name
-    key = "" if runs else _hash(repr(facts), map(session.state.read, model.parameters()))
-    cached = [] if runs else [cache_folder() / "reference" / f"{key}.safetensors"]
+    facts = repr((data, model.config, model.compute, session.engine.device.name))
+    keys = [] if runs else [_hash(facts, map(session.state.read, model.parameters()))]
+    cached = [cache_folder() / "reference" / f"{key}.safetensors" for key in keys]
     values = next(filter(None, (_read(path, data) for path in [*cached, *(run / FILE for run in runs)])), {})
     if not values and runs:
-        told = f"{runs[-1] / FILE}: is missing or of other rows, and the weights that it is made with are gone"
-        raise CheckpointError(f"{told}. Bring the file and the rows back, or start anew with resume=none.")
+        raise CheckpointError(f"{runs[-1] / FILE}: is missing or of other rows. Bring both back, or give resume=none.")
     values = values or _computed(session, dataset)
     for path in [*cached, *([] if folder is None else [folder / FILE])]:
         path.parent.mkdir(parents=True, exist_ok=True)
