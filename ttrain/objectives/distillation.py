@@ -30,6 +30,19 @@ def _(node: Node, dy: Value) -> Sequence[Value]:
     return [dy - ops.exp(node.outputs[0]) * total]
 
 
+@composite("own [N], its [N]", outputs=("counts",), constants=("own", "its"))
+def counted(own: Value, its: Value) -> Value:
+    """1 for a row whose target has no probability of 1 in both models, else 0; log-probabilities are 0 without one."""
+    return ops.greater(-(own + its), own * 0.0)
+
+
+@counted.gradient
+def _(node: Node, dcounts: Value) -> Sequence[Value | None]:
+    return [None, None]
+
+
+counted.differentiable = False
+cases(counted, Case(((5,), (5,))))
 cases(log_softmax, Case(((4, 8),)), Case(((33, 65),)))
 
 
@@ -68,32 +81,25 @@ class Distillation(Objective):
         with graph.scope("teacher"):
             taught = teacher.hidden(graph, rows, False, positions)
         targets = ops.reshape(graph.input("targets", places[1]), hidden.shape[:1])
-        found, count = list[Sequence[Value]](), targets.shape[0]
+        count, found = targets.shape[0], list[Value]()
         size = -(-count // -(-count * model.vocabulary // _AT_ONCE))
-        parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
-        for chosen in parts:
-            with graph.scope("loss"), graph.segment(training and len(parts) > 1):
-                scores = model.scores(_some(hidden, chosen)), teacher.scores(_some(taught, chosen))
-                found.append(self._sums(*scores, _some(targets, chosen)))
         with graph.scope("loss"):
-            weight = graph.input(LOSS_WEIGHT, SCALAR)
-            loss, own, its = (reduce(ops.add, each) * weight for each in zip(*found, strict=True))
-            share = self.config.cross_entropy
-        return (1 - share) * loss + share * own if share else loss, {"student/ce": own, "teacher/ce": its}
+            weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
+            own, its = model.log_probs(hidden, targets)[0], teacher.log_probs(taught, targets)[0]  # [N]
+            counts = counted(own, its)  # of which every device picks rows, unlike integers
+            for chosen in (range(start, min(start + size, count)) for start in range(0, count, size)):
+                with graph.segment(training and size < count):
+                    scores = model.scores(_some(hidden, chosen)), teacher.scores(_some(taught, chosen))
+                    found.append(ops.reduce_sum(_some(counts, chosen) * self._divergence(*scores), [0]))
+            loss = reduce(ops.add, found) * weight
+            ce, its_ce = (-(ops.reduce_sum(each, [0]) * weight) for each in (own, its))
+        return (1 - share) * loss + share * ce if share else loss, {"student/ce": ce, "teacher/ce": its_ce}
 
-    def _sums(self, student: Value, teacher: Value, targets: Value) -> list[Value]:
-        """Sums over rows of scores [n, V]: of the divergence, and of the cross-entropies of both models."""
-        live = min(student.shape[1], teacher.shape[1])  # a model may have more ids than the tokenizer
-        scores = [_some(each, range(live), 1) for each in (student, teacher)]
-        hot, heat, given = (
-            ops.one_hot(targets, live, DType.FP32),
-            self.config.temperature,
-            list(map(log_softmax, scores)),
-        )
-        soft = given if heat == 1 else [log_softmax(each * (1 / heat)) for each in scores]
-        counted = ops.reduce_sum(hot, [1])  # 0 without a target, else 1
-        losses = counted * divergence(soft[0], soft[1], self.config.beta)
-        return [ops.reduce_sum(losses, [0]), *(-ops.reduce_sum(hot * logs, [0, 1]) for logs in given)]
+    def _divergence(self, *scores: Value) -> Value:
+        """Divergence of rows of the scores of student and teacher [n, V]: [n]."""
+        live = min(each.shape[1] for each in scores)  # a model may have more ids than the tokenizer
+        soft = [log_softmax(_some(each, range(live), 1) * (1 / self.config.temperature)) for each in scores]
+        return divergence(soft[0], soft[1], self.config.beta)
 
 
 def _some(x: Value, chosen: range, axis: int = 0) -> Value:
