@@ -92,6 +92,8 @@ def test_long_rows_are_refused_cut_or_left_out(tmp_path: Path) -> None:
         ("[1]", "rows.jsonl:41: is a list, not an object"),
         ({"prompt": "a", "completion": " "}, "rows.jsonl:41: a completion is empty"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, "rows.jsonl:41: a prompt is a text"),
+        ({"prompt": "a", "completion": 4}, "rows.jsonl:41: a prompt is a text, and its completion a number"),
+        ('{"prompt": "\\ud800", "completion": "b"}', r"rows.jsonl:41: has '\ud800', half of a surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named_or_left_out(tmp_path: Path, row: Any, told: str) -> None:

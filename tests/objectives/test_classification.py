@@ -124,7 +124,9 @@ def test_bad_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ({"text": "", "label": "bad"}, "a text is blank"),
             ({"text": "dull", "label": "odd"}, 'label "odd" is no class: good, bad'),
-            ({"text": "dull"}, "label null is no class"),
+            ({"text": "dull"}, "has no 'label'"),
+            ({"label": "good"}, "has no 'text'"),
+            ({"text": "dull", "label": 0.5}, "label 0.5 is no class: good, bad"),
             ({"text": "dull", "label": True}, "label true is no class"),
         )
     ):

@@ -125,6 +125,7 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     for more, told in (
         (["data.sources=[bad.jsonl]"], "bad.jsonl:41: a text is blank, not words"),
         (["train.batch_schedule=[8,16]", "train.phase_steps=1"], "compares the rows of batches"),
+        (["parallel.slices=8"], "objective=embedding: a slice of one row has no other to tell it from."),
     ):
         capsys.readouterr()
         assert train("none", *GPT, *more, "train.steps=2") == 2

@@ -74,13 +74,13 @@ def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) ->
 
 
 def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
-    """Return the plain values, where keys are those of the option that the run to continue has, if none is given."""
+    """Return the plain values, where what no key names is as in the run to continue."""
     saved, found = _saved(values), dict(values)
     for group in {*registry.groups()} - {"task", "parallel", *source.explicit}:
         own, given = saved.get(group), values.get(group)
         if isinstance(own, dict) and isinstance(given, dict) and own.get("name") != given.get("name"):
             keys = {key: value for key, value in given.items() if f"{group}.{key}" in source.explicit}
-            found[group] = {**own, **keys} if keys else given
+            found[group] = {**own, **keys}
     return found
 
 

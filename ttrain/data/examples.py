@@ -23,9 +23,8 @@ from ttrain.data.batches import Baseline, Batch, Split, held_out, sample_numbers
 from ttrain.data.chat.conversation import Chat, json_kind
 from ttrain.data.chat.jinja import TokenizerTemplate
 from ttrain.data.document_files import held_out_documents, tokenizer_of
-from ttrain.data.formats.tables import row_value
 from ttrain.data.settings import DocumentsConfig
-from ttrain.data.sources import Document, DocumentReader, chat_template, find_sources, has_rows
+from ttrain.data.sources import DocumentReader, chat_template, find_sources, has_rows
 from ttrain.data.text import with_notices
 from ttrain.data.tokenizer import Tokenizer
 
@@ -73,14 +72,14 @@ class RowEncoder:
         """Return the ids of a prompt and of its completion, texts or messages, which the end token closes."""
         if not completion or (isinstance(completion, str) and not completion.strip()):
             raise ValueError("a completion is empty")
+        if type(prompt) is not type(completion) or not isinstance(prompt, str | list):
+            raise ValueError(f"a prompt is {json_kind(prompt)}, and its completion {json_kind(completion)}")
         before = self.prompt(prompt)
-        if isinstance(prompt, str) and isinstance(completion, str):
+        if isinstance(prompt, str):
             whole = self.tokenizer.with_start(self.tokenizer.encode(prompt + completion))
             whole = whole if prompt else [*before, *whole]
-        elif isinstance(prompt, list) and isinstance(completion, list):
-            whole = list(self.tokenizer.encode(self.template.render(Chat.of([*prompt, *completion])).text))
         else:
-            raise ValueError(f"a prompt is {json_kind(prompt)}, and its completion {json_kind(completion)}")
+            whole = list(self.tokenizer.encode(self.template.render(Chat.of([*prompt, *completion])).text))
         closed = isinstance(prompt, list) and isinstance(self.template, TokenizerTemplate)
         return before, whole[len(before) :] + ([] if closed or whole[-1] == self.end else [self.end])
 
@@ -162,14 +161,10 @@ class ExampleDataset:
 class _RowReader(DocumentReader):
     """Reads rows as documents whose text is their content in JSON."""
 
-    def _document(self, row: Any, place: str) -> Document:
-        try:
-            found = json.loads(row) if isinstance(row, str) else row_value(row)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"is {json_kind(found)}, not an object")
-        return Document(json.dumps(found, ensure_ascii=False), place)
+    def _content(self, row: Any) -> str:
+        if not isinstance(row, dict):
+            raise ValueError(f"is {json_kind(row)}, not an object")
+        return json.dumps(row, ensure_ascii=False)
 
 
 def open_examples(config: DocumentsConfig, context: int, objective: RowObjective) -> ExampleDataset:

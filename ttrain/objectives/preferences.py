@@ -106,7 +106,7 @@ class Pairs(Preference):
     def encode(self, row: Mapping[str, Any], encoder: RowEncoder) -> Batch:
         """Return `tokens` and `targets` int64 [2, context] of a row. Raises ValueError for a bad one."""
         prompt, *both = row.get("prompt"), *(required(row, side) for side in SIDES)
-        if prompt is None:
+        if prompt is None and all(isinstance(each, str | list) for each in both):
             start = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))])
             start -= isinstance(both[0], str) and both[0][:start].endswith(" ")
             prompt, *both = both[0][:start], *(text[start:] for text in both)

@@ -12,6 +12,7 @@ import numpy as np
 
 from ttrain import ops
 from ttrain.core.errors import ConfigError
+from ttrain.core.names import listed
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import Baseline, Batch
 from ttrain.data.examples import ExampleDataset, RowEncoder
@@ -21,6 +22,7 @@ from ttrain.models.decoder import linear
 from ttrain.nn.module import Role
 from ttrain.objectives.base import Objective
 from ttrain.objectives.distillation import log_softmax
+from ttrain.objectives.preferences import required
 
 
 class TextObjective(Objective):
@@ -58,7 +60,7 @@ class TextObjective(Objective):
         size = len(self.names), encoder.context
         tokens, weights = np.zeros(size, np.int64), np.zeros(size, np.float32)
         for at, name in enumerate(self.names):
-            ids = encoder.cut(encoder.text(row.get(name))[:-1], encoder.context)
+            ids = encoder.cut(encoder.text(required(row, name))[:-1], encoder.context)
             tokens[at, : len(ids)] = ids
             first = 0 if getattr(self.config, "pooling", "last") == "mean" else len(ids) - 1
             weights[at, first : len(ids)] = 1 / (len(ids) - first)
@@ -107,11 +109,13 @@ class Classification(TextObjective):
         super().attach(model)
 
     def encode(self, row: Mapping[str, Any], encoder: RowEncoder) -> Batch:
-        label, names, weights = row.get("label"), self.config.classes, self.config.class_weights
+        label, names, weights = required(row, "label"), self.config.classes, self.config.class_weights
         if type(label) in (int, str) and str(label) in names:
             label = names.index(str(label))
         elif type(label) is not int or not 0 <= label < len(names):
-            raise ValueError(f"label {json.dumps(label)} is no class: {', '.join(names)}")
+            raise ValueError(
+                f"label {json.dumps(label)} is no class: {listed(names, 20) or 'give texts or whole numbers'}"
+            )
         weight = np.array(weights[label] if weights else 1, np.float32)
         return {**super().encode(row, encoder), "targets": np.array(label), "weight": weight}
 
@@ -184,6 +188,8 @@ class Embedding(TextObjective):
         """Return the loss and the shares of rows whose positive is the nearest, retrieval/recall@1, or among five."""
         own, weight = self.probe(model, graph, rows, training), graph.input(LOSS_WEIGHT, SCALAR)
         size, place = rows * self.slice[0], self.given(model, graph, rows)["place"]
+        if size < 2:
+            raise ConfigError("objective=embedding: a slice of one row has no other to tell it from. Give more rows.")
         with graph.scope("loss"):
             eye = ops.one_hot(place, size, DType.FP32)  # [rows, S]
             mine = ops.reduce_sum(eye, [0])

@@ -121,6 +121,13 @@ def test_keys_are_those_of_the_options_that_the_run_has(tmp_path: Path) -> None:
         load([*keys[:3], "data=text"])
 
 
+def test_a_key_of_an_objective_leaves_the_rows_as_they_are(tmp_path: Path) -> None:
+    given = ["objective=dpo", "data=documents", "data.sources=[rows.jsonl]"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_dict(load(given))))
+    again = load([f"run.dir={tmp_path}", "resume=auto", "objective.beta=0.5"])
+    assert (again.objective.name, again.objective.beta, again.data.sources) == ("dpo", 0.5, ["rows.jsonl"])
+
+
 MODEL = {"name": "gpt", "layers": 4, "heads": 4, "dropout": 0.0, "recompute": "none"}
 
 

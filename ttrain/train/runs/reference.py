@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from ttrain.core.errors import CheckpointError
+from ttrain.core.errors import CheckpointError, UserError, raised_as
 from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.waiting import waited_for
@@ -46,8 +47,9 @@ def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Seq
         raise CheckpointError(f"{runs[-1] / FILE}: is missing or of other rows. Bring both back, or give resume=none.")
     values = values or _computed(session, dataset)
     for path in [*cached, *([] if folder is None else [folder / FILE])]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, save(values, {"data": data}))
+        with raised_as(UserError, f"{path}: can't be written", "Make room, or set TTRAIN_CACHE to another folder."):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, save(values, {"data": data}))
     for name, array in values.items():
         split, _, field = name.partition("/")
         dataset.known[split][field] = array
@@ -75,9 +77,9 @@ def _hash(facts: str, arrays: Iterable[Array]) -> str:
 
 
 def _read(path: Path, data: str) -> dict[str, Array]:
-    """Return what a file has of these rows; nothing where there is none or it is of others."""
-    if not path.is_file():
-        return {}
-    with open_shard(path) as shard:
-        fits = (shard.metadata() or {}).get("data") == data
-        return {name: shard.get_tensor(name) for name in shard.keys()} if fits else {}  # noqa: SIM118 - no mapping
+    """Return what a file has of these rows; nothing where there is none or it is of others, or damaged in the cache."""
+    if path.is_file():
+        with suppress(*() if path.name == FILE else (CheckpointError,)), open_shard(path) as shard:
+            if (shard.metadata() or {}).get("data") == data:
+                return {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - no mapping
+    return {}
