@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ class Device(TorchDevice):
         self.folder, self.compares, self.measures = folder, compares, measures
 
     def compiler(self) -> NativeKernels:
-        context = self.context if self.compares else None
+        context = self.context if self.compares else replace(self.context, matmul="own")  # also with matrix units
         return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), context, self.measures)
 
 
