@@ -36,9 +36,8 @@ class GRPO(Objective):
 
     def fields(self, model: Model, rows: int) -> dict[str, TensorSpec]:
         tokens = model.batch_specs(rows)["tokens"]
-        advantages, numbers = TensorSpec((rows, 1), DType.FP32), tokens.with_dtype(DType.FP32)
-        given = {"tokens": tokens, "targets": tokens, "old_log_probs": numbers}
-        return {**given, "advantages": advantages, "weights": numbers}
+        each, fp32 = TensorSpec((rows, 1), DType.FP32), tokens.with_dtype(DType.FP32)
+        return {"tokens": tokens, "targets": tokens, "old_log_probs": fp32, "advantages": each, "weights": fp32}
 
     def prepare(self, model: Model) -> Prepare:
         return self._prepared

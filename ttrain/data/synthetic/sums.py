@@ -53,6 +53,5 @@ def _split(config: SumsConfig) -> dict[str, NDArray[np.uint64]]:
     low, high = np.sort(np.divmod(numbers, base), axis=0)
     chosen = random_words(derive_key(_HELD_OUT), low * base + high) < np.uint64(config.held_out * 2.0**64)
     if not 0 < chosen.sum() < count:
-        told = f"data.held_out={config.held_out:g} leaves one of the splits of {count} sums empty"
-        raise DataError(f"{told}. Give a larger data.largest, or another share.")
+        raise DataError(f"data.held_out={config.held_out:g} leaves a split of sums empty. Give a larger data.largest.")
     return {"train": numbers[~chosen], "val": numbers[chosen]}

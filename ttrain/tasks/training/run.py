@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -238,8 +237,8 @@ class Run:
             yield show_ways(ways)
         schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.last)]
-        each = [getattr(config.objective, key, 1) for key in ("num_generations", "num_iterations")]  # rows of a prompt
-        read = schedule.read(0, train.last).tokens // prod(each)
+        each = getattr(config.objective, "num_generations", 1) * getattr(config.objective, "num_iterations", 1)
+        read = schedule.read(0, train.last).tokens // each  # so many rows are of one prompt
         yield extent_line(self.dataset, train.last, rows, read, config.data.limit)
         if (mixture := mixture_table(self.dataset, train)) is not None:
             yield plain_table(mixture).rstrip()

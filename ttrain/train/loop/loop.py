@@ -127,9 +127,8 @@ class Loop:
             context.loggers.console.close()
             context.loggers.console.start(progress.step, context.config.last)
         else:
-            progress.step, told = step, self.reader.before(step + 1)
-            progress.read_samples, progress.read_tokens, read, progress.rollout = told
-            progress.read_sources = {**read}
+            progress.read_samples, progress.read_tokens, read, progress.rollout = self.reader.before(step + 1)
+            progress.step, progress.read_sources = step, {**read}
             context.loggers.console.advance()
             if not self._started:
                 self._started = True

@@ -30,8 +30,7 @@ from ttrain.train.steps.phases import BatchReader, Position
 from ttrain.train.steps.session import Session
 from ttrain.train.task_settings import SampleConfig
 
-_SHOWN = 4  # completions of a step
-_TRIED = 100  # rows whose rewards are tried before training
+_SHOWN, _TRIED = 4, 100  # completions of a step that are shown, rows whose rewards are tried before training
 
 
 class Completion(NamedTuple):
@@ -61,8 +60,7 @@ class Rollouts(BatchReader):
         self._config, self._data, self._world = graph.objective.config, data, world
         scales = self._config.temperature == 1 or getattr(model.config, "logit_cap", 0) is None
         if graph.chips > 1 or not (scales and hasattr(model, "extend")):
-            told = "such as model=llama, without logit_cap where objective.temperature is not 1, and no mesh"
-            raise ConfigError(f"objective=grpo: needs a model that keeps keys and values, {told}.")
+            raise ConfigError("objective=grpo: needs model=llama or gpt, no mesh, and beside logit_cap temperature=1.")
         for place, row in chain(*(islice(zip(data.places[x], data.rows[x], strict=True), _TRIED) for x in data.rows)):
             with raised_as(DataError, place, "Mend the row, the reward, or leave one out.", BadReward):
                 _ = [rewards_of(self._config.reward, row, text) for text in ("", str(row.get("answer", "")))]
@@ -132,8 +130,7 @@ class Rollouts(BatchReader):
             means = {"reward": float(np.dot(weights, rewards)), "completions/mean_length": len(tokens)}
             means |= {f"rewards/{name}/mean": reward for name, reward in zip(names, rewards, strict=True)}
             means["completions/clipped_ratio"] = float(not ended[at])
-            raw = log_probs.tobytes().hex()
-            found.append(Completion(given[at]["prompt"], text, tokens, raw, ended[at], means))
+            found.append(Completion(given[at]["prompt"], text, tokens, log_probs.tobytes().hex(), ended[at], means))
         if (told := self._world.first(problem)) is not None:
             raise BadReward(told)
         return found
