@@ -191,6 +191,8 @@ def smaller(config: Config, steps: int) -> Config:
         small["data.max_bytes"] = 20_000
         if config.source.overrides:  # only the bare command looks through the standard library
             small["data.path"] = config.data.path or "book.txt"
+    if config.objective.name == "grpo":
+        small["objective.num_generations"] = 2
     if config.data.name == "regression":
         small["data.examples"] = 64
     if config.task.name in ("sample", "eval", "export"):  # the rest is that of the run, or of the file

@@ -40,7 +40,6 @@ NEEDS = {
     "objective=distillation": ["objective.teacher=x"],
     **{f"objective={name}": ["data=documents", "data.sources=[x]"] for name in ("dpo", "ipo", "kto", "orpo", "simpo")},
     "objective=grpo": ["data=sums", "objective.max_completion_length=8"],
-    "recipe=grpo-arithmetic": ["device.batch_invariant=false"],  # a compiler
     "precision=bf16_true": ["device=tt"],
     "precision=bf8": ["device=tt"],
     "precision=tf32": ["device=cuda"],

@@ -81,7 +81,7 @@ def typed_config(values: Mapping[str, Any], source: Given | None = None, finding
 
 
 def _settle(config: Config, bad_sections: Set[str]) -> Iterator[str]:
-    """Replace engine=auto, precision=auto and train.tokens by what they stand for; records have what was taken.
+    """Replace what is auto, or null, and train.tokens by what they stand for; records have what was taken.
 
     Yield the problem of a run whose length is not said in one way. A run that is continued has steps that were fixed.
     """
@@ -90,6 +90,8 @@ def _settle(config: Config, bad_sections: Set[str]) -> Iterator[str]:
         config.engine = replace(config.engine, name=info.best_engine(config.device)[0])
     if config.precision.name == "auto":
         config.precision = replace(config.precision, name=info.best_precision(config.device)[0])
+    if (device := config.device).batch_invariant is None and config.objective.name == "grpo":
+        config.device = replace(device, batch_invariant=config.engine.lacks_invariance(device) is None)
     durations = {f"train.{name}": getattr(train, name) for name in sorted(DURATIONS)}
     if train.tokens is not None and "train" not in bad_sections:
         from ttrain.train.steps.phases import PhaseSchedule

@@ -29,7 +29,9 @@ class DeviceConfig:
         "measured on this machine",
         choices=("auto", "own", "onednn", "aten"),
     )
-    batch_invariant: bool = option(False, "cpu, traced: give a row the same bits in any batch, cached or not")
+    batch_invariant: bool | None = option(
+        None, "cpu, traced: give a row the same bits in any batch, cached or not; null does for objective=grpo"
+    )
 
 
 @dataclass

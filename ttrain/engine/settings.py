@@ -17,15 +17,16 @@ class EngineConfig:
     name: str = option("auto", "name of the engine; auto is traced where the device compiles or captures, else static")
     rematerialize: bool = option(True, "static and traced: recompute cheap elementwise activations in backward")
 
-    @rule
-    def _invariant(self, others: Any) -> Iterator[str]:
-        device = others.device
-        if not device.batch_invariant:
-            return
-        lacking = info_of(device).lacks_invariance(device)
+    def lacks_invariance(self, device: Any) -> str | None:
+        """Return what device.batch_invariant needs and is not there; None where all is."""
+        lacking: str | None = info_of(device).lacks_invariance(device)
         if lacking is None and self.name != "traced":
             lacking = f"engine=traced and a compiler (g++ or clang++), not engine={self.name}"
         if lacking is None and device.matmul not in ("auto", "own"):
             lacking = f"device.matmul=own, not {device.matmul}"
-        if lacking is not None:
+        return lacking
+
+    @rule
+    def _invariant(self, others: Any) -> Iterator[str]:
+        if others.device.batch_invariant and (lacking := self.lacks_invariance(others.device)) is not None:
             yield f"device.batch_invariant=true: needs {lacking}. Leave the key out, or give that."

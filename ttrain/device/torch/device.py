@@ -37,7 +37,7 @@ def open_device(config: DeviceConfig, group: Group | None = None) -> TorchDevice
     """Open device=cpu|cuda|mps|xpu, or auto: cuda where torch has it. Raises DeviceUnavailable for a missing GPU."""
     kind = config.name if config.name in GPUS else "cuda" if is_gpu(config) else "cpu"
     given = (config.threads, config.index, group, config.matmul, config.yield_cores, config.tf32)
-    return TorchDevice(kind, *given, config.batch_invariant)
+    return TorchDevice(kind, *given, bool(config.batch_invariant))
 
 
 class TorchDevice(Device):

@@ -34,6 +34,10 @@ def notices(config: Config) -> Iterator[str]:
     best, reason = info_of(config.device).best_precision(config.device)
     if reason and best == "fp32" and config.precision.name != "fp32":
         yield f"precision={config.precision.name}: {reason} than precision=fp32. precision=auto takes what is faster."
+    if config.objective.name == "grpo" and not config.device.batch_invariant:
+        why = config.engine.lacks_invariance(config.device)
+        told = "what was drawn has other last bits of its probability when it is trained on"
+        yield f"{told}: device.batch_invariant is off{f', since it needs {why}' if why else ''}."
     yield from idle(config, ("model", "optimizer", "schedule", "train", "sample"))
     yield from _unequal_dropouts(config)
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
