@@ -152,9 +152,10 @@ def test_a_teacher_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[st
         ("short", "reads 8 tokens, and is to be a llama or gpt that reads 16"),
         ("letters", "its tokenizer gives tokens other ids"),
         ("null", "there is nobody to learn from"),
+        ("letters model.future_weight=0.1", "teaches the next token alone"),
     ):
         capsys.readouterr()
-        assert train("other", *learns, f"objective.teacher={teacher}") == 2
+        assert train("other", *learns, *f"objective.teacher={teacher}".split()) == 2
         assert told in capsys.readouterr().err
 
 

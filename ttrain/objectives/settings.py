@@ -83,8 +83,12 @@ class DistillationConfig(ObjectiveConfig):
     def _has_teacher(self, others: Any) -> Iterator[str]:
         if self.teacher is None:
             yield "objective.teacher=null: there is nobody to learn from. Give a folder, a run or a checkpoint."
-        if others.model.name not in ("gpt", "llama") and not others.source.awaits_model(others.resume):
+        if others.source.awaits_model(others.resume):
+            return
+        if others.model.name not in ("gpt", "llama"):
             yield f"objective=distillation: model={others.model.name} is no plain decoder. Give model=llama or gpt."
+        elif others.model.future_weight:
+            yield "model.future_weight: objective=distillation teaches the next token alone. Leave it out."
 
 
 @dataclass
