@@ -56,8 +56,10 @@ def test_a_bad_reward_is_named(monkeypatch: pytest.MonkeyPatch, reward: Any, tol
 
 
 def test_rows_without_an_answer_are_told() -> None:
-    with pytest.raises(BadReward, match="reward exact raised ValueError: the row has no 'answer'"):
+    with pytest.raises(BadReward, match="reward exact raised ValueError: the row's 'answer' is None, not a text or"):
         rewards_of(["exact"], {"prompt": "1+1="}, "2")
+    with pytest.raises(BadReward, match=r"'answer' is \['2'\], not a text or a number"):
+        rewards_of(["exact"], {"answer": ["2"]}, "2")
     with pytest.raises(BadReward, match="the row's answer 'none' has no number"):
         rewards_of(["number"], {"answer": "none"}, "2")
 

@@ -123,7 +123,7 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
     own = [x for x in RUN if not x.startswith(("data", "run.dir"))] + ["data=documents", "data.tokenizer=byte"]
     for row, why in (
         ({"answer": 1}, "it has no 'prompt'"),
-        ({"prompt": "1+1="}, "reward contains raised ValueError: the row has no 'answer'"),
+        ({"prompt": "1+1="}, "reward contains raised ValueError: the row's 'answer' is None, not a text"),
         (
             {"prompt": "1 plus 1 = ", "answer": 2},
             "its prompt of 11 tokens leaves not 4 of model.context=12",

@@ -18,9 +18,10 @@ _NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 def _answer(row: Row) -> str:
-    if "answer" not in row:
-        raise ValueError("the row has no 'answer'")
-    return str(row["answer"]).strip()
+    answer = row.get("answer")
+    if not isinstance(answer, str | int | float):
+        raise ValueError(f"the row's 'answer' is {answer!r}, not a text or a number")
+    return str(answer).strip()
 
 
 def exact(row: Row, completion: str) -> float:
