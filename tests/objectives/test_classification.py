@@ -117,6 +117,9 @@ def test_a_folder_of_transformers_comes_in_and_a_run_goes_on_to_the_bit(capsys: 
         place = "export.file=x.gguf" if form == "gguf" else "export.dir=x"
         assert main(["task=export", "run.dir=whole", f"export.form={form}", place]) == 2
         assert told in capsys.readouterr().err
+    for task in ("task=sample", "task=eval eval.text=[labels.jsonl]"):
+        assert main([*task.split(), "run.dir=whole", "device=cpu"]) == 2
+        assert "objective=classification: its model predicts no tokens. Give " in capsys.readouterr().err
 
 
 def test_bad_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +139,12 @@ def test_bad_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         given = [f"data.sources=[bad{number}.jsonl]", "objective.classes=[good,bad]"]
         assert train("none", *GPT, *given, "train.steps=2") == 2
         message = capsys.readouterr().err
-        assert f"bad{number}.jsonl:21: {told}" in message and message.strip().count("\n") == 0
+        assert f"bad{number}.jsonl:21: {told}" in message and "Traceback" not in message
     assert train("none", *GPT, "data.sources=[bad0.jsonl]", "objective.classes=[only]", "train.steps=2") == 2
+    for wrong in ("objective.class_weights=[1]", "objective.classes=[good,bad,fair,good]"):
+        capsys.readouterr()
+        assert train("none", *GPT, wrong, "train.steps=2") == 2
+        assert "give at least two, all different, and as many class_weights or none." in capsys.readouterr().err
 
 
 def test_a_plan_reads_the_classes() -> None:

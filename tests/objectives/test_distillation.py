@@ -16,6 +16,7 @@ from tests.train.reading import arrays, write_documents
 from ttrain import Training, load_config
 from ttrain.cli import main
 from ttrain.objectives import distillation
+from ttrain.train.runs.warm_start import WeightSource
 
 SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
 ROWS, CONTEXT, VOCABULARY = 4, 16, 40
@@ -144,7 +145,9 @@ def test_a_run_with_a_teacher_goes_on_and_notices_another(capsys: pytest.Capture
     assert "objective.teacher=big: is no folder with a config.json" in capsys.readouterr().err
 
 
-def test_a_teacher_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_that_does_not_fit_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert train("short", "model.context=8", "train.steps=1") == 0
     assert train("letters", "data.tokenizer=char", "train.steps=1") == 0
     learns = ["objective=distillation", "train.steps=1"]
@@ -157,6 +160,10 @@ def test_a_teacher_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[st
         capsys.readouterr()
         assert train("other", *learns, *f"objective.teacher={teacher}".split()) == 2
         assert told in capsys.readouterr().err
+    bad = lambda _, model: {path: np.full(each.shape, np.nan) for path, each in model.persistent().items()}  # noqa: E731
+    monkeypatch.setattr(WeightSource, "values", bad)
+    assert train("other", *learns, "model.context=8", "objective.teacher=short") == 2
+    assert "objective.teacher: " in (told := capsys.readouterr().err) and "holds NaN or infinity" in told
 
 
 def test_a_plan_counts_the_teacher(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ttrain.core.errors import ConfigError
 from ttrain.engine.state import State
 from ttrain.nn.module import Buffer, Parameter
@@ -51,4 +53,6 @@ class FrozenModel:
         """Read the values into the state."""
         values = self._source.values(self.model)
         for path in self.model.persistent():
+            if not np.isfinite(values[path]).all():
+                raise ConfigError(f"{self._key}: {path} holds NaN or infinity. Give another.")
             state.write(self._prefix + path, values[path])

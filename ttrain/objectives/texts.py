@@ -101,8 +101,9 @@ class Classification(TextObjective):
     def attach(self, model: Any) -> None:
         """Put a head of classes in the place of that of tokens. Raises ConfigError for classes that make no task."""
         names, weights = self.config.classes, self.config.class_weights
-        if len(names) < 2 or len(weights) not in (0, len(names)):
-            raise ConfigError(f"objective.classes={names}: give at least two, and as many class_weights or none.")
+        if len({*names}) < max(len(names), 2) or len(weights) not in (0, len(names)):
+            told = "give at least two, all different, and as many class_weights or none"
+            raise ConfigError(f"objective.classes={names}: {told}.")
         model.classes, numbers = linear(model.width, len(names), False, role=Role.OUTPUT), dict(enumerate(names))
         said = {"id2label": numbers, "label2id": {name: number for number, name in numbers.items()}}
         model.stated = "ForSequenceClassification", said
@@ -116,7 +117,7 @@ class Classification(TextObjective):
             raise ValueError(
                 f"label {json.dumps(label)} is no class: {listed(names, 20) or 'give texts or whole numbers'}"
             )
-        weight = np.array(weights[label] if weights else 1, np.float32)
+        weight = np.array((weights[label : label + 1] or [1])[0], np.float32)
         return {**super().encode(row, encoder), "targets": np.array(label), "weight": weight}
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:

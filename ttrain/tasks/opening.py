@@ -24,6 +24,7 @@ from ttrain.data.settings import TextConfig
 from ttrain.models.agillm_weights import sizes_of
 from ttrain.models.identity import FUNCTION, differing
 from ttrain.models.settings import AGILLMConfig
+from ttrain.models.weight_checks import TOKENS
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.checkpoint import Checkpoint
@@ -150,8 +151,12 @@ def of_given(config: Config, wanted: CheckpointConfig, needs: str, instead: str)
     Raises as `of_run` and `of_folder` do.
     """
     if config.run.dir is None:
-        return of_folder(config, needs)
-    return of_run(config, wanted, ("device", "engine", "logger", "sample"), f"{needs} {instead}")
+        found = of_folder(config, needs)
+    else:
+        found = of_run(config, wanted, ("device", "engine", "logger", "sample"), f"{needs} {instead}")
+    if getattr(found.model, "opened_by", TOKENS) != TOKENS:
+        raise ConfigError(f"objective={found.config.objective.name}: its model predicts no tokens. {instead}")
+    return found
 
 
 def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], str | None]) -> OpenedModel:
