@@ -356,7 +356,11 @@ class Squares:
         self.rows.append(len(targets))
         counted = targets[targets >= 0] if inputs["targets"].dtype.kind == "i" else targets
         weight = inputs["loss_weight"]
-        return {"loss": weight * float((counted**2).sum()), "a/b": weight * float(np.abs(counted).sum()), "other": 7.0}
+        return {
+            "loss": weight * float((counted**2).sum()),
+            "a/b": weight * float(np.abs(counted).sum()),
+            "activation_norm": 7.0,
+        }
 
 
 def ids(count: int) -> TokenDataset:
