@@ -22,21 +22,9 @@ from ttrain.core.cores import default_threads
 from ttrain.core.errors import EXIT_DEVICE_BUSY, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USER, ConfigError
 from ttrain.core.units import format_duration
 from ttrain.core.waiting import Waiting
-from ttrain.sweep import outcome
+from ttrain.sweep import jobs, outcome
 from ttrain.sweep.forks import ForkServer
-from ttrain.sweep.jobs import (
-    DONE,
-    FINISHED,
-    LOG,
-    PRUNED,
-    Job,
-    Status,
-    SweepFolder,
-    SweepOverrides,
-    check_directories,
-    compose_job,
-    now,
-)
+from ttrain.sweep.jobs import DONE, FINISHED, PRUNED, Job, Status, SweepFolder
 from ttrain.sweep.search import Grid, Search
 from ttrain.train.logging.metrics import Events
 from ttrain.train.runs.record import override
@@ -55,25 +43,25 @@ def run_sweep(composer: Composer, overrides: Sequence[str]) -> int:
     master = composer.compose(overrides, sweep=True)
     if master.problems:
         raise ConfigError(master.problems)
-    sweep = SweepOverrides.read(composer, master)
+    sweep = jobs.SweepOverrides.read(composer, master)
     searches = sweep.setting("search", master) is not None
-    compose = partial(compose_job, composer, own=sweep.own)
-    jobs = [sweep.example()] if searches else sweep.combinations()
-    first = next((job.config for job in list(map(compose, jobs)) if job.config is not None), None)
+    compose = partial(jobs.compose_job, composer, own=sweep.own)
+    made = [sweep.example()] if searches else sweep.combinations()
+    first = next((job.config for job in list(map(compose, made)) if job.config is not None), None)
     if first is None:
-        raise ConfigError([_labelled(job) for job in jobs])
+        raise ConfigError([_labelled(job) for job in made])
     settings = first.sweep
     if settings.srun is not None and which("srun") is None:
         raise ConfigError("sweep.srun: there is no srun here. Start the sweep where SLURM is, or leave it out.")
-    check_directories(jobs)
-    parts = [job.key for job in jobs]
+    jobs.check_directories(made)
+    parts = [job.key for job in made]
     if searches:
         ranges = [str(override.input_line) for override in sweep.swept]
         parts = [*sweep.fixed, *ranges, str(settings.search), settings.direction, settings.objective]
     identity = json.dumps(sorted([*composer.files.flags, *parts]))
     folder = SweepFolder.open(settings.dir, identity, overrides, same=searches)
     try:
-        queue = Search(sweep, first, folder, compose) if searches else Grid(folder, jobs, compose)
+        queue = Search(sweep, first, folder, compose) if searches else Grid(folder, made, compose)
         say(f"sweep {folder.path}: {queue.title}")
         runner = Runner(folder, settings, composer.job_flags(master), queue)
         runner.run()
@@ -164,7 +152,7 @@ class Runner:
         status = {**self._status(job, overrides), "state": "running"}
         if output is not None:
             status["output"] = os.path.relpath(output, self.folder.path)
-        log = self.folder.job_folder(job) / LOG
+        log = self.folder.job_folder(job) / jobs.LOG
         size = log.stat().st_size if log.exists() else 0
         srun = [] if self.settings.srun is None else ["srun", "--ntasks=1", *shlex.split(self.settings.srun)]
         before, arguments = self._signals.received, [*self.flags, *overrides, *job.numbered]
@@ -202,7 +190,7 @@ class Runner:
             "overrides": list(overrides) or list(job.overrides),
             "run": os.path.relpath(self._run_directory(job), self.folder.path),  # so that the sweep can be moved
             "attempts": self.folder.status(job).get("attempts", 0) + 1,
-            "started": now(),
+            "started": jobs.now(),
         }
 
     def _environment(self) -> dict[str, str]:
@@ -236,7 +224,7 @@ class Runner:
         """Return the last status of a job, and tell the user."""
         job, wanted = running.job, self.settings.objective
         seconds = time.monotonic() - running.started
-        status = {**running.status, "exit_code": code, "ended": now(), "seconds": round(seconds, 3)}
+        status = {**running.status, "exit_code": code, "ended": jobs.now(), "seconds": round(seconds, 3)}
         output = None if "output" not in status else self.folder.path / str(status["output"])
         numbers = outcome.numbers_of(job.task, self._run_directory(job), output)
         key = outcome.objective_key(job.task, numbers, wanted)
@@ -262,7 +250,7 @@ class Runner:
             state, told, reason = "interrupted", f"was interrupted{saved}", "interrupted"
         else:
             if problem is None:
-                problem, trace = outcome.failure_text(self.folder.job_folder(job) / LOG, running.log_start)
+                problem, trace = outcome.failure_text(self.folder.job_folder(job) / jobs.LOG, running.log_start)
                 problem = ": ".join(filter(None, [describe_exit(code) if code < 0 or not problem else "", problem]))
             else:
                 self._unknown_objective, code = True, EXIT_USER
