@@ -36,8 +36,7 @@ def muon(
 
     Nesterov's look ahead takes beta m + (1 - beta) g in place of m.
     """
-    look, momentum = _momentum(gradient, momentum, beta, nesterov)
-    matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
+    matrices, momentum = _momentum(gradient, momentum, beta, nesterov, parts)
     return ops.reshape(orthogonal(matrices, iterations, scale), gradient.shape), momentum
 
 
@@ -61,8 +60,7 @@ def normuon(
     v <- b2 v + (1 - b2) mean(o^2) over a row; o / (sqrt(v) + 1e-8) is scaled as a whole to the root mean square `scale`
     of an element.
     """
-    look, momentum = _momentum(gradient, momentum, beta, nesterov)
-    matrices = _matrices(ops.cast(look, gradient.spec.dtype), parts)
+    matrices, momentum = _momentum(gradient, momentum, beta, nesterov, parts)
     o = ops.cast(ops.reshape(orthogonal(matrices, iterations, 1.0), gradient.shape), DType.FP32)
     second = beta2 * second + (1 - beta2) * ops.mean(o * o, -1)
     o = _matrices(o / (ops.sqrt(second) + 1e-8), parts)
@@ -76,11 +74,12 @@ def descend(parameter: Value, direction: Value, lr: Value, step: Value, weight_d
     return parameter * (1.0 - weight_decay * lr) - lr * direction
 
 
-def _momentum(gradient: Value, momentum: Value, beta: float, nesterov: bool) -> tuple[Value, Value]:
-    """Return the direction and the new momentum, in fp32."""
+def _momentum(gradient: Value, momentum: Value, beta: float, nesterov: bool, parts: int) -> tuple[Value, Value]:
+    """Return the direction as matrices in the gradient's dtype, and the new momentum in fp32."""
     wide = (1 - beta) * ops.cast(gradient, DType.FP32)
     momentum = beta * momentum + wide
-    return (beta * momentum + wide if nesterov else momentum), momentum
+    look = beta * momentum + wide if nesterov else momentum
+    return _matrices(ops.cast(look, gradient.spec.dtype), parts), momentum
 
 
 def _matrices(x: Value, parts: int) -> Value:

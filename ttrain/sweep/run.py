@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -232,6 +232,8 @@ class Runner:
         reason: str | None = None
         trace: str | None = None
         problem = outcome.objective_problem(job.task, numbers, wanted) if code == 0 else None
+        # The codes of jobs that a signal ended before they could save; a second one kills what runs.
+        stopped = (EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, *[-signal.SIGKILL] * (self._signals.received > 1))
         if code == 0 and (problem is None or job.task == "train"):
             state, told = FINISHED, f"finished in {format_duration(seconds)}"
             dry_run = "dry run: values are not computed" if numbers.get("computes") is False else None
@@ -244,7 +246,7 @@ class Runner:
             reason = f"pruned after {len(values)} evaluation(s)"
             Events(self._run_directory(job)).add("pruned", f"Was {reason} by {self.folder.path}: others do better.")
             state, told = PRUNED, f"was {reason}"
-        elif code in (EXIT_INTERRUPTED, *self._stopped_by()):
+        elif code in stopped:
             self.interrupted = True  # also where somebody sent the signal to the job alone
             saved = "; its state is saved" if code == EXIT_INTERRUPTED else ""
             state, told, reason = "interrupted", f"was interrupted{saved}", "interrupted"
@@ -261,23 +263,17 @@ class Runner:
         found = {"objective": objective, "numbers": outcome.columns(job.task, numbers)}
         return {**status, **found, "state": state, "reason": reason, "traceback": trace}
 
-    def _stopped_by(self) -> Iterator[int]:
-        """Yield the exit codes of jobs that a signal ended before they could save; a second one kills what runs."""
-        yield from (-signal.SIGINT, -signal.SIGTERM)
-        if self._signals.received > 1:
-            yield -signal.SIGKILL
-
     def finish(self) -> None:
         """Write the table, the CSV and the plots, whatever happened."""
-        folder, jobs, settings = self.folder, self.queue.jobs, self.settings
-        records = outcome.rows(folder, jobs)
+        folder, listed, settings = self.folder, self.queue.jobs, self.settings
+        records = outcome.rows(folder, listed)
         outcome.write_table(folder.path / "sweep.csv", records)
-        axes = list(dict.fromkeys(key for job in jobs for key in job.axes))
-        keys = (folder.status(job).get("objective_key") for job in jobs)
+        axes = list(dict.fromkeys(key for job in listed for key in job.axes))
+        keys = (folder.status(job).get("objective_key") for job in listed)
         objective = next(filter(None, keys), settings.objective)
         outcome.draw_axes(folder.path, records, axes, objective)
         if settings.prune is not None:
-            outcome.draw_evaluations(folder, jobs, objective)
+            outcome.draw_evaluations(folder, listed, objective)
         if records:
             outcome.print_table(records, axes, objective)
         finished, pruned = (sum(record["state"] == state for record in records) for state in DONE)
@@ -286,7 +282,7 @@ class Runner:
         early = f", {pruned} pruned" if pruned else ""
         table = folder.path / "sweep.csv"
         say(f"sweep {folder.path}: {finished} of {len(records)} jobs finished{early}; table in {table}")
-        judged = [(record["objective"], job) for record, job in zip(records, jobs, strict=True)
+        judged = [(record["objective"], job) for record, job in zip(records, listed, strict=True)
                   if record["state"] == FINISHED and record["objective"] is not None and job.axes]  # fmt: skip
         if judged:
             choose = max if (settings.direction == "maximize" or objective == "times_as_fast") else min

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 from ttrain.core.errors import DeviceUnavailable, UserError
 from ttrain.core.processor import vector_extensions
@@ -27,14 +28,9 @@ class Torch(DeviceInfo):
             require_gpu(config.index, config.name)
 
     def best_engine(self, config: DeviceConfig) -> tuple[str, str]:
-        from ttrain.device.torch.native.toolchain import find_compiler
-
         if config.name in ("mps", "xpu"):
             return super().best_engine(config)
-        try:
-            compiler = find_compiler()[0][0]
-        except UserError:
-            compiler = None
+        compiler = _compiler()
         if compiler is not None and config.name == "auto" and "torch" not in sys.modules:
             return "traced", f"a GPU captures the step, or {compiler} compiles it"  # to look for a GPU takes seconds
         if is_gpu(config):
@@ -58,15 +54,10 @@ class Torch(DeviceInfo):
         return "fp32", "the processor has no bf16 instructions, so bf16 takes longer"
 
     def lacks_invariance(self, config: DeviceConfig) -> str | None:
-        from ttrain.device.torch.native.toolchain import find_compiler
-
         if config.name in GPUS or is_gpu(config):
             return super().lacks_invariance(config)
-        try:
-            find_compiler()
-        except UserError:
-            return "engine=traced and a compiler, and there is no g++ or clang++ (or CXX names none)"
-        return None
+        lacking = "engine=traced and a compiler, and there is no g++ or clang++ (or CXX names none)"
+        return None if _compiler() else lacking
 
     def computes_in(self, config: DeviceConfig, precision: str) -> bool:
         return precision in self.precisions and is_gpu(config)
@@ -74,6 +65,15 @@ class Torch(DeviceInfo):
     def held(self, config: DeviceConfig, precision: str) -> DeviceConfig:
         """tf32 is how the GPU multiplies."""
         return Tf32Config(**vars(config)) if precision == "tf32" else config
+
+
+def _compiler() -> str | None:
+    """Return the command of the C++ compiler that is here; None where there is none."""
+    from ttrain.device.torch.native.toolchain import find_compiler
+
+    with suppress(UserError):
+        return find_compiler()[0][0]
+    return None
 
 
 def is_gpu(config: DeviceConfig) -> bool:

@@ -131,16 +131,14 @@ class PeftAdapter:
         listed_all = not limited and (wanted == ALL or isinstance(wanted, list))
         targets = sorted([wanted] if wanted == ALL else wanted) if listed_all else self._layers()
         dropout = float(self.config.get("lora_dropout") or 0.0)
-        found = replace(lora, rank=self.config["r"], alpha=float(self.config["lora_alpha"]))
+        found = replace(
+            lora, rank=self.config["r"], alpha=float(self.config["lora_alpha"]), targets=targets, dropout=dropout
+        )
         for key in ("rank", "alpha"):
             if f"lora.{key}" in given and getattr(lora, key) != getattr(found, key):
                 told = f"has {key} {getattr(found, key)}, not {getattr(lora, key)}"
                 raise CheckpointError(f"lora.from={self.folder} {told}. Leave the key out, or give other adapters.")
-        return replace(
-            found,
-            targets=lora.targets if "lora.targets" in given else targets,
-            dropout=lora.dropout if "lora.dropout" in given else dropout,
-        )
+        return replace(found, **{key: getattr(lora, key) for key in ("targets", "dropout") if f"lora.{key}" in given})
 
     def _layers(self) -> list[str]:
         """Names of the layers that have matrices. Raises CheckpointError for one that PEFT would leave out."""

@@ -17,7 +17,7 @@ import platform
 import random
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -249,12 +249,12 @@ class KernelTimes:
 
     def _slowness(self, known: Mapping[Node, float]) -> dict[str, float]:
         """Return how many times as long as by the rates kernels of a family take. A mere launch teaches nothing."""
-        sums: dict[str, tuple[float, float]] = {}
+        measured, plain = defaultdict[str, float](float), defaultdict[str, float](float)
         for node, seconds in known.items():
-            if (plain := self.rates.seconds(node)) > 2 * LEAST:
-                before = sums.get(node.op.family, (0.0, 0.0))
-                sums[node.op.family] = before[0] + seconds, before[1] + plain
-        return {family: measured / plain for family, (measured, plain) in sums.items()}
+            if (by_rates := self.rates.seconds(node)) > 2 * LEAST:
+                measured[node.op.family] += seconds
+                plain[node.op.family] += by_rates
+        return {family: measured[family] / plain[family] for family in plain}
 
     def _key(self, node: Node) -> str:
         specs = [str(None if value is None else value.spec) for value in (*node.inputs, *node.outputs)]

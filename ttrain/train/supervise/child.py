@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -45,18 +45,12 @@ class Child(subprocess.Popen[bytes]):
 
         Raises OSError where the process or the file can't be made.
         """
-        with ExitStack() as stack:
-            file = None if log is None else stack.enter_context(open(log, "ab"))
-            super().__init__(
-                list(command),
-                env={**os.environ, **(environment or {})},
-                stdin=None if file is None else subprocess.DEVNULL,
-                stdout=file,
-                stderr=None if file is None else subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=inherited,
-                preexec_fn=partial(end_with_parent, orphaned) if sys.platform == "linux" else None,
-            )
+        first = partial(end_with_parent, orphaned) if sys.platform == "linux" else None
+        settings: dict[str, Any] = {"start_new_session": True, "pass_fds": inherited, "preexec_fn": first}
+        with nullcontext() if log is None else open(log, "ab") as file:
+            if file is not None:
+                settings |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            super().__init__(list(command), env={**os.environ, **(environment or {})}, **settings)
 
     def wait(self, timeout: float | None = None) -> int | None:  # type: ignore[override]
         """Return the exit code, None where it still runs after `timeout` seconds; below zero is a signal's number."""
