@@ -81,7 +81,7 @@ class Waiting:
             now, parts = monotonic(), list(self._open)
             if parts[:1] == [self] and (parts != told or now - last >= max(EVERY, (now - self._started) / 10)):
                 told, last = parts, now
-                (self._say or _to_stderr)(self.text())
+                (self._say or to_stderr)(self.text())
 
 
 def waited_for(items: Iterable[Item], what: str, named: Callable[[Item], str] = lambda item: "") -> Iterator[Item]:
@@ -92,6 +92,7 @@ def waited_for(items: Iterable[Item], what: str, named: Callable[[Item], str] = 
             yield item
 
 
-def _to_stderr(message: str) -> None:
+def to_stderr(message: str) -> None:
+    """Print a line for people who wait."""
     with suppress(OSError, ValueError):  # nobody reads it any more
         print(message, file=sys.stderr, flush=True)

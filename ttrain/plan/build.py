@@ -30,7 +30,9 @@ def build_plan(
         for owner, (start, end) in placement.lifetimes.items()
     }
     scratch = _scratch(graph, kernels, placement)
-    plan = Plan(graph, placement, owned, scratch, _outside(graph, kernels, placement))
+    plan = Plan(graph, placement, owned, scratch)
+    on_device = [node for node in plan.launched if not node.on_host]
+    plan.outside_bytes = max((kernels[n.op.name].outside(*n.specs, n.attributes) for n in on_device), default=0)
     if whole is not None:
         for block in plan.blocks:
             _lay_out(block, own, whole)
@@ -50,11 +52,6 @@ def _scratch(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) 
             specs = of_side(kernels, node.on_host)[node.op.name].workspace(*node.specs, node.attributes)
             scratch[node] = [Block(node, x.nbytes, time, time, UNPLACED, x, node.on_host) for x in specs]
     return scratch
-
-
-def _outside(graph: Graph, kernels: Mapping[str, Kernel], placement: Placement) -> int:
-    launched = (node for node in graph.nodes if node not in placement.elided and not node.on_host)
-    return max((kernels[node.op.name].outside(*node.specs, node.attributes) for node in launched), default=0)
 
 
 def _own_layouts(graph: Graph, kernels: Mapping[str, Kernel]) -> dict[Value, Layout]:

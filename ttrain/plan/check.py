@@ -21,16 +21,11 @@ def check(plan: Plan, kernels: Mapping[str, Kernel]) -> None:
     """
     check_overlap([*plan.blocks, *plan.aliased.values()])
     check_overlap(plan.host_blocks)
-    check_contents(plan)
+    graph, placement = plan.graph, plan.placement
+    kept = [value for value in graph.state.values() if value.name not in plan.aliased]  # what state lends is lost
+    follow(graph, placement.owner_of, (*graph.inputs.values(), *kept), PlanError, read_values, placement.elided)
     check_lifetimes(plan)
     check_delivery(plan, kernels)
-
-
-def check_contents(plan: Plan) -> None:
-    """Follow what every buffer holds, launch by launch; what state holds that is lent is lost."""
-    graph, placement = plan.graph, plan.placement
-    kept = [value for value in graph.state.values() if value.name not in plan.aliased]
-    follow(graph, placement.owner_of, (*graph.inputs.values(), *kept), PlanError, read_values, placement.elided)
 
 
 def check_lifetimes(plan: Plan) -> None:
@@ -39,7 +34,8 @@ def check_lifetimes(plan: Plan) -> None:
     uses = {time: (*read_values(node), *node.outputs) for time, node in enumerate(nodes) if node not in elided}
     for time, values in {**uses, len(nodes): tuple(plan.graph.outputs.values())}.items():
         for value in values:
-            block, owner = plan.block_of(value), plan.placement.owner_of(value)
+            owner = plan.placement.owner_of(value)
+            block = plan.aliased.get(owner.name) if owner.kind.is_state else plan.owned[owner]  # None: it lends nothing
             if block is not None and not block.start <= time <= block.end:
                 raise PlanError(f"{value!r} is used at launch {time}, outside the lifetime of its buffer.")
             if owner.spec.nbytes < value.spec.nbytes:

@@ -42,11 +42,6 @@ class Plan:
         both = [*self.owned.values(), *(block for group in self.scratch.values() for block in group)]
         return [block for block in both if block.on_host is on_host]
 
-    def block_of(self, value: Value) -> Block | None:
-        """Return the block of a value, in an arena or in lent gradients; None for state that lends nothing."""
-        owner = self.placement.owner_of(value)
-        return self.aliased.get(owner.name) if owner.kind.is_state else self.owned[owner]
-
     @property
     def launched(self) -> list[Node]:
         """Nodes that a kernel runs for: all but views and copies that delivery made unnecessary."""

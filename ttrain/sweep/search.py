@@ -54,7 +54,10 @@ class Search(Grid):
 
     def __init__(self, overrides: SweepOverrides, first: Config, folder: SweepFolder, compose: Compose) -> None:
         """`first` is the config of one of the jobs. Raises UserError where Optuna is missing."""
-        self._optuna = optuna = _import_optuna()
+        with raised_as(UserError, "sweep.search needs optuna", "Run: pip install 'ttrain[search]'", ImportError):
+            import optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._optuna = optuna
         settings, train = first.sweep, first.train
         self._overrides, self._settings, self._folder, self._compose = overrides, settings, folder, compose
         self._space = {override.key_or_group: self._distribution(override) for override in overrides.swept}
@@ -169,10 +172,3 @@ def _mend(journal: Path) -> None:
     content = journal.read_bytes() if journal.exists() else b""
     if content and not content.endswith(b"\n"):
         os.truncate(journal, content.rfind(b"\n") + 1)
-
-
-def _import_optuna() -> Any:
-    with raised_as(UserError, "sweep.search needs optuna", "Run: pip install 'ttrain[search]'", ImportError):
-        import optuna
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ttrain.config.schema import Config, to_dict
 from ttrain.core.errors import Interrupted, UserError
 from ttrain.core.files import replace_file, to_json
 from ttrain.core.folders import RESULTS, claim_results
+from ttrain.core.waiting import to_stderr
 from ttrain.device.info import MOCK, info_of
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.timing import Work
@@ -43,7 +43,7 @@ def run(config: Config) -> None:
     before, interrupted = set_handlers({signal.SIGTERM: signal.default_int_handler}), False
     try:
         parts = settings, config.device, config.engine
-        Bench(*parts, config.run.seed, config.plugins, result, save, _say).run()
+        Bench(*parts, config.run.seed, config.plugins, result, save, to_stderr).run()
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -76,7 +76,3 @@ def _is_here(measure: list[str], device: DeviceConfig) -> bool:
 def _environment(config: Config) -> dict[str, Any]:
     record = environment_record(to_dict(config), {}, {}, None, config.source.command())
     return {key: record[key] for key in ("started", "command", "versions", "platform", "git")}
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.base import GivenSpecs, Specs
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
 Spell = Callable[[float], str]  # of a number in the language of a generator
@@ -48,7 +49,7 @@ _UNREAD = {"assign": (0,)}  # operands that an op does not read
 
 
 def program_of(
-    op: str, inputs: Sequence[TensorSpec | None], attributes: Mapping[str, Any], table: Collection[str]
+    op: str, inputs: GivenSpecs, attributes: Mapping[str, Any], table: Collection[str]
 ) -> tuple[Sequence[Step], Sequence[int]] | None:
     """Return the steps of op fused, or of another op as the only step, and which of them are results.
 
@@ -64,7 +65,7 @@ def program_of(
     return program, results
 
 
-def _takes(name: str, specs: Sequence[TensorSpec | None]) -> bool:
+def _takes(name: str, specs: GivenSpecs) -> bool:
     wanted = [position == _INTEGERS.get(name) for position in range(len(specs))]
     return [spec and spec.dtype is DType.INT64 for spec in specs] == wanted
 
@@ -128,13 +129,7 @@ def _loops(whole: Sequence[int], operands: dict[int, list[int]], per_row: set[in
 class LoopNest:
     """One program over inputs of known specs. `results` tells which steps' values are stored, in order."""
 
-    def __init__(
-        self,
-        inputs: Sequence[TensorSpec | None],
-        program: Sequence[Step],
-        results: Sequence[int],
-        outputs: Sequence[TensorSpec],
-    ) -> None:
+    def __init__(self, inputs: GivenSpecs, program: Sequence[Step], results: Sequence[int], outputs: Specs) -> None:
         self.inputs = [spec or TensorSpec(()) for spec in inputs]  # no step reads an absent one
         self.program, self.results, self.outputs = program, results, outputs
         self.shape = outputs[0].shape

@@ -250,12 +250,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def read_manifest(path: Path) -> Checkpoint:
     """The checkpoint in a directory by its manifest alone, without reading the tensors."""
     file = path / MANIFEST
-    try:
+    with raised_as(CheckpointError, f"{file} can't be read"):
+        if not file.exists():
+            raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, the last file.")
         data = file.read_bytes()  # once: a run that goes on may replace it
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}, the last file.") from None
-    except OSError as error:
-        raise CheckpointError(f"{file} can't be read: {error.strerror or error}.") from None
     manifest = parsed_object(file, data)
     if manifest.get("format", FORMAT) != FORMAT:
         told = f"{path} has checkpoint format {manifest['format']!r}; this ttrain reads {FORMAT}"

@@ -112,11 +112,14 @@ def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
     exchanges, first = Call(call.context, (), (), {}, ()), (call.outs if reduces else call.ins)[0]
     # The run that begins with the first tensor, as one vector with its gaps; parts of it may follow in the list.
     run = first.as_strided((bounds[-1][-1],), (1,), first.storage_offset())
+    others = [other for other in range(group.count) if other != group.rank]
     for bucket in bounds:
+        shards = [run[start:stop] for start, stop in pairwise(bucket)]
         if reduces:
-            _reduce(exchanges, group, run, bucket, call.outs[-1])
-        if gathers:
-            _gather(exchanges, group, run, bucket)
+            _reduce(exchanges, group, shards, others, call.outs[-1])
+        if gathers:  # every shard <- what its owner holds there
+            sends = [(other, shards[group.rank]) for other in others]
+            exchanges.emit(group.exchange(sends, [(other, shards[other]) for other in others]))
     call.emit(group.start(exchanges.launches))
     if not reduces:
         call.emit(group.finish)
@@ -127,10 +130,9 @@ row("reduce_scatter_start")(partial(_exchange, True, False))
 row("all_gather_state", delivery=Delivery.INPLACE)(partial(_exchange, False, True))
 
 
-def _reduce(call: Call, group: Group, run: Tensor, bucket: tuple[int, ...], received: Tensor) -> None:
+def _reduce(call: Call, group: Group, shards: Sequence[Tensor], others: Sequence[int], received: Tensor) -> None:
     """Shard of this rank in a bucket <- its sum over ranks; `received` takes what the others send."""
-    rank, shards = group.rank, [run[start:stop] for start, stop in pairwise(bucket)]
-    own, others = shards[rank], [other for other in range(group.count) if other != rank]
+    own = shards[group.rank]
     given: list[Tensor] = [own] * group.count
     for place, other in enumerate(others if own.numel() else ()):
         given[other] = received[place * own.numel() : (place + 1) * own.numel()]
@@ -142,11 +144,3 @@ def _reduce(call: Call, group: Group, run: Tensor, bucket: tuple[int, ...], rece
             for a, b, out in zip(*parts, strict=True):
                 call.emit(torch.add, a, b, out=out)
         given = [y if y is own else x for x, y in zip(given[::2], given[1::2], strict=True)]
-
-
-def _gather(call: Call, group: Group, run: Tensor, bucket: tuple[int, ...]) -> None:
-    """Every shard of a bucket <- what its owner holds there."""
-    shards = [run[start:stop] for start, stop in pairwise(bucket)]
-    others = [other for other in range(group.count) if other != group.rank]
-    sends = [(other, shards[group.rank]) for other in others]
-    call.emit(group.exchange(sends, [(other, shards[other]) for other in others]))

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,11 @@ def holders(nodes: Path = DEVICE_NODES, processes: Path = Path("/proc")) -> str:
     """Name every other process that has a card open, as far as this user may see."""
     found = []
     for entry in processes.glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             links = [os.readlink(link) for link in (entry / "fd").iterdir()]
             if any(link.startswith(f"{nodes}/") for link in links) and entry.name != str(os.getpid()):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
                 found.append(f"process {entry.name} ({command[:80]})")
-        except OSError:
-            continue
     return ", ".join(found)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrain.core.errors import TtrainError
+from ttrain.core.files import text_of
 from ttrain.device.info import Finding
 from ttrain.device.ttnn.runtime import environment
 from ttrain.device.ttnn.runtime.environment import DEVICE_NODES, SIMULATOR_VARIABLE, installed_ttnn
@@ -30,7 +31,7 @@ def examine() -> Iterator[Finding]:
     yield ttnn
     if ttnn.state == "ok":
         yield _compiler()
-    driver = _text(DRIVER)
+    driver = text_of(DRIVER).strip()
     fix = "a card needs it: tt-kmd"
     yield _found("driver", driver and f"tenstorrent {driver}", "the kernel module tenstorrent is not loaded", fix)
     cards = sorted(path.name for path in DEVICE_NODES.glob("[0-9]*"))
@@ -69,8 +70,8 @@ def _compiler() -> Finding:
 def _state_of_cards() -> Iterator[Finding]:
     """Yield the firmware of every card, who holds them, and the driver's locks."""
     for card in sorted(CARDS.glob("*")):
-        facts = {name: _text(card / f"tt_{name}") or _text(card / "device" / f"tt_{name}") for name in _CARD_FACTS}
-        known = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if value)
+        facts = {name: text_of(card / f"tt_{name}") or text_of(card / "device" / f"tt_{name}") for name in _CARD_FACTS}
+        known = ", ".join(f"{name.replace('_', ' ')} {value.strip()}" for name, value in facts.items() if value.strip())
         yield Finding(f"card {card.name}", "ok", known or "its driver tells nothing")
     held = environment.holders()
     fix = "wait for it or end it; a run on a held card ends with exit code 75"
@@ -78,13 +79,6 @@ def _state_of_cards() -> Iterator[Finding]:
     locks = len([*LOCKS.glob("TT_UMD_LOCK*")])
     left = " left by processes that ended; the driver takes them over" if locks and not held else " of the driver"
     yield Finding("locks", "ok", f"{locks}{left}")
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("ascii", "replace").strip()
-    except OSError:
-        return ""
 
 
 def _open_cards() -> Iterator[Finding]:

@@ -195,9 +195,7 @@ class Derived(DeviceTensor):
 
 def joinable(shape: tuple[int, ...]) -> bool:
     """True if a tensor of this shape may be a member of a stack."""
-    if len(shape) == 1:
-        return shape[0] % TILE == 0
-    return len(shape) == 2 and shape[0] % TILE == 0 and shape[1] % TILE == 0
+    return len(shape) in (1, 2) and all(size % TILE == 0 for size in shape)
 
 
 class Stack:

@@ -78,9 +78,7 @@ def shares_memory(spec: TensorSpec, other: TensorSpec) -> bool:
     if not spec.dtype.is_floating:
         return True
     one, two = device_shape(spec.shape), device_shape(other.shape)
-    if one[-1] != two[-1]:
-        return False
-    return one[-2] == two[-2] or (one[-2] % TILE == 0 and two[-2] % TILE == 0)
+    return one[-1] == two[-1] and (one[-2] == two[-2] or (one[-2] % TILE == 0 and two[-2] % TILE == 0))
 
 
 class Store:
