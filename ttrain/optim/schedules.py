@@ -35,16 +35,10 @@ def schedule(config: ScheduleConfig, steps: int) -> Schedule:
             return (index + 1) / (config.warmup + 1)
         if config.name == "constant":
             return 1.0
-        progress = _progress(index, start, end)
+        # 1 at index `end` - 1, the last step's, and from there on; 0 up to `start`, also where the two are one.
+        progress = 1.0 if index >= end else 0.0 if index <= start else (index - start) / (end - 1 - start)
         if config.name == "cosine":
             return lowest + (1 - lowest) * (0.5 * (1 + math.cos(math.pi * progress)))
         return (1 - progress) + progress * lowest
 
     return factor
-
-
-def _progress(index: int, start: float, end: int) -> float:
-    """0 up to index `start`, 1 at index `end` - 1, the last step's, and from there on; 0 where the two are one."""
-    if index >= end:
-        return 1.0
-    return 0.0 if index <= start else (index - start) / (end - 1 - start)

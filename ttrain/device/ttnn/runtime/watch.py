@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ttrain.core.errors import DeviceHang
+from ttrain.core.waiting import to_stderr
 
 Tell = Callable[[DeviceHang], None]
 
@@ -23,12 +24,6 @@ _POLL_SECONDS = 1.0
 _LAST_WORDS_SECONDS = 60.0  # for a save that is under way
 _GRACE_SECONDS = 30.0
 _STDERR = 2  # the file itself: Python's stream can be another
-
-
-def say(text: str) -> None:
-    """One line, as the command line writes errors."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"ttrain: {text}", file=sys.stderr, flush=True)
 
 
 class Watch:
@@ -109,7 +104,7 @@ class Watch:
             if silent > notice and not told:
                 told = True
                 limit = f"device.step_timeout_s={self._seconds:g}"
-                say(f"{self.what} has not returned for {silent:.0f} s. Waiting until {limit} are over.")
+                to_stderr(f"ttrain: {self.what} has not returned for {silent:.0f} s. Waiting until {limit} are over.")
         faulthandler.cancel_dump_traceback_later()
 
     def _give_up(self) -> None:
@@ -126,7 +121,7 @@ class Watch:
         speaker = threading.Thread(target=speak, daemon=True)
         speaker.start()
         speaker.join(_LAST_WORDS_SECONDS)
-        say(str(hang))
+        to_stderr(f"ttrain: {hang}")
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         self._end(hang.exit_code)
