@@ -84,10 +84,11 @@ Compose = Callable[[Job], Job]
 
 @dataclass(frozen=True)
 class SweepOverrides:
-    """The parsed overrides of a sweep: those of every job and the swept ones, and those of Hydra."""
+    """The parsed overrides of a sweep, and as they are written those that are the same for all jobs."""
 
     overrides: list[Override]
-    hydra: list[str]
+    fixed: list[str]  # without those of the sweep itself
+    own: list[str]  # of the sweep itself and of Hydra; jobs are checked with them and run without
 
     @classmethod
     def read(cls, composer: Composer, master: Composed) -> SweepOverrides:
@@ -99,25 +100,14 @@ class SweepOverrides:
         ours = [*parsed, *(override for override in master.overrides if not override.is_hydra_override())]
         last = {override.key_or_group: override for override in ours}
         hydra = [str(override.input_line) for override in master.overrides if override.is_hydra_override()]
-        return cls(list(last.values()), hydra)
+        single = [override for override in last.values() if not override.is_sweep_override()]
+        own = [str(each.input_line) for each in single if each.key_or_group.startswith("sweep.")]
+        fixed = [str(each.input_line) for each in single if not each.key_or_group.startswith("sweep.")]
+        return cls(list(last.values()), fixed, [*own, *hydra])
 
     @property
     def swept(self) -> list[Override]:
         return [override for override in self.overrides if override.is_sweep_override()]
-
-    def _fixed(self, own: bool) -> list[str]:
-        single = [override for override in self.overrides if not override.is_sweep_override()]
-        return [str(each.input_line) for each in single if each.key_or_group.startswith("sweep.") == own]
-
-    @property
-    def fixed(self) -> list[str]:
-        """Overrides that all jobs share, without those of the sweep itself."""
-        return self._fixed(own=False)
-
-    @property
-    def own(self) -> list[str]:
-        """Overrides of the sweep itself and of Hydra; jobs are checked with them and run without."""
-        return [*self._fixed(own=True), *self.hydra]
 
     def setting(self, key: str, master: Composed) -> Any:
         """A key of the section `sweep`: from the overrides where they give it, else as composed."""
