@@ -45,11 +45,6 @@ class _End:
         message = str(self.told.get("message") or "").split("\n")[0]
         return f"{describe_exit(self.code)}{': ' if message else ''}{message}"
 
-    @property
-    def bad_step(self) -> int | None:
-        """Step of a NaN, where one ended the child."""
-        return self.told.get("step") if self.told.get("error") == "NonFiniteError" else None
-
 
 class Supervisor:
     """Runs and restarts one training run."""
@@ -119,7 +114,8 @@ class Supervisor:
             self.failures = 0
         self._reached = max(reached, self._reached)
         self.failures += 1
-        bad_step, before = end.bad_step, self._bad_step
+        bad_step = end.told.get("step") if end.told.get("error") == "NonFiniteError" else None
+        before = self._bad_step
         self._bad_step = bad_step if bad_step is not None else before
         if bad_step is not None and bad_step == before:
             return f"step {bad_step} is not finite again, so it would be the next time too."
