@@ -40,7 +40,7 @@ TWO_RELUS = (("relu", (0,), ()), ("relu", (1,), ()))
 HEAD = {"smoothing": 0.1, "live": 6, "gradients": True}
 ROUNDED: dict[str, Any] = {"stochastic": (0,), "stream": 0}
 BINARY = ("add", "subtract", "multiply", "divide", "maximum", "greater")
-UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh", "silu")
+UNARY = ("exp", "expm1", "log", "sqrt", "sin", "cos", "sigmoid", "erf", "sign", "relu", "tanh", "silu", "log_sigmoid")
 # (op, inputs, attributes, what the message has to name)
 REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     *((name, [fp32(4, 8), fp32(4, 7)], {}, "broadcast") for name in BINARY),

@@ -80,7 +80,8 @@ def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
         own, given = saved.get(group), values.get(group)
         if isinstance(own, dict) and isinstance(given, dict) and own.get("name") != given.get("name"):
             keys = {key: value for key, value in given.items() if f"{group}.{key}" in source.explicit}
-            found[group] = {**own, **keys}
+            if keys or group != "model":  # which is looked at once the run is open
+                found[group] = {**own, **keys}
     return found
 
 

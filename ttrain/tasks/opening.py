@@ -154,7 +154,7 @@ def of_given(config: Config, wanted: CheckpointConfig, needs: str, instead: str)
         found = of_folder(config, needs)
     else:
         found = of_run(config, wanted, ("device", "engine", "logger", "sample"), f"{needs} {instead}")
-    if getattr(found.model, "opened_by", TOKENS) != TOKENS:
+    if getattr(build.made("objective", found.config.objective), "opened_by", TOKENS) != TOKENS:
         raise ConfigError(f"objective={found.config.objective.name}: its model predicts no tokens. {instead}")
     return found
 

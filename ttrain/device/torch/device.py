@@ -132,8 +132,9 @@ class TorchDevice(Device):
     def upload_inputs(self, buffers: Mapping[str, torch.Tensor], arrays: Mapping[str, np.ndarray]) -> None:
         if isinstance(buffers, Buffers) and buffers.transfer is not None:
             buffers.transfer.write(arrays)()
-        else:
-            super().upload_inputs(buffers, arrays)
+            return
+        for name, array in arrays.items():
+            self.upload(buffers[name], array)
 
     def prefetch(self, buffers: Buffers, arrays: Mapping[str, np.ndarray]) -> Launch | None:
         if self.kind != "cuda" or not buffers:
