@@ -80,8 +80,8 @@ def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
         own, given = saved.get(group), values.get(group)
         if isinstance(own, dict) and isinstance(given, dict) and own.get("name") != given.get("name"):
             keys = {key: value for key, value in given.items() if f"{group}.{key}" in source.explicit}
-            if keys or group != "model":  # which is looked at once the run is open
-                found[group] = {**own, **keys}
+            kept = {key: value for key, value in own.items() if key != "from"}  # a folder is for new runs
+            found[group] = {**kept, **keys}
     return found
 
 
