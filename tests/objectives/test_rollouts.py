@@ -66,6 +66,19 @@ def test_a_run_records_rewards_lengths_and_samples(whole: Path) -> None:
     assert {event["step"] for event in events(whole, "sample")} == {3, 6, 7}
 
 
+def test_a_policy_stays_near_the_model_it_starts_from(whole: Path, tmp_path: Path, told: Told) -> None:
+    near = ["objective.beta=0.5", f"train.init_from={whole}", "objective.num_iterations=1", "schedule.steps=7"]
+    run, parts = tmp_path / "run", tmp_path / "parts"
+    assert main([*RUN, *near, f"run.dir={run}"]) == 0
+    first, *others = (line["policy/kl"] for line in curve(run) if "policy/kl" in line)
+    assert len(others) == 6 and first == 0 < min(others)
+    assert not any(name.startswith("frozen.") for name in tensors(run))
+    for steps in (4, 7):
+        assert main([*RUN, *near, f"run.dir={parts}", "resume=auto", f"train.steps={steps}"]) == 0
+    assert tensors(parts) == tensors(run)
+    assert "train.init_from, model.from or lora.rank" in told(*RUN, "objective.beta=0.5", code=2)
+
+
 class Killed(BaseException):
     """The end of a process."""
 

@@ -219,8 +219,8 @@ def build_objective(config: Config, slices: int) -> Objective:
     objective: Objective = made("objective", config.objective)
     parts = config.train.gradient_accumulation
     objective.slice = parts, config.train.batch_size // slices // parts
-    if (teacher := getattr(config.objective, "teacher", None)) is not None:
-        objective.frozen = open_frozen("objective.teacher", teacher, config)
+    if (named := config.objective.frozen_source(config)) is not None:
+        objective.frozen = open_frozen(*named, config)
     return objective
 
 

@@ -67,13 +67,14 @@ class GRPO(Objective):
         _, targets, old, advantages, weights = (graph.input(name, spec) for name, spec in given.items())
         flat = ops.reshape(targets, (targets.spec.size,))
 
-        def by_token(hidden: Value) -> list[Value]:
-            """[rows * context, width] -> log-probabilities and entropies, each [rows, context]."""
-            found = model.log_probs(hidden * (1 / config.temperature), flat, entropy=True)
+        def by_token(policy: Any, training: bool) -> list[Value]:
+            """Log-probabilities of the targets, and entropies, each [rows, context]."""
+            hidden = policy.hidden(graph, rows, training) * (1 / config.temperature)  # [rows * context, width]
+            found = policy.log_probs(hidden, flat, entropy=True)
             return [ops.reshape(each, targets.shape) for each in found]
 
         with graph.scope("loss"):
-            new, entropy = by_token(model.hidden(graph, rows, training))
+            new, entropy = by_token(model, training)
             change = new - old
             ratio = ops.exp(change)
             low = ops.full(graph, SCALAR, 1 - config.epsilon)
@@ -85,7 +86,7 @@ class GRPO(Objective):
             metrics["sampling/sampling_logp_difference/mean"] = ops.maximum(change, -change)
             if config.beta:
                 with without_adapters(model):
-                    further = by_token(model.hidden(graph, rows, False))[0] - new
+                    further = by_token(model if self.frozen is None else self.frozen.beside(model), False)[0] - new
                 metrics["policy/kl"] = ops.expm1(further) - further
                 losses = losses + config.beta * metrics["policy/kl"]
             weight, mask = graph.input(LOSS_WEIGHT, SCALAR), ops.greater(weights, ops.full(graph, SCALAR, 0.0))

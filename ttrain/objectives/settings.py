@@ -19,6 +19,10 @@ class ObjectiveConfig:
 
     reads_rows: ClassVar[bool] = False  # whether its batches are made of rows, see data/examples.py
 
+    def frozen_source(self, others: Any) -> tuple[str, str] | None:
+        """Return the option that names a second, frozen model in the steps, and its value; None where there is none."""
+        return None
+
     @rule
     def _has_rows(self, others: Any) -> Iterator[str]:
         data, train = others.data, others.train
@@ -72,12 +76,15 @@ class DistillationConfig(ObjectiveConfig):
 
     name: str = option("distillation", "registered name of the objective")
     teacher: str | None = option(None, "folder of Transformers, hub name, run or checkpoint of the teacher", path=True)
-    teacher_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
+    frozen_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
     beta: float = option(
         0.5, "0 is KL(teacher || student), 1 the reverse, between them is GKD's divergence", minimum=0, maximum=1
     )
     temperature: float = option(1.0, "what divides the scores of both models in the divergence", above=0)
     cross_entropy: float = option(0.0, "share of the cross-entropy of the data in the loss", minimum=0, below=1)
+
+    def frozen_source(self, others: Any) -> tuple[str, str] | None:
+        return None if self.teacher is None else ("objective.teacher", self.teacher)
 
     @rule
     def _has_teacher(self, others: Any) -> Iterator[str]:
@@ -106,7 +113,8 @@ class GRPOConfig(ObjectiveConfig):
     num_iterations: int = option(1, "optimizer steps on the same completions", minimum=1)
     max_completion_length: int = option(256, "most tokens of a completion", minimum=1)
     temperature: float = option(1.0, "divisor of the logits, in sampling and in the loss", above=0)
-    beta: float = option(0.0, "weight of the KL to the model without its adapters; 0 needs no reference", minimum=0)
+    beta: float = option(0.0, "weight of the KL to the model that training starts from; 0 needs none", minimum=0)
+    frozen_hash: str | None = option(None, "SHA-256 of that model's weights; a run notes it, null takes any")
     epsilon: float = option(0.2, "ratios of probabilities below 1 - epsilon are clipped", above=0, below=1)
     epsilon_high: float | None = option(None, "those above 1 + epsilon_high; null is epsilon", above=0)
     loss_type: str = option(
@@ -116,6 +124,12 @@ class GRPOConfig(ObjectiveConfig):
     )
     scale_rewards: str = option("group", "whose spread divides advantages", choices=("group", "batch", "none"))
     mask_truncated_completions: bool = option(False, "learn nothing from completions that did not end")
+
+    def frozen_source(self, others: Any) -> tuple[str, str] | None:
+        """Return the model that training starts from. With LoRA it is the trained one without its adapters."""
+        named = {"model.from": getattr(others.model, "from_", None), "train.init_from": others.train.init_from}
+        found = [(key, value) for key, value in named.items() if value is not None]
+        return found[0] if found and self.beta and not others.lora.rank else None
 
     @rule
     def _has_rewards(self, others: Any) -> Iterator[str]:
@@ -131,8 +145,10 @@ class GRPOConfig(ObjectiveConfig):
             yield f"train.batch_size={train.batch_size}: give a multiple of objective.num_generations={count}."
         if most >= getattr(others.model, "context", most + 1):
             yield f"objective.max_completion_length={most}: no prompt fits into model.context beside it. Give fewer."
-        if self.beta and not others.lora.rank:
-            yield f"objective.beta={self.beta:g}: the reference is the model without adapters. Give lora.rank=8, or 0."
+        unknown = not others.lora.rank and self.frozen_source(others) is None
+        if self.beta and unknown and not others.source.awaits_model(others.resume):
+            told = "keeps near the model that training starts from. Give train.init_from, model.from or lora.rank"
+            yield f"objective.beta={self.beta:g}: {told}, or objective.beta=0."
         if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
             yield "objective=grpo: is for task=train, train.steps and one batch size. Leave out what sets others."
 

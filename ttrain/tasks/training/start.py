@@ -127,8 +127,8 @@ def check_all(
     if isinstance(dataset, ExampleDataset):
         dataset.objective = cast("Any", objective)
     if objective.frozen is not None:
-        known = stored["objective"].get("teacher_hash")
-        stored["objective"]["teacher_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
+        known = stored["objective"].get("frozen_hash")
+        stored["objective"]["frozen_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads else RunEvals([])
