@@ -38,7 +38,7 @@ def batch_traces(model: CachedModel, texts: int, length: int, scale: float = 1.0
         extend_trace(model, count, texts, texts=texts)(graph)
         graph.output(LOG_SUM_EXP, ops.log_sum_exp(graph.outputs["logits"], scale))
 
-    block = min(max(CHUNK, 2 * texts), texts * length)
+    block = min(max(CHUNK, 4 * texts), texts * length)
     return {NEXT: partial(trace, texts), BLOCK: partial(trace, block)}
 
 

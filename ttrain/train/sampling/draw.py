@@ -24,6 +24,9 @@ Draft = Callable[[list[int]], tuple[Array, Array | None]]
 Verify = Callable[[list[int], list[int]], Array]  # text, drafted tokens -> logits [1 + drafted, V]
 
 
+_PART = 256  # probabilities that are added up at once: numpy's running sum takes longer than all else of a draw
+
+
 class Draw(IntEnum):
     """Purpose of a random number. Numbers for different purposes are independent, also at the same token."""
 
@@ -59,9 +62,15 @@ class Sampler:
 
     def draw(self, probabilities: Probabilities, stream: int, position: int, purpose: Draw = Draw.TOKEN) -> int:
         """An id from a distribution, which need not be normalised."""
-        cumulative = np.cumsum(probabilities)
-        point = self.uniform(stream, position, purpose) * cumulative[-1]
-        return int(np.searchsorted(cumulative, point, side="right"))
+        parts = np.add.reduceat(probabilities, np.arange(0, len(probabilities), _PART))
+        ends = np.cumsum(parts)
+        point = self.uniform(stream, position, purpose) * ends[-1]
+        part = int(np.searchsorted(ends[:-1], point, side="right"))
+        if part:
+            point -= ends[part - 1]
+        likely = np.flatnonzero(probabilities[part * _PART :][:_PART])
+        cumulative = np.cumsum(probabilities[part * _PART + likely])
+        return part * _PART + int(likely[np.searchsorted(cumulative[:-1], point, side="right")])
 
     def gate(self, scores: Array, stream: int, position: int) -> int:
         """A class from the scores of a gate: drawn at temperature 1, or the likeliest where the temperature is 0."""
@@ -100,14 +109,15 @@ def token_probabilities(
     Holtzman et al., 2020). min_p then keeps those with at least p times the largest probability (Nguyen et al., 2024).
     Of equally likely tokens at the edge, those with the lower id stay.
     """
-    below = np.asarray(logits, np.float64)
-    below = below - below.max()  # before the division, which the smallest temperatures make overflow
+    probabilities: Probabilities = np.array(logits, np.float64)
+    probabilities -= probabilities.max()  # before the division, which the smallest temperatures make overflow
     with np.errstate(over="ignore"):  # -inf has no probability, as it should
-        probabilities: Probabilities = np.exp(below / temperature)
+        probabilities /= temperature
+        np.exp(probabilities, out=probabilities)
     probabilities /= probabilities.sum()
     cut = probabilities
     if top_k is not None or top_p is not None:  # to sort all ids takes longer than a small model's pass
-        kept = min(top_k or len(below), len(below))
+        kept = min(top_k or len(probabilities), len(probabilities))
         ids = np.flatnonzero(probabilities >= np.partition(probabilities, -kept)[-kept])
         order = ids[np.argsort(-probabilities[ids], kind="stable")]
         if top_p is not None:

@@ -81,11 +81,12 @@ INLINE bool uses_amx() {
 }
 
 // c (+)= A B for one tile of Rows over `steps` units: A[i, k] at a[i * a_row + k * Step], or row by row where it is packed
-// (a_row 1, Step Rows); rows of B are `b_row` apart, those of c `c_row`. Not inlined: by itself the loop keeps all
-// sums in registers, whatever surrounds the call.
-template <class E, bool Packed, int Rows = TILE_ROWS>
+// (a_row 1, Step Rows); rows of B are `b_row` apart, those of c `c_row`. With each step a Fetch asks for a cache line from
+// `next` on. Not inlined: by itself the loop keeps all sums in registers, whatever surrounds the call.
+template <class E, bool Packed, int Rows = TILE_ROWS, bool Fetch = false>
 __attribute__((noinline)) void tile_product(
-    i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c, i64 c_row, bool adding) {
+    i64 steps, const Unit<E>* a, i64 a_row, i64 a_step, const Unit<E>* b, i64 b_row, float* c, i64 c_row, bool adding,
+    const char* next = nullptr) {
     if constexpr (Packed) {
         a_row = 1;
         a_step = Rows;
@@ -96,6 +97,7 @@ __attribute__((noinline)) void tile_product(
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECTORS; ++v) tile[i][v] = adding ? load(c + i * c_row + v * W) : vf{};
     for (i64 k = 0; k < steps; ++k) {
+        if constexpr (Fetch) __builtin_prefetch(next + k * 64, 0, 2);
         typename Inner<E>::Vector row[TILE_VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < TILE_VECTORS; ++v) row[v] = Inner<E>::read(b + v * W);
@@ -300,11 +302,11 @@ INLINE void widen_rows(Sizes s, const E* a, i64 k0, i64 steps, i64 i0, i64 i1, f
     }
 }
 
-// One tile of C, with amx a square, from `packed` rows of A, or from rows in order.
+// One tile of C, with amx a square, from `packed` rows of A, or from rows in order, which may fetch what is at `next`.
 template <class E>
 INLINE void add_tile(
     bool amx, bool packed, i64 steps, i64 deep, const Unit<E>* a, i64 a_row, const Unit<E>* panel, float* sums,
-    bool adding) {
+    bool adding, const char* next) {
     if constexpr (MAY_USE_AMX<E>)
         if (amx) {
             const i64 row = packed ? SIDE : a_row;
@@ -313,6 +315,9 @@ INLINE void add_tile(
         }
     if (packed)
         tile_product<E, true>(steps, a, 1, TILE_ROWS, panel, TILE_COLUMNS, sums, TILE_COLUMNS, adding);
+    else if (next)
+        tile_product<E, false, TILE_ROWS, true>(
+            steps, a, a_row, 1, panel, TILE_COLUMNS, sums, TILE_COLUMNS, adding, next);
     else
         tile_product<E, false>(steps, a, a_row, 1, panel, TILE_COLUMNS, sums, TILE_COLUMNS, adding);
 }
@@ -368,8 +373,10 @@ INLINE i64 inner_block(Sizes s) {
     return round_up((all + blocks - 1) / blocks, 16);
 }
 constexpr i64 EVEN = TILE_ROWS == 6 ? 96 : 32;  // rows that make whole tiles, and squares
-// Columns of B that are packed at a time.
-INLINE i64 columns_packed(i64 inner) { return RIGHT / inner / 32 * 32; }
+// Columns of B that are packed at a time. Few rows of A are multiplied sooner than memory brings the columns after them,
+// so these are fetched meanwhile, and both have to fit.
+constexpr i64 FEW = 128;
+INLINE i64 columns_packed(i64 inner, bool few = false) { return RIGHT / (few ? 8 : 1) / inner / 32 * 32; }
 
 // Rows i0 .. i1 and columns j0 .. j1 of C. Scratch begins with a line that tells which columns of B lie packed in it, -1
 // for none, where one block is the whole inner axis: the next rows of the same columns find them.
@@ -379,19 +386,22 @@ INLINE void product_part(
     using P = Operand<E>;
     constexpr bool widens = WIDENS<E> && !TurnA;
     const i64 all = s.steps<P>(), inner = inner_block<P, TurnA>(s), blocks = (all + inner - 1) / inner;
-    const i64 across = columns_packed(inner), rows_waiting = WAITING / across / EVEN * EVEN;
+    const bool amx = uses_amx<P>(), few = TurnB && s.M <= FEW && !amx;
+    const i64 across = columns_packed(inner, few), rows_waiting = WAITING / across / EVEN * EVEN;
     const i64 down_most = blocks > 1 ? rows_waiting : s.M, a_row = s.a_row / Inner<P>::elements;
     auto& packed = *reinterpret_cast<i64*>(scratch);
     auto* left = reinterpret_cast<Unit<P>*>(scratch + LINE);
     auto* right = left + DOWN * inner;
     float* waiting = scratch + LINE + DOWN * inner + RIGHT;
     const auto* rows = reinterpret_cast<const Unit<P>*>(a);
-    const bool amx = uses_amx<P>();
     const i64 high = amx ? SQUARE : TILE_ROWS;
     alignas(64) float tile[(MAY_USE_AMX<P> ? SQUARE : TILE_ROWS) * TILE_COLUMNS];
     if constexpr (MAY_USE_AMX<P>)
         if (amx) Tiles::configure(WHOLE_TILES);
-    for (i64 jc = j0; jc < j1; jc += across)
+    for (i64 jc = j0; jc < j1; jc += across) {
+        const i64 bytes = few ? s.b_row * i64(sizeof(E)) : 0;  // 0 fetches nothing
+        const char *first = reinterpret_cast<const char*>(b), *next = first + (jc + across < j1 ? jc + across : j1) * bytes;
+        const char* fetched = first + (jc + 2 * across < s.N ? jc + 2 * across : s.N) * bytes;
         for (i64 im = i0; im < i1; im += down_most)
             for (i64 k0 = 0; k0 < all; k0 += inner) {
                 const i64 jend = jc + across < j1 ? jc + across : j1, imend = im + down_most < i1 ? im + down_most : i1;
@@ -418,12 +428,14 @@ INLINE void product_part(
                                                             : left + (i - direct) * deep;
                             add_tile<P>(
                                 amx, !widens && i >= direct, steps, deep, from, widens ? steps : a_row,
-                                right + (j - jc) * deep, sums, k0 > 0);
+                                right + (j - jc) * deep, sums, k0 > 0, next < fetched ? next : nullptr);
+                            next += 64 * steps;
                             if (last)
                                 finish<Bias, Adding, What>(sums, at, s.c_row, Bias ? bias + j : bias, down, across);
                         }
                 }
             }
+    }
     if constexpr (MAY_USE_AMX<P>)
         if (amx) Tiles::release();
 }
