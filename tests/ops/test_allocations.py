@@ -16,9 +16,16 @@ from ttrain.device.base import Device, serves
 from ttrain.device.torch.device import TorchDevice
 from ttrain.graph import REGISTRY, Case, Op
 
-FRESH = {"layer_norm", "add_layer_norm", "layer_norm_grad", "log_sum_exp"}  # aten returns new tensors
+FRESH = {
+    "layer_norm",
+    "add_layer_norm",
+    "layer_norm_grad",
+    "log_sum_exp",
+    "largest",
+    "sort_by_expert",
+}  # aten returns new tensors
 PRODUCTS = {"matmul", "linear", "head_cross_entropy", "head_log_probs"}
-WIDENED = {"softmax_grad"}  # where the scale is no power of two
+WIDENED = {"softmax_grad", "pick", "put"}  # where the scale is no power of two; of scores, which are fp32 in models
 EXPECTED = {DType.FP32: FRESH, DType.BF16: FRESH | WIDENED}
 ONEDNN = {*PRODUCTS, "attention", "attention_grad"}  # scratch in bf16, on processors where oneDNN has such products
 

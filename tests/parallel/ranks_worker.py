@@ -26,6 +26,7 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Kind
 from ttrain.models.base import preparation
 from ttrain.models.gpt import GPT
+from ttrain.objectives.base import Objective
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
 from ttrain.parallel.ranks import Ranks
@@ -58,6 +59,7 @@ class Case:
 
 _gpt, _plain_gpt = partial(gpt, dropout=0.2, **SIZE), partial(gpt, dropout=0.0, bias=False, **SIZE)
 _llama, _agillm = partial(llama, kv_heads=1, hidden=64, **SIZE), partial(agillm, rank=8, pad_vocabulary=1, **SIZE)
+_moe = partial(_llama, experts=3, experts_per_token=2, expert_width=20, router="biased", router_z_weight=0.01)
 BF16 = DType.BF16
 STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
 SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
@@ -72,6 +74,9 @@ CASES = [
     Case("agillm-ddp", _agillm, gradient_accumulation=1),
     Case("agillm-zero1", _agillm, shards=True, gradient_accumulation=1),
     Case("gpt-plain-ddp", _plain_gpt),
+    Case("moe-ddp", _moe),
+    Case("moe-zero1", _moe, "traced", shards=True),
+    Case("moe-muon-zero1", _moe, "traced", BF16, MuonConfig(lr=1e-2), shards=True, gradient_accumulation=1),
 ]  # fmt: skip
 
 
@@ -103,7 +108,10 @@ def session_of(case: Case, device: Device, ranks: Ranks) -> Session:
     guard = GuardConfig(nonfinite="skip" if case.guarded else "stop", activations=case.guarded)
     engine = EngineConfig(name=case.engine)
     config = Config(train=train, optimizer=case.optimizer or ADAMW, guard=guard, engine=engine)
-    return build.build_session(case.model(case.compute), device, config, ranks=ranks)
+    model, objective = case.model(case.compute), Objective(config.objective)
+    objective.slice = case.gradient_accumulation, ROWS // SLICES // case.gradient_accumulation
+    objective.balances = getattr(model.config, "balances", False)
+    return build.build_session(model, device, config, ranks=ranks, objective=objective)
 
 
 def trained(case: Case, world: World) -> dict[str, np.ndarray]:
@@ -116,10 +124,13 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
             session.state.write(name, value)
         steps, prepare, data = session.build_training(), preparation(model), Samples()
         rows, batch = ROWS // SLICES // case.gradient_accumulation, partial(data.batch, "train", 0)
-        step = TrainStep(steps, rows, 11, prepare, world=world)
+        coupled = session.graph.objective.coupled
+        step = TrainStep(steps, rows, 11, prepare, world=world, coupled=coupled or dict)
         results = [step(batch(ROWS * number, ROWS), {"lr": 1e-2}, number) for number in range(1, STEPS + 1)]
-        evaluates: Any = steps["evaluate"], data, rows, None, prepare
-        evaluated = Evaluation(*evaluates, count_bytes=len, world=world, around=partial(averaged, steps))()
+        each = 1 if coupled is None else case.gradient_accumulation
+        evaluates: Any = steps["evaluate"], data, rows * each, None, prepare
+        told: Any = {"world": world, "around": partial(averaged, steps), "coupled": coupled, "each": rows}
+        evaluated = Evaluation(*evaluates, count_bytes=len, probe=lambda inputs: steps["probe"](inputs), **told)()
         assert evaluated is not None and all(result.applied for result in results)
         found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
         found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]

@@ -219,6 +219,7 @@ def build_objective(config: Config, slices: int) -> Objective:
     objective: Objective = made("objective", config.objective)
     parts = config.train.gradient_accumulation
     objective.slice = parts, config.train.batch_size // slices // parts
+    objective.balances = getattr(config.model, "balances", False)
     if (named := config.objective.frozen_source(config)) is not None:
         objective.frozen = open_frozen(*named, config)
     return objective

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions
 from ttrain.models.cache import POSITIONS, Caches
 from ttrain.models.settings import DecoderConfig
+from ttrain.nn.experts import Routed, load_shares, loads, routing_loss
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
 from ttrain.nn.module import Module, Parameter, Role, use
@@ -30,6 +32,11 @@ Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of 
 def linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
     """A layer whose weights start as N(0, std)."""
     return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
+
+
+def _present(targets: Value) -> Value:
+    """Return 1 where there is a target, else 0: int64 [B, T] -> fp32 [B, T]."""
+    return ops.reshape(ops.present(ops.reshape(targets, (targets.spec.size,))), targets.shape)
 
 
 def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
@@ -50,6 +57,7 @@ class BlockInputs(NamedTuple):
     values: Value | None = None  # what attention adds to its values [B, T, all heads]
     angles: Angles | None = None  # of rotary positions
     mask: str = CAUSAL
+    routed: list[Routed] | None = None  # takes in what the routers of experts chose, layer by layer
 
 
 class Block(Module):
@@ -218,16 +226,42 @@ class Decoder(TokenModel):
         return packed
 
     def loss(self, graph: Graph, rows: int, training: bool) -> Value:
-        """loss_weight * the sum of the cross-entropies in nats, in training with a future layer's: fp32 []."""
+        """The first of `loss_and_metrics`."""
+        return self.loss_and_metrics(graph, rows, training)[0]
+
+    def loss_and_metrics(self, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
+        """loss_weight * the sum of the cross-entropies in nats, fp32 []; and what routers of experts tell, by name.
+
+        In training with a future layer's cross-entropies, and what routers add; see nn/experts.py.
+        """
         whole = {POSITIONS: range(self.length)}  # for example one document in a row
         specs = self.batch_specs(rows)
         fields = {name: graph.input(name, spec, whole.get(name, 0)) for name, spec in specs.items()}
-        hidden = self.hidden(graph, rows, training, fields.get(POSITIONS))
+        inputs = BlockInputs(positions=fields.get(POSITIONS), routed=[])
+        hidden = self._flat(self.states(graph, rows, training, inputs))
         with graph.scope("loss"):
-            loss = self._cross_entropy(hidden, fields["targets"])
-            if self.future is None or not training:
-                return loss
-            return loss + self.config.future_weight * self._cross_entropy(hidden + self.future(hidden), fields[FUTURE])
+            terms = [self._cross_entropy(hidden, fields["targets"])]
+            if self.future is not None and training:
+                ahead = self._cross_entropy(hidden + self.future(hidden), fields[FUTURE])
+                terms.append(self.config.future_weight * ahead)
+            added, metrics = self._routing(inputs.routed or [], fields["targets"], training)
+        return reduce(ops.add, [*terms, *added] if training else terms), metrics
+
+    def _routing(self, routed: list[Routed], targets: Value, training: bool) -> tuple[list[Value], dict[str, Value]]:
+        """Return terms of the loss, and numbers to log, in evaluations also the loads of experts."""
+        if not routed:
+            return [], {}
+        weight, present, config = targets.graph.input(LOSS_WEIGHT, SCALAR), _present(targets), self.config
+        terms, found = routing_loss(routed, present, weight, config.balance_weight, config.router_z_weight)
+        return terms, found if training else found | load_shares(routed, present, weight)
+
+    def expert_loads(self, graph: Graph, rows: int) -> Value:
+        """Count the pairs of each expert in each row that a step then trains on, fp32 [rows, E]."""
+        specs = self.batch_specs(rows)
+        inputs = BlockInputs(positions=graph.input(POSITIONS, specs[POSITIONS]) if self.packed else None, routed=[])
+        self.states(graph, rows, False, inputs)
+        assert inputs.routed
+        return loads(inputs.routed, _present(graph.input("targets", specs["targets"])))
 
     def _cross_entropy(self, hidden: Value, targets: Value) -> Value:
         targets, weight = ops.reshape(targets, hidden.shape[:1]), hidden.graph.input(LOSS_WEIGHT, SCALAR)

@@ -1,7 +1,7 @@
-"""The decoder of Llama (Touvron et al., 2023) and of those built like it: Mistral, Qwen2, Qwen3, SmolLM2.
+"""The decoder of Llama (Touvron et al., 2023) and of those built like it: Mistral, Qwen2, Qwen3, Qwen3-MoE, SmolLM2.
 
-Rotary positions, an RMS norm before each branch, a gated feed-forward branch, and heads of queries that share keys and
-values. What tells one maker's models from another's are settings.
+Rotary positions, an RMS norm before each branch, a gated feed-forward branch or a mixture of such, and heads of queries
+that share keys and values. What tells one maker's models from another's are settings.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ttrain.graph import Graph, Value
 from ttrain.models.decoder import STD, Angles, Block, BlockInputs, Decoder, Heads, linear
 from ttrain.models.llama_weights import LlamaWeights
 from ttrain.models.settings import LlamaConfig
-from ttrain.nn.initialize import Normal
-from ttrain.nn.layers import Embedding, RMSNorm
-from ttrain.nn.module import Buffer, Module, use_buffer
+from ttrain.nn.experts import ExpertLinear, Routed
+from ttrain.nn.initialize import Constant, Normal
+from ttrain.nn.layers import Embedding, Linear, RMSNorm
+from ttrain.nn.module import Buffer, Module, Parameter, Role, use, use_buffer
 
 
 def frequencies(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
@@ -96,15 +97,70 @@ class FeedForward(Module):
     """down(f(gate(y)) * up(y)): y [B, T, C] -> branch [B, T, C]."""
 
     def __init__(self, config: LlamaConfig, width: int, hidden: int, residual_std: float) -> None:
+        self.gate: Linear
         self.gate, self.up = (linear(width, hidden, config.feed_forward_bias) for _ in range(2))
-        self.down = linear(hidden, width, config.feed_forward_bias, residual_std)
+        self.down: Linear = linear(hidden, width, config.feed_forward_bias, residual_std)
         self._activation = config.activation
 
     def __call__(self, y: Value, inputs: BlockInputs) -> Value:
-        gate, up = self.gate(y), self.up(y)
+        return self._passed(y)
+
+    def _passed(self, y: Value, *offsets: Value) -> Value:
+        """Rows [..., C] of tokens, or those of experts -> the branch."""
+        gate, up = self.gate(y, *offsets), self.up(y, *offsets)
         if self._activation == "relu_squared":  # of which no device has a gated kernel
-            return self.down(ops.activation(gate, self._activation) * up)
-        return self.down(ops.gated_activation(gate, up, self._activation))
+            return self.down(ops.activation(gate, self._activation) * up, *offsets)
+        return self.down(ops.gated_activation(gate, up, self._activation), *offsets)
+
+
+class Router(Module):
+    """Scores of E experts: x [N, C] -> logits fp32 [N, E]."""
+
+    def __init__(self, width: int, experts: int, biased: bool) -> None:
+        self.weight = Parameter((experts, width), Normal(STD), role=Role.OUTPUT)
+        self.bias = Parameter((experts,), Constant(0.0), follows_compute=False) if biased else None
+
+    def __call__(self, x: Value) -> Value:
+        return ops.cast(ops.linear(x, use(x.graph, self.weight, x.spec.dtype)), DType.FP32)
+
+
+class Experts(FeedForward):
+    """The weighted sum of K of E feed-forwards that a router chooses for each token: y [B, T, C] -> branch [B, T, C].
+
+    Shared experts are one more feed-forward, which every token passes.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int, residual_std: float) -> None:
+        assert config.experts and config.experts_per_token and config.expert_width
+        experts, hidden, self._count = config.experts, config.expert_width, config.experts_per_token
+        self.router = Router(width, experts, config.router == "biased")
+        self.gate, self.up = (ExpertLinear(experts, width, hidden, Normal(STD)) for _ in range(2))
+        self.down = ExpertLinear(experts, hidden, width, Normal(residual_std))
+        shared = config.shared_experts * hidden
+        self.shared = FeedForward(config, width, shared, residual_std) if shared else None
+        self._activation, self._config = config.activation, config
+
+    def __call__(self, y: Value, inputs: BlockInputs) -> Value:
+        config, x = self._config, ops.reshape(y, (y.spec.size // y.shape[-1], y.shape[-1]))  # [N, C]
+        logits = self.router(x)
+        scores = ops.softmax(logits) if config.router == "softmax" else ops.sigmoid(logits)
+        bias = None if self.router.bias is None else use(y.graph, self.router.bias, DType.FP32)
+        ids = ops.largest(scores if bias is None else scores + bias, self._count)  # [N, K]
+        weights = ops.pick(scores, ids)
+        if config.router_normalised is not False:
+            weights = weights / _row_sums(weights)
+        if inputs.routed is not None:
+            shares = scores if config.router == "softmax" else scores / _row_sums(scores)
+            inputs.routed.append(Routed(logits, shares, ids, bias))
+        order, places, offsets = ops.sort_by_expert(ids, logits.shape[1])
+        rows = self._passed(ops.dispatch(x, order, places), offsets)  # [N * K, C]
+        branch = ops.reshape(ops.combine(rows, order, places, weights), y.shape)
+        return branch if self.shared is None else branch + self.shared(y, inputs)
+
+
+def _row_sums(x: Value) -> Value:
+    """[N, E] -> [N, 1]."""
+    return ops.reshape(ops.reduce_sum(x, [1]), (x.shape[0], 1))
 
 
 class Llama(LlamaWeights, Decoder):
@@ -123,7 +179,11 @@ class Llama(LlamaWeights, Decoder):
         self.embedding = Embedding(self.vocabulary, self.width, Normal(STD))
         self.rotary = Rotary(config, _pairs(config, config.head_width), self.context)
         self.blocks = [
-            Block(norm, Attention(config, width, self.heads, std, index), FeedForward(config, width, hidden, std))
+            Block(
+                norm,
+                Attention(config, width, self.heads, std, index),
+                Experts(config, width, std) if config.has_experts(index) else FeedForward(config, width, hidden, std),
+            )
             for index in range(self.layers)
         ]
         self.norm = norm()

@@ -1,16 +1,22 @@
-"""Weights and config of the decoder under Transformers' names, both ways: Llama, Mistral, Qwen2 and Qwen3."""
+"""Weights and config of the decoder under Transformers' names, both ways: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE.
+
+Weights of experts are stacked here, [experts, outputs, inputs]; files have one tensor for each expert.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ttrain.core.errors import ConfigError
 from ttrain.models.settings import PUBLISHED, LlamaConfig, activation_of, name_of_activation
-from ttrain.models.weight_checks import NamedWeights, Naming
+from ttrain.models.weight_checks import NamedWeights, Naming, as_fp32
 
 ARCHITECTURES: dict[str, str] = PUBLISHED["architectures"]
 _KEYS = PUBLISHED["keys"]
+_NORMED = "qwen3", "qwen3_moe"  # whose queries and keys have norms
 NAMING = Naming(**PUBLISHED["names"]["llama"])
 
 
@@ -20,7 +26,27 @@ class LlamaWeights(NamedWeights):
     naming = NAMING
     config: LlamaConfig
 
-    to_transformers = NamedWeights.to_original  # whose form that is
+    def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters by path -> weights under the original's names, of each expert apart."""
+        named, stacked = super().to_original(values), self._stacked()
+        parts = {each: (name, e) for name, count in stacked.items() for e, each in enumerate(_of_experts(name, count))}
+        whole = {name: weight for name, weight in named.items() if name not in stacked}
+        return {**whole, **{each: named[name][e] for each, (name, e) in parts.items()}}
+
+    to_transformers = to_original  # whose form that is
+
+    def from_original(self, content: Mapping[str, Any], strict: bool = True) -> Mapping[str, Any]:
+        """The content of an original's file -> its values by path; see Naming.taken."""
+        given = self.naming.given(content)
+        for name, count in self._stacked().items():
+            parts = _of_experts(name, count)
+            if not [part for part in parts if part not in given]:
+                given[name] = np.stack([as_fp32(given.pop(part)) for part in parts])
+        return self.naming.taken(given, self.specs(), strict)
+
+    def _stacked(self) -> dict[str, int]:
+        """The original's name of each weight that is stacked -> its experts."""
+        return {self.original_name(path): spec.shape[0] for path, spec in self.specs().items() if spec.rank == 3}
 
     def original_file(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Weights under Transformers' names, and the config that Transformers builds the model with."""
@@ -30,6 +56,11 @@ class LlamaWeights(NamedWeights):
         """Read what an original's file says of its model, by our keys: in the config.json beside it, or in itself."""
         config = content["config"] if isinstance(content.get("config"), Mapping) else content
         return config_from_transformers(config) if "model_type" in config else {}
+
+
+def _of_experts(name: str, count: int) -> list[str]:
+    """Names of the tensors of single experts."""
+    return [name.replace(".mlp.", f".mlp.experts.{expert}.") for expert in range(count)]
 
 
 def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,13 +77,14 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     said: dict[str, Any] = {ours: config.get(theirs, *usual) for ours, (theirs, *usual) in _KEYS["llama"].items()}
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])
+    said |= _experts(config) if kind == "qwen3_moe" else {}
     said["max_context"] = said["context"]
-    bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    bias = bool(config.get("attention_bias", False)) and kind in ("llama", *_NORMED)
     said |= {
         **{key: float(said[key]) for key in ("norm_eps", "dropout")},
         "tied": bool(said["tied"]),
         "activation": activation_of(said["activation"]),
-        "qk_norm": kind == "qwen3",
+        "qk_norm": kind in _NORMED,
         "qkv_bias": bias or kind == "qwen2",
         "projection_bias": bias,
         "feed_forward_bias": bool(config.get("mlp_bias", False)) and kind == "llama",
@@ -60,6 +92,18 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
         "window": _window(kind, config),
     }
     return said | _rotary(config)
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError where some layers by their numbers have no experts."""
+    if config.get("mlp_only_layers"):
+        raise ConfigError(f"mlp_only_layers={config['mlp_only_layers']}: model=llama takes decoder_sparse_step alone.")
+    known = {"num_experts": config.get("num_local_experts", 128), **config}  # the words of version 5, then of 4
+    said = {ours: known.get(theirs, *usual) for ours, (theirs, *usual) in _KEYS["qwen3_moe"].items()}
+    return said | {
+        "balance_weight": float(said["balance_weight"]),
+        "router_normalised": bool(said["router_normalised"]),
+    }
 
 
 def _window(kind: str, config: Mapping[str, Any]) -> int | None:
@@ -105,7 +149,14 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     """
     as_mistral = form == "mistral" and not (config.qkv_bias or config.feed_forward_bias)
     plain = "mistral" if as_mistral or config.window is not None else "llama"
-    kind = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias and not config.projection_bias else plain
+    normed = "qwen3_moe" if config.experts else "qwen3"
+    kind = (
+        normed
+        if config.qk_norm or config.experts
+        else "qwen2"
+        if config.qkv_bias and not config.projection_bias
+        else plain
+    )
     scaling = None
     if config.rotary_scaling != "none":
         scaling = {theirs: getattr(config, ours) for ours, theirs in _KEYS[config.rotary_scaling].items()}
@@ -123,7 +174,10 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
         "rope_parameters": {"rope_theta": config.rotary_base, **(scaling or {"rope_type": "default"})},
         "sliding_window": config.window,
     }
-    if kind in ("qwen2", "qwen3"):
+    if config.experts:
+        made |= {theirs: getattr(config, ours) for ours, (theirs, *_) in _KEYS["qwen3_moe"].items()}
+        made |= {"norm_topk_prob": config.router_normalised is not False, "mlp_only_layers": []}
+    if kind in ("qwen2", *_NORMED):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}
     lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]

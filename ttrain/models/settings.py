@@ -185,7 +185,7 @@ class DecoderConfig(TransformerConfig):
     def switched_on(self) -> list[str]:
         """Keys of the switches that change what weights compute, which no form of another library holds."""
         names = {"value_embeddings": False, "future_weight": 0.0, "parametrization": "standard"} | (
-            {"qk_norm": None, "logit_cap": None} if self.name == "gpt" else {}
+            {"qk_norm": None, "logit_cap": None} if self.name == "gpt" else {"shared_experts": 0, "router": "softmax"}
         )
         return [f"model.{key}={getattr(self, key)}" for key, off in names.items() if (getattr(self, key) or off) != off]
 
@@ -207,7 +207,7 @@ class GPTConfig(DecoderConfig):
 class LlamaConfig(DecoderConfig):
     """The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and others: rotary positions, RMS norms, a gated branch.
 
-    Heads of keys and values may be fewer than those of queries, and any width.
+    Heads of keys and values may be fewer than those of queries, and any width. With `experts` it is Qwen3-MoE's.
     """
 
     presets = PUBLISHED["presets"]["llama"]
@@ -259,6 +259,65 @@ class LlamaConfig(DecoderConfig):
     )
     rotary_context: int = option(8192, "llama3: context in tokens that the model was first trained on", minimum=1)
     dropout: float = option(0.0, "dropout of attention weights", minimum=0, below=1, changes="nothing")
+    experts: int | None = option(
+        None, "experts of a feed-forward branch; null takes the preset's, else none, as 0", minimum=0, changes="shape"
+    )
+    experts_per_token: int | None = option(None, "experts that each token passes; null is the preset's", minimum=1)
+    expert_width: int | None = option(
+        None, "features inside an expert; null takes the preset's", minimum=1, changes="shape"
+    )
+    expert_step: int = option(1, "of so many layers the last has experts", minimum=1, changes="shape")
+    shared_experts: int = option(0, "experts that every token passes besides, unweighted", minimum=0, changes="shape")
+    router: str = option(
+        "softmax",
+        "scores of experts; biased is sigmoid with a trained bias for the choice alone (Wang et al., 2024)",
+        choices=("softmax", "sigmoid", "biased"),
+    )
+    router_normalised: bool | None = option(
+        None, "divide the weights of a token's experts by their sum; null takes the preset's, else true"
+    )
+    balance_weight: float = option(
+        0.01, "weight of the loss that balances the loads of experts (Fedus et al., 2022)", minimum=0, changes="loss"
+    )
+    router_z_weight: float = option(
+        0.0, "weight of the loss that keeps router logits small (Zoph et al., 2022)", minimum=0, changes="loss"
+    )
+
+    @property
+    def balances(self) -> bool:
+        """True if the loads of experts count for the loss."""
+        return bool(self.experts and self.balance_weight)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has experts in the place of its feed-forward branch."""
+        return bool(self.experts) and (layer + 1) % self.expert_step == 0
+
+    @rule
+    def _routes(self, others: Any) -> Iterator[str]:
+        yield from self.expert_problems()
+        if self.experts and others.objective.name != "next_token" and (self.balance_weight or self.router_z_weight):
+            told = f"objective={others.objective.name} does not add what balances experts to its loss"
+            yield f"model.experts={self.experts}: {told}. Give model.balance_weight=0 and model.router_z_weight=0."
+
+    def expert_problems(self) -> Iterator[str]:
+        """Problems of a mixture of experts by itself."""
+        given = {f"model.{key}": getattr(self, key) for key in ("experts_per_token", "expert_width")}
+        if not self.experts:
+            spare = [f"{key}={value}" for key, value in given.items() if value is not None]
+            spare += [f"model.shared_experts={self.shared_experts}"] if self.shared_experts else []
+            if spare:
+                yield f"{', '.join(spare)}: the model has no experts. Give model.experts, or leave it out."
+            return
+        missing = [key for key, value in given.items() if value is None]
+        if missing:
+            yield f"{', '.join(missing)}: no value for model.experts={self.experts}. Give it, or take a model.preset."
+        elif (self.experts_per_token or 0) > self.experts:
+            told = f"must be at most model.experts={self.experts}"
+            yield f"model.experts_per_token={self.experts_per_token}: {told}. Give fewer."
+        if self.feed_forward_bias:
+            yield "model.feed_forward_bias=true: experts have no biases. Leave it out."
+        if self.parametrization == "mup":
+            yield f"model.parametrization=mup: not known for model.experts={self.experts}. Give standard."
 
     def __post_init__(self) -> None:
         """Take as many heads of keys as of queries, together as wide as the stream, where nothing is said.
@@ -271,6 +330,11 @@ class LlamaConfig(DecoderConfig):
             setattr(self, name, None)
         width, heads = self.width or 0, self.heads or 1
         self._fill({"kv_heads": self.heads, "head_width": width // heads if width and width % heads == 0 else None})
+
+    def required_sizes(self) -> tuple[int, ...]:
+        if problems := [*self.expert_problems()]:
+            raise ConfigError(problems)
+        return super().required_sizes()
 
     def head_problems(self) -> Iterator[str]:
         yield from super().head_problems()

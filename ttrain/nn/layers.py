@@ -31,9 +31,9 @@ class Linear(Module):
         default = Uniform(1 / math.sqrt(inputs))
         self.weight = Parameter((outputs, inputs), weight_initializer or default, role=role)
         self.bias = Parameter((outputs,), bias_initializer or default) if bias else None
-        self.lora: Callable[[Value], Value] | None = None
+        self.lora: Callable[..., Value] | None = None
 
-    def __call__(self, x: Value) -> Value:
+    def __call__(self, x: Value, *offsets: Value) -> Value:
         compute = x.spec.dtype
         bias = None if self.bias is None else use(x.graph, self.bias, compute)
         y = ops.linear(x, use(x.graph, self.weight, compute), bias)

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 from weakref import ref
 
 from ttrain import ops
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, listed
 from ttrain.graph import Graph, Value
+from ttrain.nn.experts import ExpertLinear
 from ttrain.nn.initialize import Constant
 from ttrain.nn.layers import Linear
 from ttrain.nn.module import Module, Parameter
@@ -32,24 +35,25 @@ class Adapter(Module):
     """
 
     def __init__(self, weight: Parameter, rank: int, config: LoraConfig, number: int) -> None:
-        """`weight` [outputs, inputs] is that of the layer."""
-        outputs, inputs = weight.shape
-        self.a = Linear(inputs, rank, bias=False)
-        self.b = Linear(rank, outputs, bias=False, weight_initializer=Constant(0.0))
+        """`weight` [outputs, inputs] is that of the layer; stacked weights [experts, ...] get stacked adapters."""
+        *experts, outputs, inputs = weight.shape
+        layer: Any = partial(ExpertLinear, experts[0]) if experts else partial(Linear, bias=False)
+        self.a: Linear = layer(inputs, rank)
+        self.b: Linear = layer(rank, outputs, weight_initializer=Constant(0.0))
         self.a.weight.width_ratio = weight.width_ratio
         self.scale, self._p, self._number = config.scale, config.dropout, number
         self.new = config.from_ is None
         # The graph of the last use, and how many uses it had before: a layer may have several in a step.
         self._last: tuple[Callable[[], Graph | None], int] = (lambda: None), 0
 
-    def __call__(self, x: Value) -> Value:
+    def __call__(self, x: Value, *offsets: Value) -> Value:
         seed = x.graph.inputs.get("seed")  # steps without it, such as evaluation, drop nothing
         if seed is not None:
             graph, again = self._last
             again = again + 1 if graph() is x.graph else 0
             self._last = ref(x.graph), again
             x = ops.dropout(x, seed, self._p, (1 + again) * _STREAMS + self._number)
-        return self.b(self.a(x) * self.scale)
+        return self.b(self.a(x, *offsets) * self.scale, *offsets)
 
 
 def attach(model: Module, config: LoraConfig) -> None:

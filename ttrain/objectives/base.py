@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
 from ttrain.graph import Graph, Value
 from ttrain.models.base import Model, ModelWithMetrics, Prepare, preparation
+from ttrain.nn.experts import SHARES
 from ttrain.objectives.settings import ObjectiveConfig
 
 
@@ -20,15 +22,22 @@ class Objective:
     (`encode`, see data/examples.py), and couple the rows of a slice (`probe` and `coupled`).
     """
 
-    # Outputs of `probe` for all rows of a slice, by name -> step inputs that each micro-batch of it then has beside its
-    # fields, which `loss` declares. None where rows stand for themselves.
-    coupled: Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None = None
     config: Any
+    balances = False  # whether the model has experts whose loads count for the loss
     slice = 1, 1  # micro-batches of a slice, and rows of each
     frozen: Any = None  # a second model that the loss reads, a FrozenModel, where there is one
 
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
+
+    @property
+    def coupled(self) -> Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None:
+        """Return what turns outputs of `probe` into further step inputs, or None where rows stand for themselves.
+
+        The outputs, by name, are those of all rows of a slice. Each of its micro-batches then has the inputs beside its
+        fields; `loss` declares them. Here they are the shares of experts in all pairs.
+        """
+        return _expert_shares if self.balances and self.slice[0] > 1 else None
 
     def attach(self, model: Any) -> None:
         """Give a model the parts that are learned beside its own, before it is used."""
@@ -46,6 +55,8 @@ class Objective:
 
         Sums have the weight `loss_weight`, so that micro-batches and ranks add up to means.
         """
+        if self.balances and self.coupled is not None:
+            graph.input(SHARES, TensorSpec((model.config.experts,)))
         if hasattr(model, "loss_and_metrics"):
             return cast(ModelWithMetrics, model).loss_and_metrics(graph, rows, training)
         return model.loss(graph, rows, training), {}
@@ -63,4 +74,10 @@ class Objective:
 
         It is computed forward only, with the weights that the step then changes.
         """
-        raise NotImplementedError
+        return {"loads": model.expert_loads(graph, rows)}
+
+
+def _expert_shares(outputs: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Loads [rows, E] -> step input `SHARES` fp32 [E]. Loads are whole numbers, so their order changes no bit."""
+    loads = outputs["loads"].sum(0, dtype=np.float64)
+    return {SHARES: (loads / max(loads.sum(), 1)).astype(np.float32)}

@@ -163,7 +163,7 @@ class Embedding(TextObjective):
     opened_by = "SentenceTransformer"
 
     @property
-    def coupled(self) -> Any:  # type: ignore[override]
+    def coupled(self) -> Any:
         """See Objective; the outputs of the probe as they are, and an identity."""
         eye = {"eye": np.eye(math.prod(self.slice), dtype=np.float32)}
         return None if self.slice[0] == 1 else lambda outputs: {**outputs, **eye}

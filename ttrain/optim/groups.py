@@ -105,8 +105,8 @@ def in_clip_scope(path: str, config: OptimizerConfig) -> bool:
 
 
 def orthogonalised(parameter: Parameter) -> bool:
-    """True if Muon updates a parameter by its own rule: a matrix between features of the model."""
-    return parameter.role is Role.HIDDEN and parameter.spec.rank == 2
+    """True if Muon updates a parameter by its own rule: a matrix between features of the model, or a stack of such."""
+    return parameter.role is Role.HIDDEN and parameter.spec.rank >= 2
 
 
 def _rate(path: str, parameter: Parameter, config: OptimizerConfig) -> tuple[str, float, float]:

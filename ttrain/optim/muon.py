@@ -1,4 +1,4 @@
-"""Muon: the momentum of a hidden matrix is made near orthogonal. AdamW updates all other parameters."""
+"""Muon: the momentum of a hidden matrix, or of each in a stack, is made near orthogonal. AdamW updates all others."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Muon(Optimizer[MuonConfig]):
     def rule(self, parameter: Parameter, decays: bool) -> Rule:
         if not orthogonalised(parameter):
             return self._others.rule(parameter, decays)
-        config, (m, n) = self.config, (parameter.shape[0] // parameter.parts, parameter.shape[1])
+        config, (m, n) = self.config, (parameter.shape[-2] // parameter.parts, parameter.shape[-1])
         scale = RMS * sqrt(max(m, n)) if config.scale == "rms" else sqrt(max(1, m / n))
         settings = (
             ("beta", config.momentum), ("nesterov", config.nesterov), ("iterations", config.iterations),

@@ -45,6 +45,8 @@ def gguf_problem(config: Any) -> str | None:
     expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
     given = {key: getattr(config, key, expected[key]) for key in expected}
     other = [f"model.{key}={value}" for key, value in given.items() if value != expected[key]]
+    if getattr(config, "experts", None):
+        other.append(f"model.experts={config.experts}")
     if getattr(config, "qk_norm", False) and config.qkv_bias:
         other.append("model.qk_norm=true beside model.qkv_bias=true")
     switches = config.switched_on()

@@ -111,8 +111,8 @@ def fp32(*shape: int) -> TensorSpec:
 
 def readable(request: Request) -> bool:
     """Return whether kernels can read and write all of a request: FP64 and tensors without elements are left out."""
-    read, written = (*STORED, DType.INT64), (spec.dtype in STORED and spec.size > 0 for spec in request.outputs)
-    return all(spec is None or (spec.dtype in read and spec.size > 0) for spec in request.inputs) and all(written)
+    known = (*STORED, DType.INT64)
+    return all(spec is None or (spec.dtype in known and spec.size > 0) for spec in (*request.inputs, *request.outputs))
 
 
 def one_call(

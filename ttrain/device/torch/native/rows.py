@@ -26,18 +26,19 @@ from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, spec_of
 from ttrain.device.torch.kernels.costs import Costs, recalled, seconds, warmed
 from ttrain.device.torch.kernels.matmul import LIBRARIES, OWN, SMALLEST
-from ttrain.device.torch.native import products, rules, threads, updates
+from ttrain.device.torch.native import experts, products, rules, threads, updates
 from ttrain.device.torch.native.autotune import FASTEST, Backends, backends_of, choose_backends
 from ttrain.device.torch.native.codegen import Node, Request, function_name, library_sources
 from ttrain.device.torch.native.native import Native, Sizing, joined, readable
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
-RULES = {**rules.RULES, **updates.RULES, **products.RULES}
+RULES = {**rules.RULES, **updates.RULES, **products.RULES, **experts.RULES}
 _INPLACE = ("accumulate", "assign", "cache_write", "update")
 # Ops that add within a row, or turn it by its place: their kernels here add in one order whatever the number of rows.
 SUMS = frozenset({
     "matmul", "linear", "attention", "cached_attention", "head_cross_entropy", "head_log_probs", "cross_entropy",
-    "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary",
+    "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary", "grouped_matmul",
+    "combine",
 })  # fmt: skip
 BOTH = (DType.FP32, DType.BF16)
 _TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it

@@ -1,0 +1,163 @@
+"""Rows of mixtures of experts. On the CPU a launch reads where the panels of experts begin; a GPU's launch never does.
+
+On a GPU torch multiplies all panels of bf16 in one kernel, if its compute capability is 9.0 or more. Otherwise every
+expert multiplies all rows, of which those of others are zero: E/K times the work, which a plan names `dense`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from ttrain.device.torch.kernels.common import Call, Tensor, constant_like, row
+
+_GROUPED = (9, 0)  # compute capability
+
+
+@row("present")
+def _present(call: Call) -> None:
+    found = call.scratch(call.ins[0].shape, torch.bool)
+    call.emit(torch.ge, call.ins[0], constant_like(0, call.ins[0]), out=found)
+    call.emit(call.outs[0].copy_, found)
+
+
+@row("largest")
+def _largest(call: Call) -> None:
+    scores = call.ins[0]
+    values, ids = call.scratch(scores.shape, scores.dtype), call.scratch(scores.shape, torch.int64)
+    call.emit(torch.sort, scores, stable=True, dim=1, descending=True, out=(values, ids))
+    call.emit(call.outs[0].copy_, ids[:, : call.attributes["count"]])
+
+
+@row("pick")
+def _pick(call: Call) -> None:
+    call.emit(torch.gather, call.ins[0], 1, call.ins[1], out=call.outs[0])
+
+
+@row("put")
+def _put(call: Call) -> None:
+    (dy, ids), dx = call.ins, call.outs[0]
+    call.emit(dx.zero_)
+    call.emit(dx.scatter_, 1, ids, dy)
+
+
+@row("sort_by_expert")
+def _sort_by_expert(call: Call) -> None:
+    ids, (order, places, offsets) = call.ins[0].view(-1), call.outs
+    found = call.scratch(ids.shape, torch.int64)
+    call.begin()
+    rows, experts = (torch.arange(len(x), device=ids.device) for x in (ids, offsets))
+    call.emit(torch.sort, ids, stable=True, dim=0, descending=False, out=(found, order))
+    call.emit(places.view(-1).scatter_, 0, order, rows)
+    call.emit(torch.searchsorted, found, experts, out=offsets)
+
+
+@row("dispatch")
+def _dispatch(call: Call) -> None:
+    (x, order, places, weights), y = call.ins, call.outs[0]
+    tokens, factors = call.scratch(order.shape, torch.int64), None
+    if weights is not None:
+        factors, wide = call.scratch((len(order), 1), weights.dtype), call.wide(y)
+    call.emit(torch.div, order, constant_like(places.shape[1], order), rounding_mode="floor", out=tokens)
+    call.emit(torch.index_select, x, 0, tokens, out=y)
+    if weights is not None:
+        call.emit(torch.index_select, weights.view(-1, 1), 0, order, out=factors)
+        call.copy(y, wide)
+        call.emit(wide.mul_, factors)
+        call.copy(wide, y)
+
+
+@row("combine")
+def _combine(call: Call) -> None:
+    (rows, _, places, weights), y = call.ins, call.outs[0]
+    picked, total = call.scratch(y.shape, y.dtype), call.wide(y)
+    term, column = call.wide(picked), call.scratch(places.shape[:1], torch.int64)
+    call.emit(total.zero_)
+    for k in range(places.shape[1]):
+        call.emit(column.copy_, places[:, k])
+        call.emit(torch.index_select, rows, 0, column, out=picked)
+        call.copy(picked, term)
+        if weights is None:
+            call.emit(total.add_, term)
+        else:
+            call.emit(total.addcmul_, term, weights[:, k : k + 1])
+    call.copy(total, y)
+
+
+@row("row_products")
+def _row_products(call: Call) -> None:
+    (dy, rows, places), dweights = call.ins, call.outs[0]
+    picked, column = call.scratch(dy.shape, dy.dtype), call.scratch(places.shape[:1], torch.int64)
+    wide_dy, term = call.wide(dy), call.wide(picked)
+    call.copy(dy, wide_dy)
+    for k in range(places.shape[1]):
+        call.emit(column.copy_, places[:, k])
+        call.emit(torch.index_select, rows, 0, column, out=picked)
+        call.copy(picked, term)
+        call.emit(term.mul_, wide_dy)
+        call.emit(torch.sum, term, 1, out=dweights[:, k])
+
+
+def _one_kernel(call: Call) -> bool:
+    """Tell whether torch multiplies all panels in one kernel."""
+    context, rows = call.context, call.ins[0]
+    call.way = "grouped" if rows.dtype is torch.bfloat16 and context.capability >= _GROUPED else "dense"
+    return context.kind == "cuda" and call.way == "grouped"
+
+
+def _own_rows(call: Call, x: Tensor, offsets: Tensor) -> list[Tensor]:
+    """Columns [M, 1] of ones at the rows of each expert, and zeros elsewhere, which the first calls make."""
+    begun, mine = (call.scratch((len(x), count), torch.bool) for count in (len(offsets), len(offsets) - 1))
+    own = call.scratch(mine.shape, x.dtype)
+    call.begin()
+    call.emit(torch.ge, torch.arange(len(x), device=x.device)[:, None], offsets, out=begun)
+    call.emit(torch.logical_xor, begun[:, :-1], begun[:, 1:], out=mine)
+    call.emit(own.copy_, mine)
+    return [own[:, e : e + 1] for e in range(own.shape[1])]
+
+
+@row("grouped_matmul", widens=True, tells="cuda")
+def _grouped_matmul(call: Call) -> None:
+    (rows, weight, offsets), y = call.ins, call.outs[0]
+    matrices = weight.mT if call.attributes["transpose"] else weight
+    if call.context.on_cpu:
+
+        def launch() -> None:
+            for (begin, end), matrix in zip(pairwise(offsets.tolist()), matrices, strict=True):
+                if begin < end:
+                    torch.mm(rows[begin:end], matrix, out=y[begin:end])
+
+        call.emit(launch)
+    elif _one_kernel(call):
+        ends = call.scratch((len(weight),), torch.int32)
+        call.emit(ends.copy_, offsets[1:])
+        call.emit(lambda: y.copy_(torch._grouped_mm(rows, matrices, offs=ends)))
+    else:
+        masked = call.scratch(rows.shape, rows.dtype)
+        own = _own_rows(call, rows, offsets)
+        call.emit(y.zero_)
+        for column, matrix in zip(own, matrices, strict=True):
+            call.emit(torch.mul, rows, column, out=masked)
+            call.emit(y.addmm_, masked, matrix)
+
+
+@row("grouped_outer", widens=True, tells="cuda")
+def _grouped_outer(call: Call) -> None:
+    (a, b, offsets), y = call.ins, call.outs[0]
+    if call.context.on_cpu:
+
+        def launch() -> None:
+            for (begin, end), matrix in zip(pairwise(offsets.tolist()), y, strict=True):
+                torch.mm(a[begin:end].t(), b[begin:end], out=matrix)
+
+        call.emit(launch)
+    elif _one_kernel(call):
+        ends = call.scratch((len(y),), torch.int32)
+        call.emit(ends.copy_, offsets[1:])
+        call.emit(lambda: y.copy_(torch._grouped_mm(a.t(), b, offs=ends)))
+    else:
+        masked = call.scratch(a.shape, a.dtype)
+        for column, matrix in zip(_own_rows(call, a, offsets), y, strict=True):
+            call.emit(torch.mul, a, column, out=masked)
+            call.emit(torch.mm, masked.t(), b, out=matrix)

@@ -1,0 +1,135 @@
+// Mixtures of experts: pairs of a token and one of its experts, sorted by expert, so that each expert has a panel of rows.
+#pragma once
+#include "gemv.h"
+
+// ids [N, K] <- the places of the K largest of scores [N, E]. NaN comes before numbers, and of equal ones the first.
+template <class T, i64 N, i64 E, i64 K, int Threads>
+INLINE void largest(const T* scores, i64* ids) {
+    over_rows<N, Threads>([&](i64 n) {
+        float kept[K];
+        i64* own = ids + n * K;
+        i64 count = 0;
+        for (i64 e = 0; e < E; ++e) {
+            const float x = get(scores + n * E + e);
+            i64 at = count;
+            while (at > 0 && (x > kept[at - 1] || (x != x && kept[at - 1] == kept[at - 1]))) --at;
+            if (at == K) continue;
+            if (count < K) ++count;
+            for (i64 k = count - 1; k > at; --k) {
+                kept[k] = kept[k - 1];
+                own[k] = own[k - 1];
+            }
+            kept[at] = x;
+            own[at] = e;
+        }
+    });
+}
+
+// small [N, K] <- the elements of wide [N, E] at ids; or the other way, and zero elsewhere.
+template <class T, i64 N, i64 E, i64 K, int Threads>
+INLINE void pick(const T* wide, const i64* ids, T* small) {
+    over_rows<N, Threads>([&](i64 n) {
+        for (i64 k = n * K; k < (n + 1) * K; ++k) small[k] = wide[n * E + ids[k]];
+    });
+}
+template <class T, i64 N, i64 E, i64 K, int Threads>
+INLINE void put(const T* small, const i64* ids, T* wide) {
+    over_rows<N, Threads>([&](i64 n) {
+        __builtin_memset(wide + n * E, 0, E * sizeof(T));
+        for (i64 k = n * K; k < (n + 1) * K; ++k) wide[n * E + ids[k]] = small[k];
+    });
+}
+
+template <i64 M, i64 E>
+INLINE void sort_by_expert(const i64* ids, i64* order, i64* places, i64* offsets) {
+    i64 next[E + 1] = {};
+    for (i64 m = 0; m < M; ++m) ++next[ids[m] + 1];
+    for (i64 e = 0; e < E; ++e) next[e + 1] += next[e];
+    __builtin_memcpy(offsets, next, sizeof next);
+    for (i64 m = 0; m < M; ++m) {
+        places[m] = next[ids[m]]++;
+        order[places[m]] = m;
+    }
+}
+
+// y [M, C] <- the token's row of x for each pair, times its weight.
+template <class T, bool Weighted, i64 M, i64 K, i64 C, int Threads>
+INLINE void dispatch(const T* x, const i64* order, const float* weights, T* y) {
+    over_rows<M, Threads>([&](i64 j) {
+        const T* from = x + order[j] / K * C;
+        over_row<C>([&](i64 c, auto lanes) {
+            vf value = load(from + c, lanes);
+            if constexpr (Weighted) value *= weights[order[j]];
+            store(y + j * C + c, value, lanes);
+        });
+    });
+}
+
+// y [N, C] <- the sum of the token's rows, times their weights.
+template <class T, bool Weighted, i64 N, i64 K, i64 C, int Threads>
+INLINE void combine(const T* rows, const i64* places, const float* weights, T* y) {
+    over_rows<N, Threads>([&](i64 n) {
+        over_row<C>([&](i64 c, auto lanes) {
+            vf sum = {};
+            for (i64 k = n * K; k < (n + 1) * K; ++k) {
+                vf value = load(rows + places[k] * C + c, lanes);
+                if constexpr (Weighted) value *= weights[k];
+                sum += value;
+            }
+            store(y + n * C + c, sum, lanes);
+        });
+    });
+}
+
+template <class T, i64 N, i64 K, i64 C, int Threads>
+INLINE void row_products(const T* dy, const T* rows, const i64* places, float* dweights) {
+    over_rows<N * K, Threads>([&](i64 k) {
+        const T *left = dy + k / K * C, *right = rows + places[k] * C;
+        dweights[k] = sum_lanes(sum_over<C>([&](i64 c, auto lanes) { return load(left + c, lanes) * load(right + c, lanes); }));
+    });
+}
+
+// One panel by the matrix of its expert. Panels of few rows never pack it; matrix units add in another order, and a row
+// has the same bits in a panel of any height.
+template <bool TurnB, class E>
+INLINE void panel_product(Sizes s, const E* a, const E* b, E* c, float* scratch, i64 own, int threads) {
+    const E* none = nullptr;
+    if (!uses_amx<Operand<E>>() && s.M < 5) {
+        if (s.M == 1) few_rows<1, TurnB, false, After::nothing>(s, a, b, none, c, threads);
+        if (s.M == 2) few_rows<2, TurnB, false, After::nothing>(s, a, b, none, c, threads);
+        if (s.M == 3) few_rows<3, TurnB, false, After::nothing>(s, a, b, none, c, threads);
+        if (s.M == 4) few_rows<4, TurnB, false, After::nothing>(s, a, b, none, c, threads);
+    } else {
+        product<false, TurnB, false, false, After::nothing>(s, a, b, none, c, scratch, own, threads);
+    }
+}
+
+// Work that is not worth waking another thread for, in multiplications.
+constexpr i64 LEAST_PANEL = 1 << 18;
+
+// The rows of expert e, from offsets[e] up to offsets[e + 1], by its matrix B_e: [K, N], or [N, K] where TurnB.
+template <bool TurnB, class E>
+__attribute__((noinline)) void grouped_matmul(
+    i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
+    for (i64 e = 0; e < experts; ++e) {
+        s.M = offsets[e + 1] - offsets[e];
+        panel_product<TurnB>(
+            s, a + offsets[e] * s.K, b + e * s.N * s.K, c + offsets[e] * s.N, scratch, own,
+            s.M * s.N * s.K < LEAST_PANEL ? 1 : threads);
+    }
+}
+
+// C_e [M, N] = A_e^T B_e over the rows of expert e; zero where it has none.
+template <class E>
+__attribute__((noinline)) void grouped_outer(
+    i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
+    const E* none = nullptr;
+    for (i64 e = 0; e < experts; ++e, c += s.M * s.N) {
+        s.K = offsets[e + 1] - offsets[e];
+        if (s.K == 0) __builtin_memset(c, 0, s.M * s.N * sizeof(E));
+        else
+            product<true, false, false, false, After::nothing>(
+                s, a + offsets[e] * s.M, b + offsets[e] * s.N, none, c, scratch, own,
+                s.M * s.N * s.K < LEAST_PANEL ? 1 : threads);
+    }
+}
