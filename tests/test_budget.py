@@ -27,7 +27,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
 PYTHON_LINES = 34_130
 TEMPLATE_LINES = 2_180  # the C++ that kernels are generated from
-OPTIONS = 437  # fields that a config declares with `option`
+OPTIONS = 438  # fields that a config declares with `option`
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 3_500
 WITHOUT_CODE = {
