@@ -32,7 +32,7 @@ from ttrain.train.forecast.limits import is_out_of_memory
 from ttrain.train.logging.metrics import read_events, read_metrics
 from ttrain.train.loop.guards import LearningGuard, SpikeGuard
 from ttrain.train.settings import GuardConfig
-from ttrain.train.steps import step_graph
+from ttrain.train.steps import update_graph
 from ttrain.train.steps.step import StepResult, TrainStep
 
 
@@ -132,7 +132,7 @@ def test_updates_that_change_nothing_are_noticed(
     freed: bool, words: str, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine whose update does not reach the parameters, as a stale kernel's would not."""
-    monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
+    monkeypatch.setattr(update_graph, "FREED", 64 if freed else 1 << 40)
     optimizer = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.clip_norm=null"]  # keeps nothing
     original = StaticStep.start
 
@@ -433,7 +433,7 @@ def test_an_applied_step_names_the_gradient_and_a_resumed_run_the_tensor(
     train: Train, faulty: Any, spoiled: Any, capsys: Any, freed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoiled({5: {"targets": 1e4}})
-    monkeypatch.setattr(step_graph, "FREED", 64 if freed else 1 << 40)
+    monkeypatch.setattr(update_graph, "FREED", 64 if freed else 1 << 40)
     faulty("relu_grad")
     errors = train.told("run.dir=run", *WORDS, NO_CLIP, code=1)
     assert "From the loss backwards, the first bad gradient is gradient layers.1." in errors

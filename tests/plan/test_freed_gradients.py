@@ -10,7 +10,7 @@ import pytest
 import ttrain
 from tests.native.conftest import require_compiler
 from ttrain.graph import Kind
-from ttrain.train.steps import step_graph
+from ttrain.train.steps import update_graph
 
 SIZES = ["layers=3", "heads=2", "width=32", "context=4", "vocabulary=11"]
 MODEL = ["model=nano-gpt", *(f"model.{size}" for size in SIZES), "train.batch_size=1", "device=cpu"]
@@ -20,7 +20,7 @@ WHOLE = 1 << 40  # bytes that no model here has
 
 def trained(monkeypatch: pytest.MonkeyPatch, least: int, *overrides: str) -> tuple[Any, dict[str, np.ndarray], Any]:
     """Losses, parameters, and the session after three steps with updates of so many bytes of gradients."""
-    monkeypatch.setattr(step_graph, "FREED", least)
+    monkeypatch.setattr(update_graph, "FREED", least)
     ids = np.random.default_rng(0).integers(0, 11, (3, 1, 5))
     model, batches = MODEL, [{"tokens": row[:, :-1], "targets": row[:, 1:]} for row in ids]
     if "engine=traced" in overrides:
@@ -62,7 +62,7 @@ def test_it_takes_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("override", ["optimizer.clip_norm=1", "guard.nonfinite=skip", "train.gradient_accumulation=2"])
 def test_what_waits_for_all_gradients_keeps_them(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graph, "FREED", 4096)
+    monkeypatch.setattr(update_graph, "FREED", 4096)
     overrides = ["engine=dynamic", "optimizer.clip_norm=null", "train.batch_size=2", override]
     with ttrain.Training(ttrain.load_config(*MODEL, *overrides)) as training:
         graph = training._session.graph
