@@ -22,7 +22,7 @@ from ttrain.parallel.settings import first_host, place
 @pytest.mark.parametrize("whole", [False, True])
 def test_every_element_of_a_run_has_one_owner(count: int, limit: int, whole: bool) -> None:
     sizes = [1, 64, 3 * BLOCK + 7, 65, 40 * BLOCK, BLOCK]
-    sharding = sharding_of(sizes, count, whole, limit)
+    sharding = sharding_of(sizes, count, [whole] * len(sizes), limit)
     for size, ranks in zip(sizes, sharding.parts, strict=True):
         owned = sorted(part for parts in ranks for part in parts)
         assert [element for start, stop in owned for element in range(start, stop)] == list(range(size))

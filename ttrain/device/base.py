@@ -159,11 +159,11 @@ class Group(Protocol):
     def exchange(self, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> Launch:
         """Sends flat buffers to other ranks and receives others from them; empty ones are left out. For `start`."""
 
-    def start(self, launches: Sequence[Launch]) -> Launch:
+    def start(self, launches: Sequence[Launch], key: str = "") -> Launch:
         """Run launches in order, after those started before, while the device continues with its next launches."""
 
-    def finish(self) -> None:
-        """Wait, or let the device wait, until all that was started is done."""
+    def finish(self, key: str | None = None) -> None:
+        """Wait, or let the device wait, until what was started under a key is done; without one, all that was."""
 
     def sum(self, buffer: Buffer) -> Launch:
         """buffer <- its sum over all ranks, in any order: for numbers that are zero on all ranks but one."""

@@ -10,7 +10,7 @@ from ttrain.device.base import Buffer, Launch
 from ttrain.engine.base import Bound, Engine, HostValue, Look, Step, Trace, host_outputs, traced_graph
 from ttrain.engine.state import Placed
 from ttrain.graph import Graph, Kind, Node, Value
-from ttrain.graph.passes import copy_reshapes, decompose, fuse, live_nodes
+from ttrain.graph.passes import copy_reshapes, decompose, fuse, gather_ahead, live_nodes, remove_dead_code
 from ttrain.graph.verify import verify
 
 
@@ -76,7 +76,7 @@ class DynamicStep(Step):
         facts = _facts(graph)
         if facts != self._recorded:
             graph = decompose(fuse(graph, device.kernels), device.kernels, device.name)
-            self._joined = copy_reshapes(graph, device.shares)
+            self._joined = gather_ahead(remove_dead_code(copy_reshapes(graph, device.shares)))
             self._roots = self._joined.roots()
             self._order, self._recorded = _with_last_reads(self._joined, self._roots), facts
 

@@ -217,11 +217,11 @@ class State:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {tensor.host_spec}.")
         if padding := tensor.padding:
             array = np.concatenate([array, np.zeros((padding, *array.shape[1:]), array.dtype)])
-        side, values, copy = self.device.side(self.on_host(name)), array.reshape(-1), f"{name}/compute"
-        whole = [(copy, tensor.spec, (0, values.size))] if copy in self._placed else []
-        for piece, spec, (start, stop) in (*tensor.placed, *whole):
+        side, values = self.device.side(self.on_host(name)), array.reshape(-1)
+        copied = [self._tensors[each] for each in (f"{name}/compute",) if each in self._tensors]
+        for piece, spec, (start, stop) in (piece for each in (tensor, *copied) for piece in each.placed):
             if tensor.low_bits:
-                self._write_half(side, piece, values[start:stop], upper=piece == copy)
+                self._write_half(side, piece, values[start:stop], upper=spec.dtype is DType.BF16)
             else:
                 side.upload(self._placed[piece][2], values[start:stop].reshape(spec.shape))
 

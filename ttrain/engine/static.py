@@ -114,6 +114,7 @@ class StaticEngine(Engine):
         if self.rematerialize and device.rematerializes:
             graph = verify(rematerialize(graph), "rematerialization")
         graph = verify(passes.store_early(passes.remove_dead_code(graph)), "ordering")
+        graph = verify(passes.gather_ahead(graph), "gathering of weights")
         graph = graph if device.host is None else verify(passes.gather_sides(graph), "gathering")
         return verify(passes.remove_dead_code(passes.group(graph)), "grouping") if self.groups else graph
 

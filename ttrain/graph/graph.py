@@ -205,6 +205,7 @@ class Op:
         constants: floating-point inputs that never get a gradient.
         differentiable: False for ops that only occur after backward.
         transfer: moves a value between such a device and the host.
+        joint: all ranks take part, so it stays where nothing here reads it. It may overwrite what is no state.
         cases: shapes and attributes that the generated tests run; none where the cases of other ops record this one.
     """
 
@@ -220,6 +221,7 @@ class Op:
     constants: tuple[str, ...] = ()
     differentiable: bool = True
     transfer: bool = False
+    joint: bool = False
     cases: Sequence[Case] = ()
 
     def outputs_of(self, attributes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -312,6 +314,7 @@ class Graph:
     state: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     given: Mapping[str, Value] = field(default_factory=dict)  # what stands for inputs that are not handed to every step
+    gathered: dict[Any, tuple[Value, ...]] = field(default_factory=dict)  # whole weights, by who gathers them
     needed: Container[Value] | None = None  # values whose gradients the backward pass asks for, while it is recorded
     _marks: Mapping[str, Any] = field(default_factory=dict)  # fields of the nodes that are recorded
     _segments: int = 0

@@ -13,7 +13,8 @@ def verify(graph: Graph, stage: str) -> Graph:
 
     Rules: every input was made before it is read; every output has the spec that the op infers; a value whose buffer
     was overwritten is not read afterwards, be it through a view or as an output of the graph; only state is
-    overwritten, no constant, and by one node not twice; only a transfer reads what lies on the other side.
+    overwritten, or what ranks exchange, no constant, and by one node not twice; only a transfer reads what lies on the
+    other side.
     """
 
     def broken(message: str) -> GraphError:
@@ -31,7 +32,7 @@ def verify(graph: Graph, stage: str) -> Graph:
         changed = node.overwritten
         for value in changed:
             root = roots[value]
-            if not root.kind.is_state:
+            if not root.kind.is_state and not node.op.joint:
                 raise broken(f"{node!r} overwrites {value!r}, which is not state.")
             if root.kind is Kind.CONSTANT:
                 raise broken(f"{node!r} overwrites {root!r}, a derived buffer. Declare it with saved=True.")

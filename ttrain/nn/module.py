@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.errors import GraphError
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec
 from ttrain.device.base import NUMPY_DTYPES
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.initialize import Initializer
+from ttrain.ops.collective import Owners, all_gather
 
 ADAPTER = ".lora."  # part of the path of every parameter that LoRA adds, see lora.py
 
@@ -51,6 +52,7 @@ class Parameter:
     role: Role = Role.HIDDEN
     parts: int = 1  # matrices that lie one below the other in it, as of queries, keys and values; of equal size
     width_ratio: float = 1.0  # of the model's width to that at which learning rates were tuned
+    divided: Divided | None = None  # where this rank has only parts of it; set before steps are recorded
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
@@ -88,6 +90,54 @@ class Parameter:
     def copy_name(self) -> str:
         """Name of the rounded copy in the state."""
         return f"{self.path}/compute"
+
+    def read_from(self, compute: DType) -> tuple[str, TensorSpec, Kind]:
+        """Name, spec and kind of the state that layers read."""
+        if self.has_copy(compute):
+            return self.copy_name, self.read_spec(compute), Kind.COPY
+        return self.path, self.spec, self.kind
+
+    @property
+    def own_parts(self) -> tuple[Part, ...]:
+        """Return the parts that this rank has; none where it has all."""
+        return () if self.divided is None else self.divided.owners_of(self)[self.divided.rank]
+
+
+@dataclass(eq=False)
+class Divided:
+    """Parameters of which every rank has parts, and which it gathers together: those of a block of the model.
+
+    `owners` are the parts by parameter and rank. `ahead` is the number of blocks before, see the op all_gather.
+    """
+
+    parameters: tuple[Parameter, ...]
+    owners: Owners
+    rank: int
+    ahead: int
+
+    def __post_init__(self) -> None:
+        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        for parameter in self.parameters:
+            parameter.divided = self
+
+    def owners_of(self, parameter: Parameter) -> tuple[tuple[Part, ...], ...]:
+        return self.owners[self._places[parameter]]
+
+    def whole(self, graph: Graph, parameter: Parameter, compute: DType) -> Value:
+        """A parameter as layers read it. The gather of all is recorded once, outside of what is computed again."""
+        if self not in graph.gathered:
+            read = [each.read_from(compute) for each in self.parameters]
+            own = [
+                graph.state_value(part_name(name, part), part_spec(spec, part), kind)
+                for each, (name, spec, kind) in zip(self.parameters, read, strict=True) for part in each.own_parts
+            ]  # fmt: skip
+            specs, facts = tuple(spec for _, spec, _ in read), {"owners": self.owners, "rank": self.rank}
+            with graph.within(segment=None, copy=0):
+                gathered = all_gather.record(*own, graph=graph, specs=specs, ahead=self.ahead, key="", **facts)
+            for each, value in zip(self.parameters, gathered, strict=True):
+                value.name = each.path
+            graph.gathered[self] = tuple(gathered)
+        return graph.gathered[self][self._places[parameter]]
 
 
 @dataclass(eq=False, slots=True)
@@ -187,14 +237,14 @@ class Module:
 
 
 def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
-    """A parameter as layers read it: the master values, or their copy rounded to the compute dtype.
+    """A parameter as layers read it: the master values, or their copy rounded to the compute dtype; whole.
 
     Raises GraphError for a parameter without a path: its model did not call `name_parameters`.
     """
     _require_path(parameter)
-    if parameter.has_copy(compute):
-        return graph.state_value(parameter.copy_name, parameter.read_spec(compute), Kind.COPY)
-    return graph.state_value(parameter.path, parameter.spec, parameter.kind)
+    if parameter.divided is not None:
+        return parameter.divided.whole(graph, parameter, compute)
+    return graph.state_value(*parameter.read_from(compute))
 
 
 def use_buffer(graph: Graph, buffer: Buffer) -> Value:

@@ -180,22 +180,22 @@ class CommunicationThread:
     def __init__(self) -> None:
         self._orders: SimpleQueue[Sequence[Launch]] = SimpleQueue()
         self._outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._pending = 0
+        self._pending: list[str] = []  # the keys of what was started, in order
         self._thread: Thread | None = None
 
-    def start(self, launches: Sequence[Launch]) -> None:
+    def start(self, launches: Sequence[Launch], key: str = "") -> None:
         """Return at once."""
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="exchange", daemon=True)
             self._thread.start()
-        self._pending += 1
+        self._pending.append(key)
         self._orders.put(launches)
 
-    def finish(self) -> None:
-        """Wait for all that was started. Raises what one of the launches raised."""
-        while self._pending:
+    def finish(self, key: str | None = None) -> None:
+        """Wait for what was started under a key and before it, without one for all. Raises what a launch raised."""
+        while self._pending and (key is None or key in self._pending):
             outcome = self._outcomes.get()
-            self._pending -= 1
+            self._pending.pop(0)
             if outcome is not None:
                 raise outcome
 
@@ -222,19 +222,21 @@ class CommunicationStream:
     """A stream of the GPU for exchanges. What is captured from a start to the finish goes into the graph in order."""
 
     def __init__(self, gpu: torch.device) -> None:
-        self._gpu, self._stream, self._pending = gpu, torch.cuda.Stream(gpu), False
+        self._gpu, self._stream = gpu, torch.cuda.Stream(gpu)
+        self._pending: dict[str, Any] = {}  # the end of what was started, by key; all that have none share one
 
-    def start(self, launches: Sequence[Launch]) -> None:
+    def start(self, launches: Sequence[Launch], key: str = "") -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._gpu))
-        self._pending = True
         with torch.cuda.stream(self._stream):
             for launch in launches:
                 launch()
+        self._pending[key] = self._stream.record_event()
 
-    def finish(self) -> None:
-        if self._pending:  # else there is nothing, and a capture may not wait for what it does not hold
-            torch.cuda.current_stream(self._gpu).wait_stream(self._stream)
-        self._pending = False
+    def finish(self, key: str | None = None) -> None:
+        for each in [*self._pending] if key is None else [key]:
+            # Where there is nothing, a capture may not wait for what it does not hold.
+            if (end := self._pending.pop(each, None)) is not None:
+                torch.cuda.current_stream(self._gpu).wait_event(end)
 
     def close(self) -> bool:
         return True
@@ -261,12 +263,12 @@ class DistributedGroup:
             return lambda: _wait(dist.batch_isend_irecv(operations))
         return lambda: _wait([start(buffer, rank) for start, buffer, rank in pairs])
 
-    def start(self, launches: Sequence[Launch]) -> Launch:
-        return self._failures.waiting()(partial(self._communication.start, launches)) if launches else lambda: None
+    def start(self, launches: Sequence[Launch], key: str = "") -> Launch:
+        return self._failures.waiting()(partial(self._communication.start, launches, key)) if launches else lambda: None
 
-    def finish(self) -> None:
+    def finish(self, key: str | None = None) -> None:
         with self._failures.waiting():
-            self._communication.finish()
+            self._communication.finish(key)
 
     def sum(self, buffer: Any) -> Launch:
         return self._failures.waiting()(lambda: _wait([dist.all_reduce(buffer, async_op=True)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class Ranks:
     slices: int = 1
     shards: bool = False  # whether each rank updates a shard of the model and keeps the optimizer's state of that alone
     bucket_mb: float = BUCKET_MB  # of fp32 gradients that are sent at a time
+    divides: bool = False  # whether each rank also keeps that shard of the weights alone, and gathers what it reads
+    prefetch: int = 1  # blocks ahead of the one that is computed whose weights are gathered meanwhile
 
     @property
     def bucket(self) -> int:
@@ -48,6 +51,10 @@ class Ranks:
     @property
     def sharding(self) -> bool:
         return self.shards and self.count > 1
+
+    @property
+    def dividing(self) -> bool:
+        return self.divides and self.count > 1
 
     @property
     def single(self) -> bool:
@@ -92,16 +99,16 @@ class Sharding:
         return found
 
 
-def sharding_of(sizes: Sequence[int], count: int, whole: bool, limit: int) -> Sharding:
+def sharding_of(sizes: Sequence[int], count: int, whole: Sequence[bool], limit: int = sys.maxsize) -> Sharding:
     """Buckets of nearly equal size in shards of nearly equal size.
 
-    They are cut at multiples of BLOCK elements of a tensor, or between `whole` tensors.
+    They are cut at multiples of BLOCK elements of a tensor, but not within one that is to stay `whole`.
     """
     offsets, end = flat_offsets(sizes)
     limit = -(-end // -(-end // limit))
     cuts = [0]
-    for offset, size in zip(offsets, sizes, strict=True):
-        cuts += range(offset, offset + max(size, 1), max(size, 1) if whole else BLOCK)
+    for offset, size, kept in zip(offsets, sizes, whole, strict=True):
+        cuts += range(offset, offset + max(size, 1), max(size, 1) if kept else BLOCK)
     cuts = [*dict.fromkeys(cuts), end]
     bounds: list[tuple[int, ...]] = []
     start = 0

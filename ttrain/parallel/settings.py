@@ -98,8 +98,10 @@ class ParallelConfig:
     """Options of several processes, the ranks, that train one model."""
 
     name: str = option(
-        "none", "each rank updates, and keeps the state of, the whole model (ddp) or its shard (zero1)",
-        choices=("none", "ddp", "zero1"),
+        "none",
+        "each rank updates, and keeps the state of, the whole model (ddp) or its shard (zero1); or keeps no more than "
+        "its shard of the weights either (zero3)",
+        choices=("none", "ddp", "zero1", "zero3"),
     )  # fmt: skip
     processes: int | None = option(None, "ranks to start here; null takes torchrun's or SLURM's, else one", minimum=1)
     slices: int | None = option(
@@ -108,11 +110,15 @@ class ParallelConfig:
     world: int | None = option(None, "ranks that task=plan plans for; null takes parallel.processes", minimum=1)
     link_gbps: float = option(10.0, "speed of the link between ranks in Gbit/s, for task=plan", above=0)
     bucket_mb: float = option(BUCKET_MB, "MiB of fp32 gradients sent at a time", minimum=0.01)
+    prefetch: int = option(1, "blocks ahead whose weights zero3 gathers while a block is computed", minimum=0)
     timeout: float = option(600.0, "seconds before a silent rank counts as lost", above=0)
 
     def ranks(self, rank: int = 0, count: int = 1) -> Ranks:
         """Return rank number `rank` of `count`, and how these divide batch and state."""
-        return Ranks(rank, count, self.slices or count, self.name == "zero1", self.bucket_mb)
+        return Ranks(
+            rank, count, self.slices or count, self.name in ("zero1", "zero3"), self.bucket_mb,
+            divides=self.name == "zero3", prefetch=self.prefetch,
+        )  # fmt: skip
 
     def rank_count(self, local: bool = False) -> int:
         """Ranks of a run, or with `local` on this machine: planned for, started, or to be started."""

@@ -10,11 +10,11 @@ from ttrain.graph.rewrite import Rewriter, copied
 
 
 def live_nodes(graph: Graph) -> list[Node]:
-    """Nodes that an output of the graph or a change of state depends on, in order."""
+    """Nodes that an output of the graph, a change of state or another rank depends on, in order."""
     live: set[Value] = set(graph.outputs.values())
     kept: list[Node] = []
     for node in reversed(graph.nodes):
-        if node.overwritten or any(output in live for output in node.outputs):
+        if node.op.joint or node.overwritten or any(output in live for output in node.outputs):
             live.update(node.values)
             kept.append(node)
     return kept[::-1]

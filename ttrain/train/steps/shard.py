@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, pairwise
@@ -12,7 +13,7 @@ from ttrain import ops
 from ttrain.core.spec import DType, Part, TensorSpec, flat_offsets, part_name, part_spec
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
-from ttrain.nn.module import Parameter, use
+from ttrain.nn.module import Divided, Parameter, use
 from ttrain.optim.groups import FlatParameter
 from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
 
@@ -51,7 +52,14 @@ class FlatShard:
     @cached_property
     def sharding(self) -> Sharding:
         """Return the owner of each part."""
-        return sharding_of(self._sizes, self._ranks.count, self.flat.rule.whole, self._ranks.bucket)
+        whole = [self.flat.rule.whole] * len(self._sizes)
+        return sharding_of(self._sizes, self._ranks.count, whole, self._ranks.bucket)
+
+    @property
+    def owners(self) -> Sequence[tuple[tuple[Part, ...], ...]]:
+        """Return the parts of each tensor's elements that a rank owns, by tensor and rank."""
+        found = [parameter.divided.owners_of(parameter) for parameter in self.flat.parameters if parameter.divided]
+        return found or self.sharding.parts
 
     @property
     def blocks(self) -> int:
@@ -66,7 +74,7 @@ class FlatShard:
 
     def parts(self, position: int) -> tuple[Part, ...]:
         """Return the parts of a parameter that this rank owns; none where it owns all."""
-        return self.sharding.parts[position][self._ranks.rank] if self._ranks.sharding else ()
+        return self.owners[position][self._ranks.rank] if self._ranks.sharding else ()
 
     @cached_property
     def owned(self) -> list[OwnedPart]:
@@ -112,9 +120,9 @@ class FlatShard:
         return parts
 
     def gather(self, graph: Graph, written: Sequence[Value], compute: DType) -> None:
-        """Let every rank have what each wrote of it."""
+        """Let every rank have what each wrote of it, if it is to have it all."""
         parameters = self.flat.parameters
-        if not self._ranks.sharding:
+        if not self._ranks.sharding or self._ranks.dividing:
             return
         if written and parameters[0].has_copy(compute) and written[0].producer is not None:
             written = written[0].producer.outputs[-len(written) :]  # an update's copies come last
@@ -154,9 +162,52 @@ def summed_over_ranks(
     return done[-len(shards) :]
 
 
+def divide(parameters: Sequence[Parameter], flats: Sequence[FlatParameter], ranks: Ranks) -> None:
+    """Give each rank parts of the parameters, divided block by block, if ranks divide them; else all.
+
+    A block is a member of a list of modules, such as `blocks.3`; what is in none counts by its first name.
+    """
+    whole = {parameter for flat in flats if flat.rule.whole for parameter in flat.parameters}
+    blocks: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        parameter.divided = None
+        found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter.path)
+        blocks.setdefault(found[0] if found else parameter.path.partition(".")[0], []).append(parameter)
+    for members in blocks.values() if ranks.dividing else ():
+        sharding = sharding_of([p.spec.size for p in members], ranks.count, [p in whole for p in members])
+        Divided(tuple(members), tuple(sharding.parts), ranks.rank, ranks.prefetch)
+
+
+def summed_into_parts(
+    gradients: Mapping[Parameter, Value], shards: Sequence[FlatShard], state_of: Callable[[FlatShard], Sequence[Value]]
+) -> list[list[Value]]:
+    """Return by shard the sums over ranks of what this rank has of the gradients, stored in its state.
+
+    Each block is an exchange of its own, from the end of the model, where backward begins. It is waited for once the
+    next one is started.
+    """
+    started = []
+    for block in reversed(dict.fromkeys(parameter.divided for parameter in gradients if parameter.divided)):
+        members = [parameter for parameter in block.parameters if parameter in gradients]
+        given = [gradients[parameter] for parameter in members]
+        owners, key = tuple(map(block.owners_of, members)), f"gradients of {members[0].path}"
+        started.append((members, given, key, ops.collective.reduce_scatter(given, owners, block.rank, key)))
+    sums: dict[Parameter, list[Value]] = {}
+    buffers = [summed[-1] for *_, summed in started]
+    for number, (members, given, key, summed) in enumerate(started, 1):
+        # The receive buffer of the next exchange tells that it has been started.
+        *done, _ = ops.collective.exchange_done([*summed, *given, *buffers[number : number + 1]], len(summed), key)
+        for parameter in members:
+            sums[parameter], done = done[: len(parameter.own_parts)], done[len(parameter.own_parts) :]
+    return [
+        list(map(ops.assign, state_of(shard), (value for p in shard.flat.parameters for value in sums[p])))
+        for shard in shards
+    ]
+
+
 def heaviest(shards: Sequence[FlatShard], ranks: Ranks) -> int:
     """Return the rank that owns most elements, the first of equals."""
-    parts = [of_tensor for shard in shards for of_tensor in shard.sharding.parts]
+    parts = [of_tensor for shard in shards for of_tensor in shard.owners]
     owned = [sum(stop - start for each in parts for start, stop in each[rank]) for rank in range(ranks.count)]
     return owned.index(max(owned))
 

@@ -15,6 +15,7 @@ from typing import cast
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import ConfigError
+from ttrain.core.spec import TensorSpec
 from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
@@ -23,6 +24,7 @@ from ttrain.nn.module import Parameter, use
 from ttrain.objectives.base import Objective
 from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.train.steps.resident import Resident
+from ttrain.train.steps.shard import divide
 from ttrain.train.steps.step import NOISE_NORM, PROBE, in_order
 from ttrain.train.steps.update_graph import COPY, UpdateGraph, kept_slot
 
@@ -64,11 +66,13 @@ class StepGraph(UpdateGraph):
     uniform_compute: bool = False  # layers read every parameter in the compute dtype, as the device asks
 
     def __post_init__(self) -> None:
+        second = self.objective.frozen and self.objective.frozen.model
         if self.uniform_compute:
-            second = self.objective.frozen and self.objective.frozen.model
             for model in filter(None, (self.model, self.shorter, self.writer, second)):
                 model.follow_compute()
         super().__post_init__()
+        if second is not None:
+            divide(self.objective.frozen.parameters, [], self.ranks)
 
     @property
     def frozen(self) -> list[Parameter]:
@@ -131,7 +135,7 @@ class StepGraph(UpdateGraph):
     def trace_train(self, graph: Graph) -> None:
         """Forward, backward and update of a batch, or of the last of several micro-batches. Guarded, not the update."""
         store = ops.assign if self._parts == 1 else ops.accumulate
-        gradients = self._backward(graph) if self.frees else self._stored(graph, store)
+        gradients = self._backward(graph) if self.frees or self.passes_on else self._stored(graph, store)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             for level in range(self.ranks.levels):
                 kept = (self._gradient(graph, parameter, kept_slot(level)) for parameter in self.parameters)
@@ -169,13 +173,13 @@ class StepGraph(UpdateGraph):
         found = [StateTensor(name, spec, Kind.CACHE) for name, spec in held.items()]
         for shard in self.shards:
             copied = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
-            found += shard.tensors("", partial(shard.weight_spec, low_bits=self.low_bits), Kind.PARAMETER, not copied)
-        found += [StateTensor(p.path, p.spec, p.kind, "frozen", p.padding) for p in frozen]
+            spec_of, whole = partial(shard.weight_spec, low_bits=self.low_bits), not (copied or self.ranks.dividing)
+            found += shard.tensors("", spec_of, Kind.PARAMETER, whole)
+        found += [_frozen_tensor(p, p.path, p.spec, p.kind) for p in frozen]
         for shard in self.shards:
             if shard.flat.parameters[0].has_copy(compute):
-                found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, everywhere=True)
-        copied_frozen = [p for p in frozen if p.has_copy(compute)]
-        found += [StateTensor(p.copy_name, p.read_spec(compute), Kind.COPY, "frozen", p.padding) for p in copied_frozen]
+                found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, not self.ranks.dividing)
+        found += [_frozen_tensor(p, *p.read_from(compute)) for p in frozen if p.has_copy(compute)]
         if training:
             found += self._training_tensors()
         buffers = [*self.model.buffers().values(), *([] if second is None else second.buffers)]
@@ -209,3 +213,9 @@ class StepGraph(UpdateGraph):
         gradients = self._backward(graph)
         with graph.stage(Stage.UPDATE), graph.scope("gradients"):
             return [store(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
+
+
+def _frozen_tensor(parameter: Parameter, name: str, spec: TensorSpec, kind: Kind) -> StateTensor:
+    """Return a tensor of a parameter that stays as it is: whole, or the parts that this rank has."""
+    padding, whole = parameter.padding, parameter.divided is None
+    return StateTensor(name, spec, kind, "frozen", padding, parts=parameter.own_parts, everywhere=whole)

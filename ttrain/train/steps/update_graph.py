@@ -18,7 +18,16 @@ from ttrain.optim.averages import SWAP, ema_rule
 from ttrain.optim.base import AVERAGE, ROUNDING_SEED, STEP, STREAMS, Optimizer
 from ttrain.optim.groups import FlatParameter, flat_parameters
 from ttrain.parallel.ranks import Ranks
-from ttrain.train.steps.shard import FlatShard, SpecOf, average_spec, directions, norms_of, summed_over_ranks
+from ttrain.train.steps.shard import (
+    FlatShard,
+    SpecOf,
+    average_spec,
+    directions,
+    divide,
+    norms_of,
+    summed_into_parts,
+    summed_over_ranks,
+)
 from ttrain.train.steps.step import CLIPPED_NORM, GRAD_NORM, LOSS_SCALE
 
 COPY = "/compute"  # ends the name of a copy in the compute dtype, after the path of a parameter
@@ -47,12 +56,21 @@ class UpdateGraph:
         self.low_bits &= self.ema is None  # averages are of fp32 weights
         self.guarded |= self.scaled
         flats = flat_parameters(self.model.parameters(), self.optimizer, self.model.compute)
+        divide([*self.model.parameters().values()], flats, self.ranks)
         self.shards = [FlatShard(flat, self.ranks) for flat in flats]
         parts = [shard.cut(lambda p: self._gradient_spec(p).nbytes, FREED) for shard in self.shards]
         waits = self.optimizer.config.clip_norm is not None or self.guarded or self.gradient_accumulation > 1
         self.frees &= not waits and self.ranks.single and sum(map(len, parts)) > len(parts)
         parts = parts if self.frees else [[shard] for shard in self.shards]
         self.updates = [(number, part) for number, of_shard in enumerate(parts) for part in of_shard]
+
+    @property
+    def passes_on(self) -> bool:
+        """Return whether whole gradients are summed into parts as backward makes them, and kept nowhere.
+
+        The sum over micro-batches or slices comes before that over ranks, and needs them whole.
+        """
+        return self.ranks.dividing and self.gradient_accumulation == len(self.ranks.own) == 1
 
     @property
     def scaled(self) -> bool:
@@ -101,8 +119,8 @@ class UpdateGraph:
         """Return gradients, sums of them that wait, and the optimizer's tensors."""
         found: list[StateTensor] = []
         for shard in self.shards:
-            gradients = shard.tensors(GRADIENT, self._gradient_spec, Kind.GRADIENT, everywhere=True)
-            found += [replace(gradient, everywhere=not self.frees) for gradient in gradients]
+            found += shard.tensors(GRADIENT, self._gradient_spec, Kind.GRADIENT, everywhere=not self.passes_on)
+            found = [replace(each, everywhere=False) for each in found] if self.frees else found
         for level in range(self.ranks.levels):
             for shard in self.shards:
                 kept = shard.tensors(kept_slot(level), self._gradient_spec, Kind.GRADIENT, everywhere=True)
@@ -157,7 +175,10 @@ class UpdateGraph:
         with graph.stage(Stage.UPDATE), graph.scope("clip"):
             left = iter(ops.collective.all_reduce_state(gradients) if self.chips > 1 else gradients)
             found = [[next(left) for _ in part.flat.parameters] for _, part in self.updates]
-            if self.ranks.count > 1:
+            if self.ranks.dividing:
+                given = {p: ops.cast(g, self._gradient_spec(p).dtype) for p, g in zip(self.parameters, gradients)}
+                found = summed_into_parts(given, self.shards, partial(self._owned_gradients, graph))
+            elif self.ranks.count > 1:
                 sharding = self.ranks.sharding
                 owned = [self._owned_gradients(graph, shard) for shard in self.shards] if sharding else None
                 found = summed_over_ranks(self.shards, found, owned)

@@ -12,7 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from ttrain.device.base import Delivery, Group
+from ttrain.core.spec import Part
+from ttrain.device.base import Delivery, Group, Launch
 from ttrain.device.torch.kernels.common import Call, Tensor, row, runs
 
 _SERIAL = 2**15  # elements that aten adds by itself: more threads would take cores from the kernels that run meanwhile
@@ -125,6 +126,63 @@ def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
         call.emit(group.finish)
 
 
+@row("exchange_done", delivery=Delivery.INPLACE)
+def _exchange_done(call: Call) -> None:
+    if call.context.group is not None:
+        call.emit(call.context.group.finish, call.attributes["key"])
+
+
+@row("all_gather")
+def _all_gather(call: Call) -> None:
+    """Each tensor <- its parts on all ranks, those of this rank at once."""
+    call.begin()
+    pieces, rank, group = _pieces_of(call.outs, call.attributes["owners"]), call.attributes["rank"], call.context.group
+    for piece, own in zip(pieces[rank], call.ins, strict=True):
+        call.emit(piece.copy_, own.view(-1))
+    if group is not None:
+        others = [other for other in range(group.count) if other != rank]
+        sends = [(other, piece) for other in others for piece in pieces[rank]]
+        receives = [(other, piece) for other in others for piece in pieces[other]]
+        _start(call, group, [group.exchange(sends, receives)])
+
+
+@row("reduce_scatter")
+def _reduce_scatter(call: Call) -> None:
+    """Parts of each tensor, those that this rank has, <- their sums over ranks."""
+    call.begin()
+    pieces, rank, group = _pieces_of(call.ins, call.attributes["owners"]), call.attributes["rank"], call.context.group
+    own = pieces[rank]
+    if group is None:
+        for part, piece in zip(call.outs, own, strict=False):
+            call.emit(part.view(-1).copy_, piece)
+        return
+    exchanges, others = Call(call.context, (), (), {}, ()), [other for other in range(group.count) if other != rank]
+    sizes = [piece.numel() for piece in own]
+    received = call.outs[-1][: len(others) * sum(sizes)].split(sizes * len(others)) if own else ()
+    given = [received[place * len(own) : (place + 1) * len(own)] for place in range(len(others))]
+    sends = [(other, piece) for other in others for piece in pieces[other]]
+    receives = [(other, piece) for other, theirs in zip(others, given, strict=True) for piece in theirs]
+    exchanges.emit(group.exchange(sends, receives))
+    given.insert(rank, own)
+    for part, *shares in zip(call.outs, *given, strict=False):
+        _tree(exchanges, shares, rank, part.view(-1))
+    _start(call, group, exchanges.launches)
+
+
+def _pieces_of(tensors: Sequence[Tensor], owners: Sequence[Sequence[Sequence[Part]]]) -> list[list[Tensor]]:
+    """Return by rank the parts of tensors that it owns, as vectors."""
+    parts = [[(x.view(-1), part) for x, ranks in zip(tensors, owners, strict=True) for part in ranks[rank]]
+             for rank in range(len(owners[0]))]  # fmt: skip
+    return [[x[start:stop] for x, (start, stop) in of_rank] for of_rank in parts]
+
+
+def _start(call: Call, group: Group, launches: Sequence[Launch]) -> None:
+    """Start an exchange, and wait for it where it has no key."""
+    call.emit(group.start(launches, call.attributes["key"]))
+    if not call.attributes["key"]:
+        call.emit(group.finish)
+
+
 row("all_reduce_start")(partial(_exchange, True, True))
 row("reduce_scatter_start")(partial(_exchange, True, False))
 row("all_gather_state", delivery=Delivery.INPLACE)(partial(_exchange, False, True))
@@ -137,10 +195,16 @@ def _reduce(call: Call, group: Group, shards: Sequence[Tensor], others: Sequence
     for place, other in enumerate(others if own.numel() else ()):
         given[other] = received[place * own.numel() : (place + 1) * own.numel()]
     call.emit(group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others]))
-    step = _SERIAL if call.context.on_cpu else own.numel()
-    while len(given) > 1 and own.numel():
-        for x, y in zip(given[::2], given[1::2], strict=True):
-            parts = (tensor.split(step) for tensor in (x, y, y if y is own else x))
-            for a, b, out in zip(*parts, strict=True):
+    _tree(call, given, group.rank, own)
+
+
+def _tree(call: Call, given: Sequence[Tensor], rank: int, target: Tensor) -> None:
+    """The target <- the sum of what the ranks give, in the tree's order. What others gave is overwritten."""
+    step = _SERIAL if call.context.on_cpu else target.numel()
+    while len(given) > 1 and target.numel():
+        rank //= 2
+        sums = [target if pair == rank else x for pair, x in enumerate(given[::2])]
+        for x, y, total in zip(given[::2], given[1::2], sums, strict=True):
+            for a, b, out in zip(x.split(step), y.split(step), total.split(step), strict=True):
                 call.emit(torch.add, a, b, out=out)
-        given = [y if y is own else x for x, y in zip(given[::2], given[1::2], strict=True)]
+        given = sums
