@@ -44,7 +44,7 @@ ADAMW = AdamWConfig(lr=1e-2, clip_norm=0.5)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is trained; `shards` takes ZeRO-1 where there are several ranks."""
+    """A model and how it is trained; `shards` takes ZeRO-1 where there are several ranks, `divides` ZeRO-3."""
 
     name: str
     model: Callable[[DType], Any]
@@ -52,6 +52,7 @@ class Case:
     compute: DType = DType.FP32
     optimizer: Any = None  # ADAMW
     shards: bool = False
+    divides: bool = False
     guarded: bool = False
     gradient_accumulation: int = 2
     ema: float | None = None
@@ -60,6 +61,7 @@ class Case:
 _gpt, _plain_gpt = partial(gpt, dropout=0.2, **SIZE), partial(gpt, dropout=0.0, bias=False, **SIZE)
 _llama, _agillm = partial(llama, kv_heads=1, hidden=64, **SIZE), partial(agillm, rank=8, pad_vocabulary=1, **SIZE)
 _moe = partial(_llama, experts=3, experts_per_token=2, expert_width=20, router="biased", router_z_weight=0.01)
+_deep_gpt, _deep_llama = partial(_gpt, layers=2), partial(_llama, layers=2)  # their weights are gathered twice
 BF16 = DType.BF16
 STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
 SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
@@ -77,12 +79,22 @@ CASES = [
     Case("moe-ddp", _moe),
     Case("moe-zero1", _moe, "traced", shards=True),
     Case("moe-muon-zero1", _moe, "traced", BF16, MuonConfig(lr=1e-2), shards=True, gradient_accumulation=1),
+    Case("gpt-static-zero3", _deep_gpt, divides=True, gradient_accumulation=1),
+    Case("gpt-traced-zero3", _deep_gpt, "traced", divides=True),
+    Case("gpt-muon-zero3", _gpt, "static", BF16, MuonConfig(lr=1e-2), divides=True, ema=0.9, gradient_accumulation=1),
+    Case("llama-dynamic-zero3", _deep_llama, "dynamic", optimizer=SCOPED, divides=True, gradient_accumulation=1),
+    Case("gpt-bf16-zero3", _deep_gpt, "traced", BF16, divides=True, guarded=True, gradient_accumulation=1),
 ]  # fmt: skip
+FOUR = ("gpt-static-zero1", "gpt-traced-zero1", "gpt-static-zero3", "gpt-bf16-zero3")
 
 
 def cases_of(count: int) -> list[Case]:
-    """Those that so many ranks run; of four only ZeRO-1 of the first model, to save time."""
-    return CASES if count < 4 else CASES[1:4:2]
+    """Those that so many ranks run; four run only some, to save time."""
+    return [case for case in CASES if count < 4 or case.name in FOUR]
+
+
+def ranks_of(case: Case, rank: int, count: int) -> Ranks:
+    return Ranks(rank, count, SLICES, case.shards or case.divides, divides=case.divides)
 
 
 class Samples:
@@ -192,7 +204,7 @@ def work(rank: int, count: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with opened(rank, count, port) as world:
         for case in cases_of(count):
-            world.ranks = Ranks(rank, count, SLICES, case.shards)
+            world.ranks = ranks_of(case, rank, count)
             np.savez(folder / f"{case.name}.{count}.{rank}.npz", **trained(case, world))
         if count == 2:
             np.savez(folder / f"pytorch.{count}.{rank}.npz", **trained_by_pytorch(world))

@@ -67,7 +67,7 @@ class Noted(list[Issued]):
         return SimpleNamespace(wait=lambda: None)
 
 
-def issued(rank: int, shards: bool) -> list[Issued]:
+def issued(rank: int, mode: str) -> list[Issued]:
     """One step of a rank as its graph holds it."""
     noted, failures = Noted(), FailureStore(Posted(), rank, RANKS, 60.0)  # type: ignore[arg-type]
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
@@ -78,9 +78,10 @@ def issued(rank: int, shards: bool) -> list[Issued]:
             patch.setattr(dist, "all_reduce", noted.sum)
             group = DistributedGroup(rank, RANKS, None, failures, device.device)
             finish = group.finish
-            patch.setattr(group, "finish", lambda: (finish(), noted.append(DONE)))
+            patch.setattr(group, "finish", lambda key=None: (finish(key), noted.append(DONE)))
             device.group, device.context = group, replace(device.context, group=group)
-            config, ranks = load(RUN.split()), Ranks(rank, RANKS, RANKS, shards, bucket_mb=0.05)
+            shards, divides = mode != "ddp", mode == "zero3"
+            config, ranks = load(RUN.split()), Ranks(rank, RANKS, RANKS, shards, bucket_mb=0.05, divides=divides)
             session = build.build_session(build.build_model(config, 96), device, config, ranks=ranks)
             step = session.build_training(further=False)["train"]
             for _ in range(2):  # the second is captured
@@ -95,14 +96,16 @@ def between(each: Issued, word: str, other: int) -> list[Any]:
     return [(count, dtype) for how, rank, count, dtype in each.messages if (how, rank) == (word, other)]
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "zero1"])
-def test_four_ranks_issue_their_exchanges_in_one_order(shards: bool) -> None:
-    """What each sends at a time is what the other receives then; buckets of gradients go beside the step."""
-    every = [issued(rank, shards) for rank in range(RANKS)]
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero3"])
+def test_four_ranks_issue_their_exchanges_in_one_order(mode: str) -> None:
+    """What each sends at a time is what the other receives then; weights and gradients go beside the step."""
+    every = [issued(rank, mode) for rank in range(RANKS)]
     for alike in zip(*every, strict=True):
         assert len({(each.beside, bool(each.messages), each.summed) for each in alike}) == 1
         for one, other in permutations(range(RANKS), 2):
             assert between(alike[one], "isend", other) == between(alike[other], "irecv", one)
-    first = every[0][: every[0].index(DONE)]
-    assert len(first) > 3 and all(each.beside and each.messages for each in first)
-    assert any(each.summed for each in every[0]) == shards and every[0][-1] == DONE
+    started = every[0] if mode == "zero3" else every[0][: every[0].index(DONE)]
+    beside = [each for each in started if each.beside]
+    assert len(beside) > 3 and all(each.messages for each in beside)
+    assert any(each.summed for each in every[0]) == (mode != "ddp")
+    assert mode == "zero3" or (started == beside and every[0][-1] == DONE)

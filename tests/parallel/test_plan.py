@@ -64,8 +64,39 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
     assert found["flops_per_step"]["forward"] == pytest.approx(4 * products, rel=0.05)
 
 
-def last_step(ranks: Ranks) -> Plan:
-    model = mlp(layers=LAYERS, width=WIDTH, inputs=None, outputs=None)
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_rank_of_zero3_keeps_its_shard_and_gathers_the_rest(count: int, tmp_path: Path) -> None:
+    """Of six layers all are gathered for forward. The last two are kept for backward, and of the first layer backward
+    reads no weights, so three are gathered again.
+    """
+    layers, each = 6, PARAMETERS // LAYERS
+    found = planned(tmp_path, "parallel=zero3", f"parallel.world={count}", f"model.layers={layers}")
+    memory, sent = found["memory"], found["communication"]
+    assert memory["parameter"] == memory["gradient"] == memory["optimizer"] / 2
+    assert memory["parameter"] == pytest.approx(4 * layers * each / count, rel=0.15)
+    for name, times in (("reduce_scatter", layers), ("all_gather", layers + 3)):
+        assert sent[name]["nbytes"] == pytest.approx(4 * times * each * (count - 1) / count, rel=0.15)
+    assert sent["all_gather"]["calls"] == layers + 3 and sent["all_gather"]["early"] == sent["all_gather"]["nbytes"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_weights_are_gathered_ahead_and_freed_after_their_last_reader(prefetch: int) -> None:
+    plan = last_step(Ranks(1, 4, 4, True, divides=True, prefetch=prefetch), layers=8)
+    gathers = [node for node in plan.launched if node.op.name == "all_gather"]
+    places = {node.attributes["key"]: place for place, node in enumerate(plan.launched) if node.overwritten}
+    waits = [places[gather.attributes["key"]] for gather in gathers]
+    assert waits == sorted(waits) and len(gathers) == 8 + 5
+    for number, gather in enumerate(gathers):
+        start = plan.launched.index(gather)
+        assert sum(start < wait < waits[number] for wait in waits[:number]) == max(prefetch - 1, 0) or number < prefetch
+        assert start < waits[number - 1] or number < 1 or prefetch < 2
+    blocks = [plan.owned[gather.outputs[0]] for gather in gathers]
+    held = [sum(block.start <= time <= block.end for block in blocks) for time in range(len(plan.graph.nodes))]
+    assert max(held) <= prefetch + 2  # the last two layers are kept for backward
+
+
+def last_step(ranks: Ranks, layers: int = LAYERS) -> Plan:
+    model = mlp(layers=layers, width=WIDTH, inputs=None, outputs=None)
     steps = StepGraph(model, adamw(decay_rule="all"), rows=2, ranks=ranks)
     return plan_of(NullDevice(), steps.trace_train)
 

@@ -58,6 +58,15 @@ def test_a_thread_for_communication_keeps_the_order_and_ends() -> None:
     may_go.set()
     thread.finish()
     assert done == [1, 2]
+    for key in ("a", "b"):
+        thread.start([lambda: done.append(0)], key)
+    may_go.clear()
+    thread.start([lambda: may_go.wait(60)], "c")
+    thread.finish("b")  # and what was started before it
+    thread.finish("a")
+    assert done == [1, 2, 0, 0]
+    may_go.set()
+    del done[2:]
     thread.start([lambda: done.append(1 // 0), lambda: done.append(3)])
     with pytest.raises(ZeroDivisionError):
         thread.finish()
@@ -143,6 +152,12 @@ def test_a_stream_of_exchanges_lies_on_the_ranks_own_gpu(monkeypatch: pytest.Mon
 
         def wait_stream(self, other: Stream) -> None:
             noted.append(f"{self.name} wait for {other.name}")
+
+        def record_event(self) -> str:
+            return self.name
+
+        def wait_event(self, end: str) -> None:
+            noted.append(f"{self.name} wait for {end}")
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream(gpu, "steps"))

@@ -113,13 +113,15 @@ class DistributedWorld(World):
         return found
 
     def once(self, work: Callable[[], str]) -> str:
-        told = ["", ""]  # the name of an error, and its message or the result
+        told: Any = ["", ""]  # the name of an error, and its message or the result
         try:
             told[1] = work() if self.leads else ""
         except TtrainError as error:
             self.broadcast([type(error).__name__, str(error)])
             raise
-        name, text = self.broadcast(told)
+        while isinstance(told := self.broadcast(told), str):
+            self.follow(told)
+        name, text = told
         if name:
             raise getattr(errors, name, TtrainError)(text)
         return text

@@ -183,6 +183,9 @@ class ParallelConfig:
             one = f"parallel={self.name}", "parallel=none"
             given, instead = one if self.name != "none" else (f"parallel.slices={self.slices}", "parallel.slices=1")
             yield f"{given}: runs on device=cpu or cuda, not on device={device}. Give {instead}."
+        elif self.name == "zero3" and others.objective.name == "grpo" and self.rank_count() > 1:
+            told = "parallel=zero3: with objective=grpo ranks write completions of their own lengths, and can't gather"
+            yield f"{told} weights together meanwhile. Give parallel=zero1."
         elif task == "train" and device != "cpu" and (here := self.rank_count(local=True)) > 1:
             import torch
 

@@ -23,6 +23,7 @@ class World:
     def __init__(self, ranks: Ranks | None = None) -> None:
         self.ranks = ranks or Ranks()
         self._texts: dict[str, str] = {}
+        self.follow: Callable[[str], object] = str  # what the other ranks do while one works `once`, as it broadcasts
 
     @property
     def leads(self) -> bool:
@@ -38,7 +39,10 @@ class World:
         return value
 
     def once(self, work: Callable[[], str]) -> str:
-        """Return the result of the leading rank's work, however long that takes. Where it fails, all fail likewise."""
+        """Return the result of the leading rank's work, however long that takes. Where it fails, all fail likewise.
+
+        Meanwhile the others `follow` each text that the work broadcasts.
+        """
         return work()
 
     @contextmanager

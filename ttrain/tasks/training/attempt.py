@@ -37,7 +37,7 @@ from ttrain.train.runs.record import continue_command
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.sampling.rollouts import Completion, Rollouts
 from ttrain.train.steps.phases import Phases, Position
-from ttrain.train.steps.session import Session, averaged, flops_per_step
+from ttrain.train.steps.session import LedSteps, Session, averaged, flops_per_step
 from ttrain.train.steps.step import PROBE, Rates, reads_ahead
 from ttrain.train.supervise.child import Heartbeat
 
@@ -62,6 +62,7 @@ class Attempt:
         self.run, self.device, self.folder, self.console, self._stack = run, device, folder, console, stack
         self.events, self.heartbeat = Events(folder.events, console.say), Heartbeat.of_process()
         self.steps: dict[str, Step] = {}
+        self._led = LedSteps(self.steps, run.world) if run.world.ranks.dividing else self.steps
         self._checkpoints: Checkpoints | None = None
         self._rollouts: Rollouts | None = None  # where completions are trained on
         self._command = run.config.source.going_on() + run.rank_overrides  # starts every command that continues the run
@@ -79,7 +80,7 @@ class Attempt:
         with self._told():
             with Waiting("Placing the model and building its steps", console.say):
                 session = self._stack.enter_context(closing(run.open(self.device)))
-                run.evals.prepare(session, self.steps)
+                run.evals.prepare(session, self._led)
                 if isinstance(session.graph.objective, GRPO):
                     self._rollouts = Rollouts(session, self.steps, run.config, cast("Any", run.dataset), world)
                 progress, began, phases = self._begin(session)
@@ -98,10 +99,13 @@ class Attempt:
                 self.steps["swap"]({})  # all is saved, and a sample is to show the averages
             world.barrier()
             if not world.leads:
+                if world.ranks.dividing:
+                    world.once(str)
                 return progress.best_val_loss
             summary = self._summarize(progress, loop.counters())
         self.events.add("finished", loop.ending)
-        writes_text = run.print_sample(self.steps.get("logits"))  # the run is done, whatever becomes of the terminal
+        sample = partial(run.print_sample, self._led.get("logits"))  # the run is done, whatever becomes of the terminal
+        writes_text = bool(world.once(lambda: "text" * sample()) if world.ranks.dividing else sample())
         overrides, rate = train_on(run.rate, progress)
         again, start = (overrides + run.rank_overrides, rate), run.config.source.going_on()
         summaries.print_summary(summary, folder.path, again, writes_text=writes_text, start=start)

@@ -131,7 +131,7 @@ def check_all(
         stored["objective"]["frozen_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
-    evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads else RunEvals([])
+    evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads or world.ranks.dividing else RunEvals([])
     if point is None:
         origin.warm = build.build_warm_start(config, model, dataset.tokenizer)
         origin.adapter = build.build_adapters(config.lora, model)

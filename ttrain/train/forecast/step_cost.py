@@ -158,19 +158,21 @@ def collectives(work: Work, ranks: Ranks) -> Mapping[str, Mapping[str, int]]:
 def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, weigh: Callable[[Node], float]) -> float:
     """Return how many seconds communication adds to a step that computes for `computing` seconds.
 
-    The link carries one exchange after another, beside the nodes from its start to `collectives_done`. Of `computing`
-    each node takes as much as it weighs.
+    The link carries one exchange after another, beside the nodes from its start to `collectives_done`, or to its own
+    `exchange_done`. Of `computing` each node takes as much as it weighs.
     """
     scale = computing / sum(times * weigh(node) for times, nodes in work.nodes for node in nodes)
     waited = 0.0
     for times, nodes in work.nodes:
         now = free = 0.0
+        ends: dict[str, float] = {}  # of exchanges, by key
         for node in nodes:
-            sent = link_seconds(sent_bytes(node, ranks), gbps)
-            if node.op.name.endswith(_START):
-                free = max(free, now) + sent
+            name, key, sent = node.op.name, node.attributes.get("key"), link_seconds(sent_bytes(node, ranks), gbps)
+            if name.endswith(_START) or (key and name != "exchange_done"):
+                free = ends[key or ""] = max(free, now) + sent
             else:
-                wait = max(free - now, 0.0) if node.op.name == "collectives_done" else sent
+                until = {"collectives_done": free, "exchange_done": ends.get(key or "", free)}.get(name)
+                wait = sent if until is None else max(until - now, 0.0)
                 waited += times * wait
                 now += wait + scale * weigh(node)
     return waited
@@ -185,7 +187,13 @@ def sent_bytes(node: Node, ranks: Ranks) -> int:
     name, others = node.op.name, ranks.count - 1
     if name == "all_reduce":
         return 2 * node.values[0].spec.nbytes * others // ranks.count
-    bounds = node.attributes.get("bounds", ())
+    bounds, owners = node.attributes.get("bounds", ()), node.attributes.get("owners", ())
+    if owners:
+        specs = node.attributes.get("specs") or [value.spec for value in node.values]
+        owned = [[sum(stop - start for start, stop in parts) for parts in each] for each in owners]
+        pairs = [(spec.dtype.itemsize, sizes) for spec, sizes in zip(specs, owned, strict=True)]
+        own, all_ = (sum(size * of(sizes) for size, sizes in pairs) for of in (lambda sizes: sizes[ranks.rank], sum))
+        return own * others if name == "all_gather" else all_ - own
     if not bounds:
         return 0
     size = node.values[0].spec.dtype.itemsize

@@ -147,7 +147,7 @@ class LearningGuard:
         gradient = f"{name}/gradient"
         if gradient not in self._state.names(Kind.GRADIENT):
             return math.inf, True  # not kept: assume that there is one
-        if self._state.tensor(gradient).placed:
+        if self._context.world.ranks.count > 1 or self._state.tensor(gradient).placed:
             return self._largest(gradient), True
         slots = [slot for slot in self._state.names(Kind.OPTIMIZER) if slot.startswith(f"{name}/")]
         largest = max((self._largest(slot) for slot in slots if not slot.endswith(f"/{AVERAGE}")), default=0.0)
@@ -268,21 +268,22 @@ class NonFiniteGuard:
         gradients = self._state.names(Kind.GRADIENT)
         named = [(path, f"{path}/gradient") for path in reversed(self.parameters)]
         for place, (path, name) in enumerate(each for each in named if each[1] in gradients):
-            if bad := _bad_elements(self._state.read(name if self._state.tensor(name).placed else path)):
+            kept = self._world.ranks.count > 1 or self._state.tensor(name).placed
+            if bad := _bad_elements(self._state.read(name if kept else path)):
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)
 
     def _in_step(self, batch: Batch, rates: Rates, number: int) -> str | None:
         """Run a step whose update was left out once more, node by node, up to the first bad tensor. Return it in words.
 
-        Ranks exchange tensors in the last call, which they run to its end.
+        Ranks exchange tensors in the calls, which they run to their end.
         """
         persistent = _first_nonfinite(self._state)  # which ranks read together, whatever their batch holds
         before = first_bad_input(batch) or persistent
         found = self._world.first(None if before is None else (0, before))
         *own, last = self.train_step.calls(batch, rates, number)
         several = self._world.ranks.count > 1
-        return found or self._in_calls(own, to_end=False) or self._in_calls([last], to_end=several)
+        return found or self._in_calls(own, to_end=several) or self._in_calls([last], to_end=several)
 
     def _in_calls(self, calls: Sequence[Call], to_end: bool) -> str | None:
         """Return the first bad tensor that any rank finds in calls; run `to_end`, ranks compare by numbers of nodes."""
@@ -291,7 +292,9 @@ class NonFiniteGuard:
 
         def look(node: Node, read: Callable[[Value], Array]) -> bool:
             place = next(nodes) if to_end else 0
-            bad = filter(None, (_described(node, output, read(output)) for output in node.outputs))
+            received = node.attributes.get("key") and not node.overwritten  # what is under way may hold anything
+            outputs = () if received else node.outputs
+            bad = filter(None, (_described(node, output, read(output)) for output in outputs))
             found.extend((place, text) for text in bad)
             return bool(found) and not to_end
 

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from ttrain.core.spec import TensorSpec
 from ttrain.core.waiting import Waiting, waited_for
+from ttrain.device.base import filled
 from ttrain.engine.base import Engine, Step
 from ttrain.engine.state import State
 from ttrain.graph import Graph, Node, Stage
@@ -69,6 +71,46 @@ class Session:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class LedSteps(Mapping[str, Any]):
+    """Steps that the leading rank runs alone, within `World.once`, while others follow: all have parts of the weights.
+
+    What the others compute is of no use; they have the same weights to gather.
+    """
+
+    def __init__(self, steps: Mapping[str, Step], world: World) -> None:
+        self._steps, self._world = steps, world
+        world.follow = self._follow
+
+    def __getitem__(self, name: str) -> LedStep:
+        return LedStep(name, self._steps[name], self._world)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def _follow(self, name: str) -> None:
+        step = self._steps[name]
+        step({key: filled(spec, 0) for key, spec in step.inputs.items()})
+
+
+class LedStep(NamedTuple):
+    """One of LedSteps."""
+
+    name: str
+    step: Step
+    world: World
+
+    def __call__(self, inputs: Inputs) -> dict[str, Any]:
+        self.world.broadcast(self.name)
+        return self.step(inputs)
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        return self.step.inputs
 
 
 @contextmanager
