@@ -28,8 +28,8 @@ RANKS = {
         ("parallel=ddp parallel.processes=2 recover.oom=shrink", "recover.oom=shrink: one of several ranks can't"),
         ("parallel=ddp parallel.processes=2 task=sample run.dir=x", "parallel.processes=2: task=sample is one"),
         (
-            "parallel=zero3 parallel.processes=2 objective=grpo objective.reward=[length]",
-            "parallel=zero3: with objective",
+            "recipe=grpo-arithmetic parallel=zero3 parallel.processes=2 device=cpu",
+            "parallel=zero3: with objective=grpo",
         ),
         # Steps that are measured have the slices of training.
         ("task=lr_finder parallel.slices=4 train.batch_size=6 device=cpu", "train.batch_size=6: must be a multiple of"),

@@ -64,7 +64,7 @@ def test_ranks_of_ddp_send_every_gradient_twice(tmp_path: Path) -> None:
     assert found["flops_per_step"]["forward"] == pytest.approx(4 * products, rel=0.05)
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [2, 4])
 def test_a_rank_of_zero3_keeps_its_shard_and_gathers_the_rest(count: int, tmp_path: Path) -> None:
     """Of six layers all are gathered for forward. The last two are kept for backward, and of the first layer backward
     reads no weights, so three are gathered again.
@@ -83,7 +83,8 @@ def test_a_rank_of_zero3_keeps_its_shard_and_gathers_the_rest(count: int, tmp_pa
 def test_weights_are_gathered_ahead_and_freed_after_their_last_reader(prefetch: int) -> None:
     plan = last_step(Ranks(1, 4, 4, True, divides=True, prefetch=prefetch), layers=8)
     gathers = [node for node in plan.launched if node.op.name == "all_gather"]
-    places = {node.attributes["key"]: place for place, node in enumerate(plan.launched) if node.overwritten}
+    done = [(place, node) for place, node in enumerate(plan.launched) if node.op.name == "exchange_done"]
+    places = {node.attributes["key"]: place for place, node in done}
     waits = [places[gather.attributes["key"]] for gather in gathers]
     assert waits == sorted(waits) and len(gathers) == 8 + 5
     for number, gather in enumerate(gathers):
