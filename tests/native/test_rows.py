@@ -34,6 +34,8 @@ WITHOUT_RULE = (
     "block_norms one_hot reduce_max document_bias head_matmul head_product gated_activation "
     "log_sigmoid log_softmax counted present"
     "all_gather reduce_scatter exchange_done block_norms one_hot reduce_max document_bias head_matmul head_product gated_activation "
+    "all_gather reduce_scatter exchange_done "
+    "block_norms one_hot reduce_max document_bias head_matmul head_product gated_activation "
     "log_sigmoid log_softmax counted"
 )
 
