@@ -90,7 +90,7 @@ ROWS: tuple[tuple[str, type[Any], Any, tuple[str, ...]], ...] = (
     ("objective", objectives.KTOConfig, "ttrain.objectives.preferences:KTO", ("kto",)),
     ("objective", objectives.SimPOConfig, "ttrain.objectives.preferences:SimPO", ("simpo",)),
     ("precision", PrecisionConfig, PrecisionConfig, (*PRECISIONS, "auto")),
-    ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1", "zero3")),
+    ("parallel", ParallelConfig, ParallelConfig, ("none", "ddp", "zero1", "zero3", "auto")),
     ("logger", LoggerConfig, "ttrain.config.build:no_views", ("console", "jsonl")),
     ("logger", WandbConfig, "ttrain.config.build:wandb_views", ("wandb",)),
     ("logger", LoggerConfig, "ttrain.config.build:tensorboard_views", ("tensorboard",)),

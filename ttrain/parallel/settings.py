@@ -90,6 +90,7 @@ def first_host(names: str) -> str:
 
 
 TASKS = ("train", "trial", "plan")  # that are of several ranks
+SEVERAL, AUTO = ("ddp", "zero1", "zero3"), "auto"  # modes of several ranks, and what lets task=plan choose one
 STEPPING = (*TASKS, "lr_finder", "profile")  # that divide a batch into slices
 
 
@@ -100,8 +101,8 @@ class ParallelConfig:
     name: str = option(
         "none",
         "each rank updates, and keeps the state of, the whole model (ddp) or its shard (zero1); or keeps no more than "
-        "its shard of the weights either (zero3)",
-        choices=("none", "ddp", "zero1", "zero3"),
+        "its shard of the weights either (zero3); auto lets task=plan choose",
+        choices=("none", *SEVERAL, AUTO),
     )  # fmt: skip
     processes: int | None = option(None, "ranks to start here; null takes torchrun's or SLURM's, else one", minimum=1)
     slices: int | None = option(
@@ -133,6 +134,8 @@ class ParallelConfig:
         for key in ("processes", "world"):
             if self.name == "none" and (getattr(self, key) or 1) > 1:
                 yield f"parallel.{key}={getattr(self, key)}: parallel=none is one process. Give parallel=ddp or zero1."
+        if self.name == AUTO and task != "plan":
+            yield f"parallel=auto: task=plan alone chooses a mode. Give parallel={', '.join(SEVERAL)} or none."
         if self.world is not None and task != "plan":
             yield f"parallel.world={self.world}: is for task=plan. Give parallel.processes, or use torchrun."
         if task != "train":

@@ -25,7 +25,8 @@ from ttrain.graph import Graph, Kind, Node, Stage, Value
 from ttrain.nn.module import ADAPTER
 from ttrain.optim.groups import frozen_count
 from ttrain.tasks.training import expected
-from ttrain.train.forecast.limits import device_memory, fit_text, largest, limit_text, shrinking_keys
+from ttrain.tasks.training.modes import memory_to_fit, with_mode
+from ttrain.train.forecast.limits import fit_text, largest, limit_text, shrinking_keys
 from ttrain.train.forecast.plan_report import PlanReport, op_table, padding, plan_report
 from ttrain.train.forecast.show import product_ways, save_picture, show, show_plan, show_ways
 from ttrain.train.forecast.step_cost import collectives, communication_table
@@ -47,6 +48,8 @@ def run(config: Config) -> dict[str, Any]:
     config = dataclasses.replace(config, lora=build.with_adapters(config.lora, config.source.explicit))
     dataset = _dataset(config)
     config = build.learned_from(config, dataset)
+    config, modes, tables = with_mode(config, dataset)
+    _print(tables)
     with expected.planned_session(config, dataset) as session:
         with Waiting("Planning"):
             steps = session.build_training()
@@ -62,7 +65,7 @@ def run(config: Config) -> dict[str, Any]:
         if chosen.show is not None:
             _show(chosen.show, session, steps)
         head = _head(config, session.engine.device.name)
-        values = {**head, **report.to_dict(), "products": products, **extra.values}
+        values = {**head, **report.to_dict(), "products": products, **modes, **extra.values}
         if chosen.json is not None:
             write_chosen("plan.json", Path(chosen.json), to_json(values))
         if chosen.picture is not None:
@@ -160,16 +163,9 @@ class _Extra:
         if self.config.plan.limits:
             yield self._limits()
 
-    def _available(self) -> tuple[int, str] | None:
-        """Return the bytes to fit into, and where the number is from; None if it can't be told."""
-        given, device = self.config.plan.memory_gb, self.config.device
-        if given is not None:
-            return int(given * 2**30), "plan.memory_gb"
-        return info_of(device).memory(device) or device_memory(self.device.name, device.index)
-
     def _fits(self) -> str:
         """Return a line that tells whether the plan fits; empty where that can't be told."""
-        known = self._available()
+        known = memory_to_fit(self.config, self.device.name)
         if known is None:
             return ""
         config, needed, model = self.config, self.report.memory, self.session.graph.model.config
@@ -230,7 +226,7 @@ class _Extra:
         return [dataclasses.replace(step, rows=[*step.rows[:1], row, *step.rows[1:]]), ways]
 
     def _limits(self) -> Table:
-        known = self._available()
+        known = memory_to_fit(self.config, self.device.name)
         if known is None:
             note = f"The memory of {self.device.name} can't be told without it; give plan.memory_gb."
             return Table("Largest that fits", ("", ""), [], (note,))
