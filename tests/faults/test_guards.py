@@ -172,8 +172,8 @@ class Tensors:
     def spec(self, name: str) -> TensorSpec:
         return TensorSpec((100,), self.dtype)
 
-    def tensor(self, name: str) -> Any:
-        return SimpleNamespace(placed=not self.freed)
+    def keeps(self, name: str) -> bool:
+        return not self.freed
 
     def sample(self, name: str, most: int) -> np.ndarray:
         return self.arrays[name].copy()

@@ -105,7 +105,16 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("fused", [fp32(4), fp32(2, 4)], {"program": TWO_RELUS, "results": (0, 1)}, "one shape"),
     ("all_reduce", [int64(4)], {}, "floating-point"),
 ]
-OVER_RANKS = {"all_reduce_state", "all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
+OVER_RANKS = {
+    "all_gather",
+    "reduce_scatter",
+    "exchange_done",
+    "all_reduce_state",
+    "all_reduce_start",
+    "reduce_scatter_start",
+    "collectives_done",
+    "all_gather_state",
+}
 ANYTHING_GOES = {"full", *OVER_RANKS}
 
 

@@ -15,7 +15,15 @@ from ttrain.graph import Case, Op
 from ttrain.testing import verdict
 from ttrain.testing.verifier import OpTrial, run_trials
 
-EXCHANGES = {"all_reduce_start", "reduce_scatter_start", "collectives_done", "all_gather_state"}
+EXCHANGES = {
+    "all_gather",
+    "reduce_scatter",
+    "exchange_done",
+    "all_reduce_start",
+    "reduce_scatter_start",
+    "collectives_done",
+    "all_gather_state",
+}
 NOT_RECORDED = {*EXCHANGES, "block_norms", "token_windows"}  # by a step of a mesh: of ranks, and of ids that lie there
 FACTOR = 8.0  # of what is allowed elsewhere: products and sums of a card go other ways
 CASES = all_cases(DType.FP32, where=lambda op: not op.view and op.name not in NOT_RECORDED)

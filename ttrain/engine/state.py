@@ -200,6 +200,10 @@ class State:
         bits <<= 16
         return np.add(bits, values, out=bits).view(np.float32)
 
+    def keeps(self, name: str) -> bool:
+        """Return whether any rank has memory for a tensor. Only one that is alone frees gradients within a step."""
+        return self.device.group is not None or bool(self.tensor(name).placed)
+
     def own_parts(self, name: str) -> list[Part] | None:
         """The parts of a tensor's values that this rank alone has; None where all ranks have them all."""
         tensor, size = self.tensor(name), self.spec(name).size

@@ -49,7 +49,8 @@ def run(config: Config) -> dict[str, Any]:
     dataset = _dataset(config)
     config = build.learned_from(config, dataset)
     config, modes, tables = with_mode(config, dataset)
-    _print(tables)
+    for table in tables:
+        _print([table])
     with expected.planned_session(config, dataset) as session:
         with Waiting("Planning"):
             steps = session.build_training()

@@ -147,7 +147,7 @@ class LearningGuard:
         gradient = f"{name}/gradient"
         if gradient not in self._state.names(Kind.GRADIENT):
             return math.inf, True  # not kept: assume that there is one
-        if self._context.world.ranks.count > 1 or self._state.tensor(gradient).placed:
+        if self._state.keeps(gradient):
             return self._largest(gradient), True
         slots = [slot for slot in self._state.names(Kind.OPTIMIZER) if slot.startswith(f"{name}/")]
         largest = max((self._largest(slot) for slot in slots if not slot.endswith(f"/{AVERAGE}")), default=0.0)
@@ -268,8 +268,7 @@ class NonFiniteGuard:
         gradients = self._state.names(Kind.GRADIENT)
         named = [(path, f"{path}/gradient") for path in reversed(self.parameters)]
         for place, (path, name) in enumerate(each for each in named if each[1] in gradients):
-            kept = self._world.ranks.count > 1 or self._state.tensor(name).placed
-            if bad := _bad_elements(self._state.read(name if kept else path)):
+            if bad := _bad_elements(self._state.read(name if self._state.keeps(name) else path)):
                 return self._world.first((place, f"gradient {path} ({bad})"))
         return self._world.first(None)
 
