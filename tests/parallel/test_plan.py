@@ -79,6 +79,18 @@ def test_a_rank_of_zero3_keeps_its_shard_and_gathers_the_rest(count: int, tmp_pa
     assert sent["all_gather"]["calls"] == layers + 3 and sent["all_gather"]["early"] == sent["all_gather"]["nbytes"]
 
 
+def test_auto_takes_the_fastest_mode_that_fits(tmp_path: Path) -> None:
+    given = ["parallel=auto", "parallel.world=4", "model.layers=6"]
+    found = planned(tmp_path, *given)
+    modes = {each["mode"]: each for each in found["modes"]}
+    sizes = [modes[mode]["memory"] for mode in ("ddp", "zero1", "zero3")]
+    assert sizes == sorted(sizes, reverse=True) and all(each["fits"] for each in found["modes"])
+    assert found["memory"]["total"] == modes["ddp"]["memory"] and modes["ddp"]["seconds"] < modes["zero3"]["seconds"]
+    small = planned(tmp_path, *given, f"plan.memory_gb={sum(sizes[1:]) / 2**31}")
+    assert [each["fits"] for each in small["modes"]] == [False, False, True]
+    assert small["memory"]["total"] == modes["zero3"]["memory"]
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_weights_are_gathered_ahead_and_freed_after_their_last_reader(prefetch: int) -> None:
     plan = last_step(Ranks(1, 4, 4, True, divides=True, prefetch=prefetch), layers=8)
