@@ -169,11 +169,12 @@ FAULTS: dict[str, tuple[Change, list[list[str]]]] = {
     "no_room": (_no_room, [[], []]),
     "overflow": (_overflow, [GROWING] * 2),
     "skipped": (_overflow, [["guard.nonfinite=skip", "guard.max_skips=1"]] * 2),
+    "divided": (_overflow, [["guard.nonfinite=skip", "guard.max_skips=1"]] * 2),
     "absent": (lambda rank: os._exit(0) if rank else None, [[], []]),
 }
 WAITING = ("hangs", "absent")  # until the time-out
 LATE = ("absent", "hangs", "killed", "leader_killed", "late")  # to end, and idle meanwhile
-SHARDED = ("overflow",)  # where each rank updates its part
+MODES = {"overflow": "zero1", "divided": "zero3"}  # of others ddp
 
 
 class Forks:
@@ -217,7 +218,7 @@ def begun(names: Sequence[str], folder: Path) -> dict[str, Forks]:
     """Start pairs of ranks at once, one of which has a fault."""
     found = {}
     for name in names:
-        mode, timeout = "zero1" if name in SHARDED else "ddp", 3 if name in WAITING else 60
+        mode, timeout = MODES.get(name, "ddp"), 3 if name in WAITING else 60
         common = [*TINY, f"parallel={mode}", f"parallel.timeout={timeout}", f"run.dir={folder / name}"]
         found[name] = Forks([[*common, *own] for own in FAULTS[name][1]], folder / f"{name}.log", name)
     return found

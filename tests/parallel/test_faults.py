@@ -43,6 +43,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("data", [2, 2], 'ttrain: rank 1: another data than on rank 0: sha256 is "1" here and "0" there.'),
         ("overflow", [1, 1], "ttrain: rank 0: Step 4: train/loss is inf. From the loss backwards, the first bad"),
         ("skipped", [1, 1], f"ttrain: rank 0: 1 updates in a row were skipped. {INFINITE}"),
+        ("divided", [1, 1], f"ttrain: rank 0: 1 updates in a row were skipped. {INFINITE}"),
         ("absent", [1, 0], "ttrain: rank 1: it did not start within 3 s"),
     ],
 )

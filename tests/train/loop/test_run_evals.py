@@ -200,10 +200,10 @@ def test_a_signal_ends_a_sample_between_tokens(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_ranks_and_documents_that_do_not_see_each_other() -> None:
-    """One rank measures, while the average of sharded weights stands in their place on all."""
+    """One rank measures, while the average of sharded weights stands in their place on all, who gather them."""
     own = [*RUN, EVALS, "data.attention=document", "model.dropout=0"]
     assert main([*own, "parallel.slices=2", "run.dir=alone"]) == 0
-    ranks = Forks([[*own, "parallel=zero1", "run.dir=ranks"]] * 2, Path("ranks.log").absolute())
+    ranks = Forks([[*own, "parallel=zero3", "run.dir=ranks"]] * 2, Path("ranks.log").absolute())
     assert ranks.wait() and ranks.codes == [0, 0], [log.read_text() for log in ranks.logs]
     assert measured("ranks") == measured("alone") != measured(whole())
     assert [each["text"] for each in events("ranks", "sample")] == [each["text"] for each in events("alone", "sample")]

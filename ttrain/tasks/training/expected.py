@@ -33,7 +33,7 @@ from ttrain.train.forecast.step_time import KernelTimes, Rates, host_estimate, h
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.steps.resident import choose_resident
 from ttrain.train.steps.session import Session
-from ttrain.train.steps.shard import FlatShard, heaviest
+from ttrain.train.steps.shard import FlatShard, divide, heaviest
 
 MEASURED = 3  # steps after the first, which compiles, captures and fills caches
 LESS = 0.8  # of the run's time: what takes more is not worth telling
@@ -56,6 +56,7 @@ def planned_session(config: Config, dataset: Dataset | None) -> Iterator[Session
     ranks = build.planned_ranks(config.parallel)
     if ranks.sharding:
         flats = flat_parameters(model.parameters(), build.made("optimizer", config.optimizer), model.compute)
+        divide([*model.parameters().values()], flats, ranks)
         ranks = replace(ranks, rank=heaviest([FlatShard(flat, ranks) for flat in flats], ranks))
     rows = config.train.batch_size // config.train.gradient_accumulation
     with closing(build.planned_device(config.device)) as device:
