@@ -1,4 +1,4 @@
-"""How a run is best divided among ranks, by the plans of each mode: parallel=auto of task=plan."""
+"""Plans of every mode of parallel, and the fastest that fits: parallel=auto of task=plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ttrain.train.forecast.step_cost import collectives, link_seconds
 
 @dataclass(frozen=True)
 class Planned:
-    """What a rank of a mode takes: bytes of memory, bytes that it sends in a step, and seconds of a step.
+    """The cost of a rank in a mode: bytes of memory, bytes that it sends in a step, and seconds of a step.
 
     Without the time of computing, `seconds` are those of all communication.
     """
@@ -65,7 +65,7 @@ def with_mode(config: Config, dataset: Dataset | None) -> tuple[Config, dict[str
 
 
 def planned(config: Config, dataset: Dataset | None) -> Planned:
-    """Return what a rank of the config's mode takes."""
+    """Return the cost of a rank in the config's mode."""
     with expected.planned_session(config, dataset) as session:
         steps = session.build_training(further=False)
         report = plan_report(session.graph, session.state, steps)
