@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from tests.conftest import Told
 from tests.models.decoder.plain_decoder import PlainDecoder
+from tests.parallel import kills
 from tests.parallel.forks import Forks
-from tests.train.reading import arrays, events, losses, tensors, write_rows
+from tests.train.reading import events, losses, tensors, write_rows
 from ttrain import load_config
 from ttrain.cli import main
 from ttrain.config.build import build_model
@@ -207,7 +208,7 @@ def test_ranks_and_documents_that_do_not_see_each_other() -> None:
     assert ranks.wait() and ranks.codes == [0, 0], [log.read_text() for log in ranks.logs]
     assert measured("ranks") == measured("alone") != measured(whole())
     assert [each["text"] for each in events("ranks", "sample")] == [each["text"] for each in events("alone", "sample")]
-    assert arrays("ranks").keys() == arrays("alone").keys()
+    assert kills.tensors(Path("ranks")) == kills.tensors(Path("alone"))
 
 
 @pytest.mark.parametrize(
