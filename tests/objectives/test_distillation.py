@@ -152,7 +152,7 @@ def test_a_teacher_that_does_not_fit_is_refused(
     assert train("letters", "data.tokenizer=char", "train.steps=1") == 0
     learns = ["objective=distillation", "train.steps=1"]
     for teacher, told in (
-        ("short", "reads 8 tokens, and is to be a llama or gpt that reads 16"),
+        ("short", "reads 8 tokens, expected a llama or gpt that reads 16"),
         ("letters", "its tokenizer gives tokens other ids"),
         ("null", "there is nobody to learn from"),
         ("letters model.future_weight=0.1", "teaches the next token alone"),

@@ -139,7 +139,7 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
         ({"prompt": "1+1="}, "reward contains raised ValueError: the row's 'answer' is None, not a text"),
         (
             {"prompt": "1 plus 1 = ", "answer": 2},
-            "its prompt of 11 tokens leaves not 4 of model.context=12",
+            "its prompt of 11 tokens leaves no 4 of model.context=12",
         ),
     ):
         file = write_rows(tmp_path / "rows.jsonl", [*rows, row])
@@ -152,10 +152,10 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
     [
         (["train.batch_size=10"], "train.batch_size=10: give a multiple of objective.num_generations=4."),
         (["objective.max_completion_length=12"], "no prompt fits into model.context beside it"),
-        (["objective.beta=0.1"], "objective.beta=0.1: the reference is the model without adapters. Give lora.rank=8"),
+        (["objective.beta=0.1"], "objective.beta=0.1: needs a model that training starts from. Give train.init_from"),
         (["objective.reward=[exakt]"], "objective.reward=exakt: not registered. Did you mean 'exact'"),
         (["objective.reward_weights=[1]"], "give one or more, and one of reward_weights for each"),
-        (["train.minutes=1", "train.steps=null"], "objective=grpo: is for task=train, train.steps and one batch size"),
+        (["train.minutes=1", "train.steps=null"], "objective=grpo: needs task=train, train.steps and one batch size"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(given: list[str], words: str, told: Told) -> None:

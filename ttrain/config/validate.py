@@ -290,14 +290,10 @@ def expected(hint: Any) -> str:
     return words if bare is hint else f"{words} or null"
 
 
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
+@cache
 def hints_of(schema: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, evaluated once."""
-    if schema not in _HINTS:
-        _HINTS[schema] = get_type_hints(schema)
-    return _HINTS[schema]
+    return get_type_hints(schema)
 
 
 def without_none(hint: Any) -> Any:

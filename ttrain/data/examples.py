@@ -1,7 +1,7 @@
 """Rows that an objective learns from: preferences, labelled texts, pairs, prompts. They are read whole at the start.
 
-A row is an object of a .jsonl file or a row of a table. What its fields become is the objective's to say (`encode`);
-batches are encoded when they are read, so that memory holds the rows alone.
+A row is an object of a .jsonl file or a row of a table. An objective makes the fields of a batch from it (`encode`),
+when the batch is read, so that memory holds only the rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ttrain.data.tokenizer import Tokenizer
 ROW = "row"  # field: the number of a row in its split, int64 [rows]
 
 
-class RowObjective(Protocol):
-    """The part of an objective that says what becomes of rows."""
+class EncodesRows(Protocol):
+    """The part of an objective that makes fields of rows."""
 
     def encode(self, row: Mapping[str, Any], encoder: RowEncoder) -> Batch:
         """Return the fields of one row, without the axis of rows. Raises ValueError for a bad row."""
@@ -56,20 +56,20 @@ class RowEncoder:
     template: Any
 
     def text(self, text: Any) -> list[int]:
-        """Return the ids of a text, between the token that starts texts, if there is one, and the end token."""
+        """Return the ids of a text, with the tokens that the tokenizer puts before texts, if any, and the end token."""
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"a text is {json_kind(text) if not isinstance(text, str) else 'blank'}, not words")
         ids = self.tokenizer.with_start(self.tokenizer.encode(text))
         return ids if ids[-1] == self.end else [*ids, self.end]
 
     def prompt(self, prompt: Any) -> list[int]:
-        """Return the ids of a prompt: of a text, or of messages up to where the reply begins."""
+        """Return the ids of a prompt, which is a text, or messages up to where the reply begins."""
         if isinstance(prompt, str):
             return self.tokenizer.with_start(self.tokenizer.encode(prompt)) or [self.end]
         return list(self.tokenizer.encode(self.template.prompt(Chat.of(prompt))))
 
     def continued(self, prompt: Any, completion: Any) -> tuple[list[int], list[int]]:
-        """Return the ids of a prompt and of its completion, texts or messages, which the end token closes."""
+        """Return the ids of a prompt and of its completion, texts or messages. The end token closes the completion."""
         if not completion or (isinstance(completion, str) and not completion.strip()):
             raise ValueError("a completion is empty")
         if type(prompt) is not type(completion) or not isinstance(prompt, str | list):
@@ -84,7 +84,7 @@ class RowEncoder:
         return before, whole[len(before) :] + ([] if closed or whole[-1] == self.end else [self.end])
 
     def fit(self, prompt: Sequence[int], completion: Sequence[int]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return `tokens` and `targets`, int64 [context]: targets are -1 but where the completion is predicted."""
+        """Return `tokens` and `targets`, int64 [context]. Targets are -1 except where the completion is predicted."""
         whole = self.cut([*prompt, *completion], self.context + 1)
         if len(whole) <= len(prompt):
             raise ValueError(f"its prompt has {len(prompt)} tokens and fills model.context={self.context}")
@@ -94,7 +94,7 @@ class RowEncoder:
         return tokens, targets
 
     def cut(self, ids: list[int], most: int) -> list[int]:
-        """Return at most so many ids, as data.long_documents says."""
+        """Return the ids, or with data.long_documents=cut the first `most`. Raises TooLong or ValueError for more."""
         if len(ids) <= most:
             return ids
         long = f"has {len(ids)} tokens, more than model.context={self.context} takes"
@@ -109,7 +109,7 @@ class ExampleDataset:
     """Rows of two splits, encoded as an objective says. See data.batches.Dataset."""
 
     def __init__(
-        self, rows: Mapping[str, list[tuple[str, Any]]], encoder: RowEncoder, objective: RowObjective,
+        self, rows: Mapping[str, list[tuple[str, Any]]], encoder: RowEncoder, objective: EncodesRows,
         description: dict[str, Any],
     ) -> None:  # fmt: skip
         """`rows` have a place, such as file:line, and a content."""
@@ -117,7 +117,7 @@ class ExampleDataset:
         self.rows = {split: arranged([row for _, row in part]) for split, part in rows.items()}
         self.places = {split: [place for place, _ in part] for split, part in rows.items()}
         self.encoder, self.objective, self.description = encoder, objective, description
-        self.known: dict[str, dict[str, NDArray[Any]]] = {split: {} for split in rows}  # further fields of all rows
+        self.known: dict[str, dict[str, NDArray[Any]]] = {split: {} for split in rows}  # fields of all rows
         self.tokenizer: Tokenizer | None = encoder.tokenizer
         self.vocabulary: int | None = encoder.tokenizer.vocabulary
         first = self.batch("val", 0, 0, 1)
@@ -154,7 +154,7 @@ class ExampleDataset:
         return self.encoder.prompt(row["prompt"]) if row.get("prompt") else None
 
     def baseline(self, samples: int | None = None) -> Baseline:
-        """See data.batches.Dataset; of all held-out rows."""
+        """Return the objective's baseline for all held-out rows; see data.batches.Dataset."""
         return self.objective.baseline(self)
 
 
@@ -167,7 +167,7 @@ class _RowReader(DocumentReader):
         return json.dumps(row, ensure_ascii=False)
 
 
-def open_examples(config: DocumentsConfig, context: int, objective: RowObjective) -> ExampleDataset:
+def open_examples(config: DocumentsConfig, context: int, objective: EncodesRows) -> ExampleDataset:
     """Open the rows of a config's sources for an objective. Raises DataError that names file and row of a bad one."""
     sources = find_sources(config)
     if plain := [file for source in sources for file in source.files if not has_rows(file)]:
@@ -202,7 +202,7 @@ def open_examples(config: DocumentsConfig, context: int, objective: RowObjective
 
 
 def _usable(
-    rows: list[tuple[str, Any]], encoder: RowEncoder, objective: RowObjective, reader: DocumentReader
+    rows: list[tuple[str, Any]], encoder: RowEncoder, objective: EncodesRows, reader: DocumentReader
 ) -> tuple[list[int], int]:
     """Return the numbers of the rows that can be encoded, and how many are too long. Raises DataError for a bad one."""
     kept, long = [], 0

@@ -14,7 +14,7 @@ from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.models.cache import POSITIONS
 from ttrain.objectives.base import Objective
 
-_AT_ONCE = 1 << 24  # scores of each model that exist at a time
+_AT_ONCE = 1 << 24  # logits of each model that exist at a time
 
 
 @composite("x [N, V]", outputs=("y",))
@@ -32,7 +32,10 @@ def _(node: Node, dy: Value) -> Sequence[Value]:
 
 @composite("own [N], its [N]", outputs=("counts",), constants=("own", "its"))
 def counted(own: Value, its: Value) -> Value:
-    """1 for a row whose target has no probability of 1 in both models, else 0; log-probabilities are 0 without one."""
+    """1 for a row with a target, else 0. Without a target the log-probabilities of both models are 0.
+
+    A target to which both give the probability 1 is taken for none; its divergence is 0.
+    """
     return ops.greater(-(own + its), own * 0.0)
 
 
@@ -47,10 +50,10 @@ cases(log_softmax, Case(((4, 8),)), Case(((33, 65),)))
 
 
 def divergence(student: Value, teacher: Value, beta: float) -> Value:
-    """Divergence of two rows of log-probabilities [N, V], in nats: [N].
+    """Divergence of the distributions of student and teacher, given as log-probabilities [N, V], in nats: [N].
 
-    It is beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student, but for beta=0
-    KL(teacher || student) and for beta=1 KL(student || teacher), which are its limits when divided by beta or 1 - beta
+    It is beta KL(teacher || m) + (1 - beta) KL(student || m) with m = beta teacher + (1 - beta) student. beta=0 stands
+    for KL(teacher || student) and beta=1 for KL(student || teacher), the limits of that over beta and over 1 - beta
     (Agarwal et al., 2024, On-Policy Distillation of Language Models, section 3.1).
     """
     if beta in (0, 1):
@@ -67,9 +70,9 @@ def _kl(p: Value, q: Value) -> Value:
 
 
 class Distillation(Objective):
-    """Batches of next-token prediction; the loss is a mean over the positions that have a target.
+    """Batches of next-token prediction; the loss is the mean over the positions that have a target.
 
-    Scores of both models, [N, V], exist for some rows at a time; backward computes them again.
+    The logits of both models, [N, V], exist for some rows at a time; backward computes them again.
     """
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
@@ -86,7 +89,7 @@ class Distillation(Objective):
         with graph.scope("loss"):
             weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
             own, its = model.log_probs(hidden, targets)[0], teacher.log_probs(taught, targets)[0]  # [N]
-            counts = counted(own, its)  # of which every device picks rows, unlike integers
+            counts = counted(own, its)  # fp32, as not every device can select rows of integers
             for chosen in (range(start, min(start + size, count)) for start in range(0, count, size)):
                 with graph.segment(training and size < count):
                     scores = model.scores(_some(hidden, chosen)), teacher.scores(_some(taught, chosen))
@@ -96,7 +99,7 @@ class Distillation(Objective):
         return (1 - share) * loss + share * ce if share else loss, {"student/ce": ce, "teacher/ce": its_ce}
 
     def _divergence(self, *scores: Value) -> Value:
-        """Divergence of rows of the scores of student and teacher [n, V]: [n]."""
+        """Divergence of student and teacher by their logits [n, V]: [n]."""
         live = min(each.shape[1] for each in scores)  # a model may have more ids than the tokenizer
         soft = [log_softmax(_some(each, range(live), 1) * (1 / self.config.temperature)) for each in scores]
         return divergence(soft[0], soft[1], self.config.beta)

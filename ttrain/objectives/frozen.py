@@ -28,16 +28,18 @@ class FrozenModel:
             tensor.path = prefix + tensor.path  # type: ignore[attr-defined]
 
     def beside(self, model: Any) -> Any:
-        """Return the model on the sequences that another one reads. Raises ConfigError where they are too long."""
+        """Return the model for sequences as long as those of `model`. Raises ConfigError where it can't read them."""
         if not hasattr(self.model, "at_length") or self.model.context < model.length:
-            told = f"reads {self.model.config.context} tokens, and is to be a llama or gpt that reads {model.length}"
+            config, wanted = self.model.config, f"expected a llama or gpt that reads {model.length}"
+            told = f"is a {config.name} that reads {config.context} tokens, {wanted}"
             raise ConfigError(f"{self._key}: {told}. Give another, or a smaller model.context.")
         return self.model.at_length(model.length)
 
     def check(self, known: str | None, tokenizer: Any, model: Any) -> str:
-        """Return the SHA-256 of the weights. Raises ConfigError where it is not the one that is `known`.
+        """Return the SHA-256 of the weights. `tokenizer` is that of the data of the trained `model`.
 
-        So it does where the model can't stand beside the trained one, whose data has the tokenizer.
+        Raises ConfigError where the SHA-256 is not the `known` one, where the frozen model can't read the sequences of
+        the trained one, or where its tokenizer has other ids.
         """
         self.beside(model)
         if not self._source.has_ids_of(tokenizer):
@@ -50,9 +52,9 @@ class FrozenModel:
         return digest
 
     def write(self, state: State) -> None:
-        """Read the values into the state."""
+        """Read the values of all tensors into the state."""
         values = self._source.values(self.model)
         for path in self.model.persistent():
             if not np.isfinite(values[path]).all():
-                raise ConfigError(f"{self._key}: {path} holds NaN or infinity. Give another.")
+                raise ConfigError(f"{self._key}: {path} holds NaN or infinity. Give another model.")
             state.write(self._prefix + path, values[path])

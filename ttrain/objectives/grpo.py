@@ -15,16 +15,16 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import Baseline
 from ttrain.data.examples import ExampleDataset, RowEncoder
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Model, Prepare, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Model, valid_targets
 from ttrain.nn.lora import without_adapters
-from ttrain.objectives.base import Objective
+from ttrain.objectives.base import RowObjective
 from ttrain.objectives.rewards import Row
 from ttrain.objectives.settings import GRPOConfig
 
-_LEAST_STD = 1e-4  # that rewards are divided by, as in TRL
+_EPS = 1e-4  # added to the standard deviation that divides rewards, as in TRL
 
 
-class GRPO(Objective):
+class GRPO(RowObjective):
     """Raises the probabilities of the tokens of better completions of a prompt, and lowers those of worse ones.
 
     Fields of a step: `tokens` and `targets` int64 [rows, context], of which targets outside of completions are -1;
@@ -39,32 +39,28 @@ class GRPO(Objective):
         each, fp32 = TensorSpec((rows, 1), DType.FP32), tokens.with_dtype(DType.FP32)
         return {"tokens": tokens, "targets": tokens, "old_log_probs": fp32, "advantages": each, "weights": fp32}
 
-    def prepare(self, model: Model) -> Prepare:
-        return self._prepared
+    def derive(self, fields: Batch) -> dict[str, int]:
+        """Add `weights`, so that the mean of the weighted losses over all tokens is the mean that loss_type names.
 
-    def _prepared(self, batch: Batch) -> tuple[dict[str, NDArray[Any]], dict[str, int]]:
-        """Add `weights`: their mean over all tokens of the step is the sum over tokens that loss_type stands for.
-
-        dapo takes the mean over all tokens. grpo takes that over completions of the means over their tokens. dr_grpo
-        divides the sum by the tokens that all completions could have had.
+        dapo takes the mean over all tokens, so all weights are 1. grpo takes the mean over completions of the means
+        over their tokens. dr_grpo divides the sum by the most tokens that all completions could have.
         """
-        mask, count = batch["targets"] >= 0, valid_targets(batch)  # mask [rows, context]
+        mask, count = fields["targets"] >= 0, valid_targets(fields)  # mask [rows, context]
         weights, kind = mask.astype(np.float64), self.config.loss_type
         if kind == "grpo":
             weights *= count / len(mask) / np.maximum(mask.sum(1, keepdims=True), 1)
         elif kind == "dr_grpo":
             weights *= count / (len(mask) * self.config.max_completion_length)
-        given = {name: batch[name] for name in ("tokens", "targets", "old_log_probs", "advantages")}
-        return {**given, "weights": weights.astype(np.float32)}, {LOSS_WEIGHT: count}
+        fields["weights"] = weights.astype(np.float32)
+        return {LOSS_WEIGHT: count}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
-        """Return the clipped loss, and means over tokens: policy/entropy, policy/kl, clip_ratio/.. and sampling/...
+        """Return the clipped loss, and the metrics of TRL as means over tokens, such as policy/entropy and policy/kl.
 
         The loss of a token of advantage A is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) with r = p / p_old,
         plus beta (q / p - log(q / p) - 1) with the reference's probability q (Schulman's estimate of the KL).
         """
-        config, given = self.config, self.fields(model, rows)
-        _, targets, old, advantages, weights = (graph.input(name, spec) for name, spec in given.items())
+        config, (_, targets, old, advantages, weights) = self.config, self.given(model, graph, rows).values()
         flat = ops.reshape(targets, (targets.spec.size,))
 
         def by_token(policy: Any, training: bool) -> list[Value]:
@@ -94,15 +90,16 @@ class GRPO(Objective):
             return weight * ops.reduce_sum(losses * weights, (0, 1)), sums
 
     def encode(self, row: Row, encoder: RowEncoder) -> dict[str, NDArray[Any]]:
-        """Return the fields of a prompt alone: of its targets the last is set, what advantage it has is not known.
+        """Return the fields of a prompt before its completion is written.
 
-        Raises ValueError for a bad prompt.
+        The only target is that of the prompt's last token; log-probabilities and advantage are 0. Raises ValueError for
+        a bad prompt.
         """
         if not row.get("prompt"):
             raise ValueError("it has no 'prompt'")
         prompt, most = encoder.prompt(row["prompt"]), self.config.max_completion_length
         if len(prompt) + most > encoder.context:
-            raise ValueError(f"its prompt of {len(prompt)} tokens leaves not {most} of model.context={encoder.context}")
+            raise ValueError(f"its prompt of {len(prompt)} tokens leaves no {most} of model.context={encoder.context}")
         tokens, targets = encoder.fit(prompt, [encoder.end])
         none = {"old_log_probs": np.zeros(len(tokens), np.float32), "advantages": np.zeros(1, np.float32)}
         return {"tokens": tokens, "targets": targets, **none}
@@ -114,13 +111,14 @@ class GRPO(Objective):
 def advantages_of(rewards: NDArray[np.float64], generations: int, scale: str) -> tuple[NDArray[Any], dict[str, float]]:
     """Return the advantages fp32 [n] of weighted rewards [n], `generations` of each prompt in turn, and metrics.
 
-    An advantage is the reward less its group's mean, by scale_rewards over the standard deviation of the group, that of
-    the batch, or 1. frac_reward_zero_std is the share of the deviations that are 0, whose groups tell nothing.
+    An advantage is the reward less the mean of its group. scale_rewards divides it by the standard deviation of the
+    group, by that of the batch, or by nothing. frac_reward_zero_std is the share of the deviations that are 0; nothing
+    is learned of such groups.
     """
     groups = rewards.reshape(-1, generations)  # [prompts, generations]
     whole, std = rewards.std(ddof=1), groups.std(axis=1, ddof=1, keepdims=True)
     std = np.full_like(std, whole) if scale == "batch" else std
     found = groups - groups.mean(axis=1, keepdims=True)
-    found = found if scale == "none" else found / (std + _LEAST_STD)
+    found = found if scale == "none" else found / (std + _EPS)
     metrics = {"reward": rewards.mean(), "reward_std": whole, "frac_reward_zero_std": np.isclose(std, 0).mean()}
     return found.ravel().astype(np.float32), {name: float(value) for name, value in metrics.items()}

@@ -19,9 +19,9 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import Baseline, Batch, unigram_entropy
 from ttrain.data.examples import ROW, ExampleDataset, RowEncoder
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, TOKENS, Prepare
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, TOKENS
 from ttrain.nn.lora import starts_bare, without_adapters
-from ttrain.objectives.base import Objective
+from ttrain.objectives.base import RowObjective
 from ttrain.objectives.settings import DPOConfig, KTOConfig, PairsConfig, SimPOConfig
 
 REFERENCE = "reference"  # field fp32 [rows, 2]: log-probabilities of both texts of a row by the reference
@@ -32,8 +32,8 @@ OTHER = "other"  # key of KTO's rows: the row whose completion is borrowed
 Terms = tuple[Value, Value, Value, dict[str, Value]]
 
 
-class Preference(Objective):
-    """The base: rows of two texts each, a prompt with a completion."""
+class Preference(RowObjective):
+    """The base: rows of two texts, each a prompt with a completion."""
 
     config: PairsConfig
     referenced: ClassVar[bool] = False
@@ -45,28 +45,18 @@ class Preference(Objective):
         return {**found, REFERENCE: each} if self.reads_reference(model) else found
 
     def reads_reference(self, model: Any) -> bool:
-        """Return whether batches bring the reference's log-probabilities: no adapters can be left out to get them."""
+        """Return whether batches have the reference's log-probabilities.
+
+        With new adapters a step computes them itself, without the adapters.
+        """
         return self.referenced and not starts_bare(model)
 
-    def prepare(self, model: Any) -> Prepare:
-        """Return what adds `derived` fields, and leaves out what steps do not read."""
-
-        def prepared(batch: Any) -> tuple[Batch, dict[str, int]]:
-            lengths = (batch["targets"] >= 0).sum(-1)
-            unknown = {REFERENCE: 0.0 * lengths} if ROW in batch else {}  # of a step that is only timed
-            fields = {**unknown, **batch, "lengths": lengths}
-            counts = self.derive(fields)
-            return {name: fields[name] for name in self.fields(model, 1) if name in fields}, counts
-
-        return prepared
-
     def derive(self, fields: Batch) -> dict[str, int]:
-        """Add further fields of a batch to `fields`, and return the counts. Targets count as tokens."""
-        return {LOSS_WEIGHT: int(fields["lengths"].all(-1).sum()), TOKENS: int(fields["lengths"].sum())}
-
-    def given(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
-        """Return the values of the fields."""
-        return {name: graph.input(name, spec) for name, spec in self.fields(model, rows).items()}
+        """Add `lengths`. Targets count as tokens."""
+        fields["lengths"] = lengths = (fields["targets"] >= 0).sum(-1)
+        if ROW in fields:
+            fields.setdefault(REFERENCE, 0.0 * lengths)  # for a step that is only timed
+        return {LOSS_WEIGHT: int(lengths.all(-1).sum()), TOKENS: int(lengths.sum())}
 
     def log_probs(self, model: Any, tokens: Value, targets: Value, training: bool) -> Value:
         """Return log-probabilities of the targets, 0 where there is none: int64 [..., length] both -> fp32."""
@@ -82,7 +72,7 @@ class Preference(Objective):
         return ops.reduce_sum(found, [found.spec.rank - 1])
 
     def compared(self, model: Any, given: Any, training: bool, at: int | None = None) -> tuple[Value, Value]:
-        """Return log-probabilities as `sums` does, and how far they are from the reference's, if there is one."""
+        """Return log-probabilities as `sums` does, and their differences from the reference's, if there is one."""
         sums = self.sums(model, given, training, at)
         if not self.referenced:
             return sums, sums
@@ -178,7 +168,7 @@ class SimPO(Pairs):
 
 
 class ORPO(Pairs):
-    """loss = the cross-entropy of the chosen text, prompt and all, - beta ln sigmoid(the log of the odds' ratio)."""
+    """loss = cross-entropy of the chosen text, prompt included, - beta ln sigmoid(log of the odds ratio)."""
 
     def fields(self, model: Any, rows: int) -> dict[str, TensorSpec]:
         """Pairs' fields with all tokens of the texts as targets, and `completions` fp32, 1 for those of completions."""
@@ -186,11 +176,11 @@ class ORPO(Pairs):
         return {**found, "completions": found["targets"].with_dtype(DType.FP32)}
 
     def derive(self, fields: Batch) -> dict[str, int]:
-        targets, following = fields["targets"], np.roll(fields["tokens"], -1, -1)
+        counts, targets, following = super().derive(fields), fields["targets"], np.roll(fields["tokens"], -1, -1)
         last = (targets >= 0) * np.arange(targets.shape[-1])
         prompts = (targets < 0) & (np.arange(targets.shape[-1]) < last.max(-1, keepdims=True))
         fields |= {"completions": targets >= 0, "targets": np.where(prompts, following, targets)}
-        return {**super().derive(fields), f"{NLL}_weight": int((fields["targets"][:, 0] >= 0).sum())}
+        return {**counts, f"{NLL}_weight": int((fields["targets"][:, 0] >= 0).sum())}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         given = self.given(model, graph, rows)
@@ -207,7 +197,7 @@ class ORPO(Pairs):
         return ratio * -beta, each * beta, each, {"log_odds_ratio": ratio, "log_odds_chosen": odds}
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:
-        """Return the unigram entropy of the chosen completions, with both as likely."""
+        """Return the unigram entropy of the chosen completions, plus the other term where both are as likely."""
         batch, ids = dataset.batch("val", 0, 0, dataset.val_samples), dataset.vocabulary or 0
         entropy = unigram_entropy([batch["targets"][:, 0]], ids)
         return Baseline("unigram entropy, no preference", entropy + self.config.beta * math.log(2))
@@ -243,6 +233,7 @@ class KTO(Preference):
         return {**_stacked([encoder.fit(prompt, text) for text in texts]), "label": np.array(label, np.int64)}
 
     def derive(self, fields: Batch) -> dict[str, int]:
+        super().derive(fields)
         lengths, label = fields["lengths"][:, 0], fields["label"]
         sides = {f"{side}_{LOSS_WEIGHT}": int((lengths[label == at] > 0).sum()) for at, side in enumerate(SIDES[::-1])}
         return {**sides, LOSS_WEIGHT: sum(sides.values()), TOKENS: int(lengths.sum())}
@@ -254,24 +245,24 @@ class KTO(Preference):
             label, kl = given["label"], graph.input(KL, SCALAR)
             weights = label * config.desirable_weight + (1.0 - label) * config.undesirable_weight
             losses = weights * (1.0 - ops.sigmoid((label * 2.0 - 1.0) * (ratios - kl) * config.beta))
-            rows_ = positive(part(given["lengths"], 0))
+            valid = positive(part(given["lengths"], 0))
             for side, mine in zip(SIDES, (label, 1.0 - label), strict=True):
-                mine = mine * rows_ * graph.input(f"{side}_{LOSS_WEIGHT}", SCALAR)
+                mine = mine * valid * graph.input(f"{side}_{LOSS_WEIGHT}", SCALAR)
                 metrics[f"rewards/{side}"] = ops.reduce_sum(mine * ratios, [0]) * config.beta
                 metrics[f"logps/{side}"] = ops.reduce_sum(mine * sums, [0])
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-            rows_ = rows_ * graph.input(LOSS_WEIGHT, SCALAR)
-            return ops.reduce_sum(losses * rows_, [0]), {**metrics, KL: kl * ops.reduce_sum(rows_, [0])}
+            valid = valid * graph.input(LOSS_WEIGHT, SCALAR)
+            return ops.reduce_sum(losses * valid, [0]), {**metrics, KL: kl * ops.reduce_sum(valid, [0])}
 
     def probe(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
-        """Return log-ratios of the borrowed completions, and 1 for rows that count."""
+        """Return log-ratios of the borrowed completions, and `valid`, 1 for rows that count, else 0, each [rows]."""
         given = self.given(model, graph, rows)
-        rows_ = positive(part(given["lengths"], 0))
-        return {"ratios": self.compared(model, given, False, 1)[1] * rows_, "counted": rows_}
+        valid = positive(part(given["lengths"], 0))
+        return {"ratios": self.compared(model, given, False, 1)[1] * valid, "valid": valid}
 
     def coupled(self, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the estimate of the divergence, which can't be below 0."""
-        return {KL: max(float(outputs["ratios"].sum() / max(outputs["counted"].sum(), 1.0)), 0.0)}
+        return {KL: max(float(outputs["ratios"].sum() / max(outputs["valid"].sum(), 1.0)), 0.0)}
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:
         """Return the loss of the reference itself."""

@@ -35,7 +35,7 @@ def contains(row: Row, completion: str) -> float:
 
 
 def number(row: Row, completion: str) -> float:
-    """1 where the last number of the completion is that of the row's `answer`, such as 1,250.0 for 1250; else 0."""
+    """1 where the last numbers of completion and `answer` are equal, such as 1,250.0 and 1250; else 0."""
     found, wanted = (_NUMBER.findall(text) for text in (completion, _answer(row)))
     if not wanted:
         raise ValueError(f"the row's answer {row['answer']!r} has no number")
@@ -43,7 +43,7 @@ def number(row: Row, completion: str) -> float:
 
 
 def length(row: Row, completion: str) -> float:
-    """Minus the characters of the completion: with a small weight, of two answers the shorter one is better."""
+    """Minus the number of characters. With a small weight it prefers the shorter one of two right completions."""
     return -float(len(completion))
 
 

@@ -51,7 +51,7 @@ class ClassificationConfig(ObjectiveConfig):
 
     name: str = option("classification", "registered name of the objective")
     classes: list[str] = option([], "names of the labels in the order of the scores; [] takes those of folder or rows")
-    class_weights: list[float] = option([], "factors of the classes' losses; [] leaves them as they are", above=0)
+    class_weights: list[float] = option([], "factors of the losses of classes; [] is 1 for all", above=0)
 
 
 @dataclass
@@ -62,7 +62,7 @@ class EmbeddingConfig(ObjectiveConfig):
 
     name: str = option("embedding", "registered name of the objective")
     pooling: str = option("mean", "hidden states that make the vector of a text", choices=("mean", "last"))
-    temperature: float = option(0.05, "what divides the cosines of vectors", above=0)
+    temperature: float = option(0.05, "divisor of the cosines of vectors", above=0)
 
     @rule
     def _one_slice(self, others: Any) -> Iterator[str]:
@@ -80,7 +80,7 @@ class DistillationConfig(ObjectiveConfig):
     beta: float = option(
         0.5, "0 is KL(teacher || student), 1 the reverse, between them is GKD's divergence", minimum=0, maximum=1
     )
-    temperature: float = option(1.0, "what divides the scores of both models in the divergence", above=0)
+    temperature: float = option(1.0, "divisor of the logits of both models in the divergence", above=0)
     cross_entropy: float = option(0.0, "share of the cross-entropy of the data in the loss", minimum=0, below=1)
 
     def frozen_source(self, others: Any) -> tuple[str, str] | None:
@@ -115,14 +115,14 @@ class GRPOConfig(ObjectiveConfig):
     temperature: float = option(1.0, "divisor of the logits, in sampling and in the loss", above=0)
     beta: float = option(0.0, "weight of the KL to the model that training starts from; 0 needs none", minimum=0)
     frozen_hash: str | None = option(None, "SHA-256 of that model's weights; a run notes it, null takes any")
-    epsilon: float = option(0.2, "ratios of probabilities below 1 - epsilon are clipped", above=0, below=1)
-    epsilon_high: float | None = option(None, "those above 1 + epsilon_high; null is epsilon", above=0)
+    epsilon: float = option(0.2, "ratios of probabilities are clipped below 1 - epsilon", above=0, below=1)
+    epsilon_high: float | None = option(None, "ratios are clipped above 1 + epsilon_high; null is epsilon", above=0)
     loss_type: str = option(
         "dapo",
         "mean over tokens (dapo), completions (grpo), most tokens (dr_grpo)",
         choices=("grpo", "dr_grpo", "dapo"),
     )
-    scale_rewards: str = option("group", "whose spread divides advantages", choices=("group", "batch", "none"))
+    scale_rewards: str = option("group", "deviation that divides advantages", choices=("group", "batch", "none"))
     mask_truncated_completions: bool = option(False, "learn nothing from completions that did not end")
 
     def frozen_source(self, others: Any) -> tuple[str, str] | None:
@@ -147,10 +147,10 @@ class GRPOConfig(ObjectiveConfig):
             yield f"objective.max_completion_length={most}: no prompt fits into model.context beside it. Give fewer."
         unknown = not others.lora.rank and self.frozen_source(others) is None
         if self.beta and unknown and not others.source.awaits_model(others.resume):
-            told = "keeps near the model that training starts from. Give train.init_from, model.from or lora.rank"
+            told = "needs a model that training starts from. Give train.init_from, model.from or lora.rank"
             yield f"objective.beta={self.beta:g}: {told}, or objective.beta=0."
         if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
-            yield "objective=grpo: is for task=train, train.steps and one batch size. Leave out what sets others."
+            yield "objective=grpo: needs task=train, train.steps and one batch size. Leave out what sets others."
 
 
 @dataclass

@@ -17,26 +17,29 @@ from ttrain.core.spec import DType, TensorSpec
 from ttrain.data.batches import Baseline, Batch
 from ttrain.data.examples import ExampleDataset, RowEncoder
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, Prepare, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.models.decoder import linear
 from ttrain.nn.module import Role
-from ttrain.objectives.base import Objective
+from ttrain.objectives.base import RowObjective
 from ttrain.objectives.distillation import log_softmax
 from ttrain.objectives.preferences import required
 
 
-class TextObjective(Objective):
-    """Fields `tokens` int64 and `pooling` fp32 [rows, texts, length]: the weights of hidden states in a text's vector.
+class TextObjective(RowObjective):
+    """The base: rows of one text or two.
 
-    A text is as the tokenizer alone makes it, without an end token, since so do those who use the model later.
-    `targets` int64 [rows] is below zero for a row that counts for nothing, `place` int64 [rows] that in its slice.
+    Fields of a step: `tokens` int64 [rows, texts, length]; `pooling` fp32 [rows, texts, length], the weights of hidden
+    states in the vector of a text; `targets` int64 [rows], the class, or below 0 for a row that does not count;
+    `weight` fp32 [rows], the factor of its loss; `place` int64 [rows], the number of the row in its slice.
+
+    A text has no end token, because those who use the exported model encode it without one.
     """
 
-    names: tuple[str, ...] = ("text",)  # of the texts in a row
-    opened_by = "AutoModelForSequenceClassification"  # class of another library, for the exported folder
+    names: tuple[str, ...] = ("text",)  # keys of the texts in a row
+    opened_by = "AutoModelForSequenceClassification"  # class of another library that opens the exported folder
 
     def attach(self, model: Any) -> None:
-        """Take away the head that scores tokens, of which nothing is learned."""
+        """Remove the head that scores tokens, which the loss does not read."""
         model.head, model.future, model.opened_by = None, None, self.opened_by
         model.naming = replace(model.naming, ignored=[*model.naming.ignored, model.naming.tied[0]])
         model.name_parameters()
@@ -46,17 +49,12 @@ class TextObjective(Objective):
         found = {"tokens": texts, "pooling": texts.with_dtype(DType.FP32), "weight": TensorSpec((rows,), DType.FP32)}
         return found | dict.fromkeys(("targets", "place"), TensorSpec((rows,), DType.INT64))
 
-    def prepare(self, model: Any) -> Prepare:
-        """Add the places of rows in their slices."""
-
-        def prepared(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-            given = {**batch, "place": np.arange(len(batch["targets"])) % math.prod(self.slice)}
-            return {name: given[name] for name in self.fields(model, 1)}, {LOSS_WEIGHT: valid_targets(batch)}
-
-        return prepared
+    def derive(self, fields: Batch) -> dict[str, int]:
+        fields["place"] = np.arange(len(fields["targets"])) % math.prod(self.slice)
+        return super().derive(fields)
 
     def encode(self, row: Mapping[str, Any], encoder: RowEncoder) -> Batch:
-        """See RowObjective."""
+        """Return the fields of a row but for `place`. Raises ValueError for a bad one."""
         size = len(self.names), encoder.context
         tokens, weights = np.zeros(size, np.int64), np.zeros(size, np.float32)
         for at, name in enumerate(self.names):
@@ -65,10 +63,6 @@ class TextObjective(Objective):
             first = 0 if getattr(self.config, "pooling", "last") == "mean" else len(ids) - 1
             weights[at, first : len(ids)] = 1 / (len(ids) - first)
         return {"tokens": tokens, "pooling": weights, "targets": np.array(0), "weight": np.ones((), np.float32)}
-
-    def given(self, model: Any, graph: Graph, rows: int) -> dict[str, Value]:
-        """Return the fields as step inputs."""
-        return {name: graph.input(name, spec) for name, spec in self.fields(model, rows).items()}
 
     def vectors(self, model: Any, graph: Graph, rows: int, training: bool) -> Value:
         """Return the vectors of the texts of these rows, fp32 [rows * texts, width]."""
@@ -82,8 +76,9 @@ class TextObjective(Objective):
 class Classification(TextObjective):
     """Rows {"text", "label"}: a head [classes, width] scores the hidden state of the last token, as Transformers does.
 
-    The loss is the mean over texts of the cross-entropy in nats, times the weight of the class. Evaluations tell the
-    macro F1 of all held-out rows: the mean over the classes that occur of 2 true / (predicted + there).
+    The loss is the mean over texts of the cross-entropy in nats, times the weight of the class. Evaluations report the
+    macro F1 of all held-out rows: the mean of 2 true / (predicted + labelled) over the classes that occur, where `true`
+    counts the rows of a class that are predicted rightly.
     """
 
     def labels_of(self, config: Mapping[str, Any]) -> None:
@@ -93,13 +88,16 @@ class Classification(TextObjective):
         self.config = replace(self.config, classes=self.config.classes or names)
 
     def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the classes from all rows, where nothing names them."""
+        """Take the classes from the labels of all rows, where neither the config nor a folder names them."""
         labels = {row["label"] for row in rows if type(row.get("label")) in (int, str)}
         ordered = dict.fromkeys(map(str, sorted(labels, key=lambda label: (isinstance(label, str), label))))
         self.config = replace(self.config, classes=self.config.classes or list(ordered))
 
     def attach(self, model: Any) -> None:
-        """Put a head of classes in the place of that of tokens. Raises ConfigError for classes that make no task."""
+        """Replace the head for tokens by one for classes.
+
+        Raises ConfigError for fewer than two classes, equal ones, or a wrong number of class_weights.
+        """
         names, weights = self.config.classes, self.config.class_weights
         if len({*names}) < max(len(names), 2) or len(weights) not in (0, len(names)):
             told = "give at least two, all different, and as many class_weights or none"
@@ -127,7 +125,7 @@ class Classification(TextObjective):
         return Baseline("entropy of the labels", -float(shares @ np.log(shares)))
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
-        """Return the loss and labels/accuracy, in evaluations also sums of each class, from which F1 follows."""
+        """Return the loss and labels/accuracy; in evaluations also the sums of each class that `summary` reads."""
         vectors, given = self.vectors(model, graph, rows, training), self.given(model, graph, rows)
         with graph.scope("loss"):
             scores = ops.cast(model.classes(ops.cast(vectors, model.compute)), DType.FP32)  # [rows, classes]
@@ -135,7 +133,7 @@ class Classification(TextObjective):
             logs, counted = ops.reduce_sum(hot * log_softmax(scores), [1]), ops.reduce_sum(hot, [1])
             chosen = (1.0 - ops.greater(ops.amax(scores, -1), scores)) * ops.reshape(counted, (rows, 1))
             found = {"labels/accuracy": ops.reduce_sum(hot * chosen, [0, 1]) * weight}
-            # Of each class: predicted rightly; and predicted, plus rows that have it.
+            # Of each class: rows that are predicted rightly; predicted rows plus labelled ones.
             for what, each in () if training else (("true", hot * chosen), ("total", hot + chosen)):
                 sums = ops.reshape(ops.reduce_sum(each, [0]) * weight, (1, scores.shape[1], 1))
                 for number in range(scores.shape[1]):
@@ -143,7 +141,7 @@ class Classification(TextObjective):
             return -(ops.reduce_sum(logs * given["weight"], [0]) * weight), found
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """See Objective: F1 in the place of the sums of classes."""
+        """Replace the sums of classes by labels/f1."""
         kept, classes = dict(metrics), range(len(self.config.classes))
         pairs = [(kept.pop(f"{each}/true"), kept.pop(f"{each}/total")) for each in classes]
         scores = [2 * true / total for true, total in pairs if total]
@@ -151,12 +149,12 @@ class Classification(TextObjective):
 
 
 class Embedding(TextObjective):
-    """Rows {"anchor", "positive"}: each anchor tells its positive from those of all rows of its slice.
+    """Rows {"anchor", "positive"}: each anchor has to find its positive among those of all rows of its slice.
 
     The loss is InfoNCE (van den Oord et al., 2018) in nats, over cosines of vectors divided by a temperature. Where a
-    slice has several micro-batches, a probe gives all of its vectors, without dropout. Each micro-batch then puts its
-    own in their place and differentiates the loss of the slice by these (Gao et al., 2021, Scaling Deep Contrastive
-    Learning Batch Size under Memory Limited Setup), so that the gradients add up to that of the slice.
+    slice has several micro-batches, a probe computes all vectors of the slice, without dropout. Each micro-batch then
+    computes its own vectors anew, and the gradient of the slice's loss with respect to them alone. These gradients add
+    up to that of the slice (Gao et al., 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup).
     """
 
     names = ("anchor", "positive")
@@ -164,7 +162,7 @@ class Embedding(TextObjective):
 
     @property
     def coupled(self) -> Any:
-        """See Objective; the outputs of the probe as they are, and an identity."""
+        """Return a function that adds an identity matrix to the outputs of the probe; see Objective."""
         eye = {"eye": np.eye(math.prod(self.slice), dtype=np.float32)}
         return None if self.slice[0] == 1 else lambda outputs: {**outputs, **eye}
 
@@ -173,11 +171,11 @@ class Embedding(TextObjective):
         super().attach(model)
 
     def baseline(self, dataset: ExampleDataset) -> Baseline:
-        """Return the loss of vectors that tell nothing: the logarithm of how many positives there are."""
+        """Return the loss of a random choice: the logarithm of the number of positives."""
         return Baseline("a choice at random", math.log(min(math.prod(self.slice), dataset.val_samples)))
 
     def probe(self, model: Any, graph: Graph, rows: int, training: bool = False) -> dict[str, Value]:
-        """Return unit vectors of anchors and positives [rows, width], and 1 for each row that counts [rows], fp32."""
+        """Return unit vectors of anchors and positives, `a` and `p` [rows, width], and `valid` [rows], 1 or 0."""
         vectors = self.vectors(model, graph, rows, training)
         lengths = ops.reshape(ops.sqrt(ops.reduce_sum(vectors * vectors, [1])), (2 * rows, 1))
         units = ops.reshape(vectors / lengths, (rows, 2, model.width))
@@ -186,7 +184,7 @@ class Embedding(TextObjective):
         return {**sides, "valid": ops.reshape(hot, (rows,))}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
-        """Return the loss and the shares of rows whose positive is the nearest, retrieval/recall@1, or among five."""
+        """Return the loss, and the shares of rows whose positive is the nearest one, or one of the nearest five."""
         own, weight = self.probe(model, graph, rows, training), graph.input(LOSS_WEIGHT, SCALAR)
         size, place = rows * self.slice[0], self.given(model, graph, rows)["place"]
         if size < 2:
@@ -204,7 +202,7 @@ class Embedding(TextObjective):
                 kept = ops.reshape(1.0 - mine, (size, 1))
                 new = {side: old[side] * kept + ops.matmul(places, own[side], transpose_a=True) for side in old}
                 losses, ranks = self._compared(**new, **rest)
-                before, _ = self._compared(**old, **rest)  # so that the value is that of these rows alone
+                before, _ = self._compared(**old, **rest)  # so that the value is the loss of these rows alone
                 losses, own = losses - (1.0 - mine) * before, rest
             valid, found = own["valid"], dict[str, Value]()
             for k in (1, 5):
@@ -213,7 +211,7 @@ class Embedding(TextObjective):
             return ops.reduce_sum(losses * valid, [0]) * weight, found
 
     def _compared(self, a: Value, p: Value, valid: Value, eye: Value) -> tuple[Value, Value]:
-        """Return losses [S], and how many positives are nearer than the own one [S]."""
+        """Return the losses [S], and how many positives are nearer to each anchor than its own [S]."""
         absent = ops.reshape((valid - 1.0) * 1e30, (1, valid.shape[0]))
         scores = ops.linear(a, p) * (1 / self.config.temperature) + absent  # [S, S]
         own = ops.reduce_sum(scores * eye, [1])

@@ -34,7 +34,7 @@ Numbers = dict[str, Any]
 
 
 def failure_text(log: Path, start: int) -> tuple[str, str | None]:
-    """Return a job's last words on its failure, and its traceback if any; the log is read from `start` on."""
+    """Return the last message of a job that failed, and its traceback if any; the log is read from `start` on."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, log.stat().st_size - _LOG_BYTES))
@@ -116,7 +116,7 @@ def draw_axes(folder: Path, records: Sequence[dict[str, Any]], axes: Sequence[st
 
 
 def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -> None:
-    """Draw evaluations.svg: what each job's evaluations found, up to where it finished or was pruned."""
+    """Draw evaluations.svg: the objective at every evaluation of each job, up to where it finished or was pruned."""
     runs = [folder.path / str(folder.status(job).get("run", job.name)) for job in jobs]
     series = [
         Series(str(job.number), list(enumerate(measured(run, objective), 1)))
@@ -128,7 +128,7 @@ def draw_evaluations(folder: SweepFolder, jobs: Sequence[Job], objective: str) -
 
 
 def output_override(config: Config, folder: Path, attempt: int) -> tuple[str | None, Path | None]:
-    """Return the key that brings the results of a job to `folder`, None where none does, and where they are.
+    """Return the key that puts the results of a job into `folder`, None where none does, and their place.
 
     A benchmark refuses a folder that holds results, so each attempt has one of its own.
     """

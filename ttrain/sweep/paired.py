@@ -28,7 +28,7 @@ _DEVIATIONS = 3  # standard deviations by which the simulation may err without a
 
 
 def tails(t: Array | float, freedom: int) -> Any:
-    """Return the probability that Student's t is farther from 0, on either side, by whole degrees of freedom.
+    """Return P(|T| > |t|) of Student's T for a whole number of degrees of freedom.
 
     It is a finite series (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
@@ -62,7 +62,7 @@ def nominal_level(level: float, most: int) -> float:
 
 @cache
 def quantile(tail: float, freedom: int) -> float:
-    """Return the t that `tails` gives that probability."""
+    """Return the t >= 0 at which `tails` is the given probability."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2

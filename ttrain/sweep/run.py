@@ -83,7 +83,7 @@ class _Running:
     status: Status
     log_start: int  # bytes of the log before this start
     started: float
-    pruned: bool = False  # was told to stop, because others do better
+    pruned: bool = False  # was asked to stop, because others do better
 
 
 class Runner:
@@ -214,7 +214,7 @@ class Runner:
                 self._tell(running.job, self._ended(running, code))
 
     def _prune(self) -> None:
-        """End the jobs that are not worth to be finished, as Ctrl-C does: what they have is saved."""
+        """End the jobs that are not worth finishing, as Ctrl-C does: their state is saved."""
         for running in self._running:
             if not running.pruned and self.queue.hopeless(running.job, self._run_directory(running.job)):
                 running.pruned = True

@@ -58,7 +58,7 @@ def has_diverged(run: Path) -> bool:
 
 
 def bits_of(run: Path) -> Any:
-    """Return what is the same for runs with equal bits: all losses, and hashes of the last parameters."""
+    """Return all losses of a run and hashes of its last parameters. Runs with equal bits have equal ones."""
     lines, last = read_metrics(run / METRICS), list_checkpoints(run / "checkpoints")[0][-1:]
     losses = [(line["step"], key, line[key]) for line in lines for key in line if re.match("(train|val)/loss", key)]
     hashes = [each.files[name] for each in last for name in each.files_of(Kind.PARAMETER, Kind.FROZEN)]
@@ -99,7 +99,7 @@ class Arm:
                 self.verdict = "bounded"
 
     def facts(self, base: Arm) -> dict[str, Any]:
-        """Return what is known of the arm as JSON values."""
+        """Return the results of the arm as JSON values."""
         summaries, count = [read_json(end["run"] / "summary.json") for end in self.ends], len(self.differences)
         known = {key: [each[key] for each in summaries if each.get(key) is not None] for key in NUMBERS}
         independent = [variance(arm.values[:count]) for arm in (self, base) if count > 1]
@@ -217,7 +217,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def _checked(config: Config) -> tuple[list[Arm], str]:
-    """Return baseline and variants, all fit to be trained, and a text that tells how long their steps may take."""
+    """Return baseline and variants, all checked, and a text that tells how long their steps may take."""
     flags, own = parse_arguments(config.source.flags)
     arms, problems, runs = list[Arm](), list[str](), list[Run]()
     seeds = range(config.run.seed, config.run.seed + config.trial.seeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,9 +26,8 @@ _GENERATED = 256  # tokens, where a task does not say how many
 class TtrainLM(LM):  # type: ignore[misc]
     """The model of a run or of a folder of Transformers, as `lm_eval.simple_evaluate(model=...)` takes it.
 
-    What it says of a text is what task=eval and task=sample say: texts are parted into context and continuation as by
-    the harness's own models, and a text without a context follows the token that ends a document, or a folder's
-    bos_token.
+    It scores as task=eval and writes as task=sample. Context and continuation are tokenized as by the harness's own
+    models. A text without a context follows the token that ends a document, or a folder's bos_token.
     """
 
     def __init__(self, *words: str, batch_size: int | str | None = None, **keys: Any) -> None:
@@ -66,12 +65,14 @@ class TtrainLM(LM):  # type: ignore[misc]
         scorer, start = self._scorer, [] if self._scorer.start is None else [self._scorer.start]
         encoded = [scorer.tokenizer.encode(*request.args) for request in requests]
         texts = [ids if ids[:1] == start else [*start, *ids] for ids in encoded]
-
-        def total(number: int) -> float:
-            windows = list(windows_of(texts[number], scorer.context))
-            return -scorer.loss(windows) * (len(texts[number]) - 1) if windows else 0.0
-
-        return self._answered("loglikelihood_rolling", requests, total, [len(text) for text in texts], disable_tqdm)
+        found: dict[int, float] = {}
+        with self._bar(requests, disable_tqdm) as bar:
+            for number in sorted(range(len(texts)), key=lambda each: len(texts[each])):  # so steps are built seldom
+                windows = list(windows_of(texts[number], scorer.context))
+                total = -scorer.loss(windows) * (len(texts[number]) - 1) if windows else 0.0
+                found[number] = self._kept("loglikelihood_rolling", requests[number], total)
+                bar.update(1)
+        return [found[number] for number in range(len(requests))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each context, up to a stop; greedily unless a request asks to draw."""
@@ -86,17 +87,6 @@ class TtrainLM(LM):  # type: ignore[misc]
                 for number, text in zip(numbers, texts, strict=True):
                     found[number] = self._kept("generate_until", requests[number], text)
                     bar.update(1)
-        return [found[number] for number in range(len(requests))]
-
-    def _answered(
-        self, kind: str, requests: Sequence[Any], answer: Callable[[int], Any], lengths: Sequence[int], hidden: bool
-    ) -> list[Any]:
-        """Return the answers to requests by their number, asked from the shortest on so that steps are built seldom."""
-        found = {}
-        with self._bar(requests, hidden) as bar:
-            for number in sorted(range(len(requests)), key=lengths.__getitem__):
-                found[number] = self._kept(kind, requests[number], answer(number))
-                bar.update(1)
         return [found[number] for number in range(len(requests))]
 
     def _generated(self, contexts: Sequence[str], asked: dict[str, Any]) -> Iterator[str]:
@@ -114,7 +104,7 @@ class TtrainLM(LM):  # type: ignore[misc]
         return written(source, scorer.tokenizer, prompts, [0] * len(prompts))
 
     def _kept(self, kind: str, request: Any, found: Any) -> Any:
-        """The answer, noted where the harness keeps answers."""
+        """Return an answer, after the harness has noted it in its cache."""
         self.cache_hook.add_partial(kind, request.args, found)
         return found
 

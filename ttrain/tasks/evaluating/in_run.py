@@ -16,8 +16,8 @@ from ttrain.models.base import Model
 from ttrain.tasks.evaluating.measures import TRACES, Choices, Documents, Scorer
 from ttrain.tasks.opening import OpenedModel
 from ttrain.tasks.sample import encoded_prompt, read_prompts
-from ttrain.train.sampling.source import StepsByLength, TokenSource
-from ttrain.train.sampling.stream import Stop, stream_text
+from ttrain.train.sampling.source import StepsByLength, TokenSource, written
+from ttrain.train.sampling.stream import Stop
 from ttrain.train.settings import RunEvalConfig
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
@@ -31,9 +31,9 @@ class BuiltSteps(StepsByLength):
         self._built = built
 
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
-        """Return the built steps of these names for the length, or for the context where they have no other.
+        """Return the built steps of these names for the length, or for the context where there are none for the length.
 
-        A sample takes the one that computes a whole text for every token.
+        A sample takes the step that computes the whole text for every token.
         """
         return {each: self._built.get(f"{each}_{length}") or self._built[each] for each in traces(self.session.graph)}
 
@@ -47,12 +47,10 @@ class Prompts(NamedTuple):
     def measure(self, scorer: Scorer) -> dict[str, Any]:
         """Return pairs of prompt and text."""
         sample = replace(scorer.given.config.sample, mode="ar", cache=False)
-        source, samples = TokenSource(scorer.steps, sample, scorer.tokenizer.vocabulary), []
-        for ids, stop in waited_for(self.texts, "Writing samples"):
-            drawn = (token for token in source.tokens(ids, 0) if not scorer.on_texts(0))  # which may end the text
-            text = stream_text(scorer.tokenizer, ids, drawn, lambda text: None, stop, echo=False)
-            samples.append((scorer.tokenizer.decode(ids), text))
-        return {"samples": samples}
+        source, tokenizer = TokenSource(scorer.steps, sample, scorer.tokenizer.vocabulary), scorer.tokenizer
+        texts = written(source, tokenizer, self.texts, [0] * len(self.texts), on_token=lambda: scorer.on_texts(0))
+        prompts = waited_for(self.texts, "Writing samples")
+        return {"samples": [(tokenizer.decode(ids), text) for (ids, _), text in zip(prompts, texts, strict=True)]}
 
 
 @dataclass

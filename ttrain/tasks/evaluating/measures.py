@@ -1,7 +1,7 @@
 """The measures of task=eval: documents that are predicted, and questions with several endings.
 
-Texts have a loss, perplexity and bits per byte. Of a question the model chooses the likeliest ending, as
-lm-evaluation-harness has it choose.
+Documents have a loss, a perplexity and bits per byte. For a question the model chooses the likeliest ending, by the
+rules of lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ TRACES: dict[str, Callable[[StepGraph], Trace]] = {  # of the loss of texts, and
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model, what it reads of texts, and its steps where it is on a device.
+    """A model that scores texts, with its steps where it is on a device.
 
-    `start` is the token before a text, None where the model knows none. Texts are read in rows that are as long as they
-    have to be, some of about equal length at a time; `on_texts` gets the number of texts each time.
+    `start` is the token before a text, None where the model knows none. Texts of about equal length are read together,
+    in rows that are as long as needed. `on_texts` is called with the number of texts each time.
     """
 
     given: OpenedModel
@@ -85,7 +85,7 @@ class Scorer:
 
     @classmethod
     def of(cls, given: OpenedModel, end_token: str | None) -> Scorer:
-        """Return that of a model on no device yet. Raises ConfigError where it predicts no text."""
+        """Return the scorer of a model that is on no device yet. Raises ConfigError where it predicts no text."""
         start, data = next(iter(given.tokenizer.start), end_id(given.tokenizer, end_token)), given.config.data
         if getattr(data, "attention", "") == "document":  # a row has one document here
             alone = replace(data, attention="sequence")  # type: ignore[call-arg]
@@ -130,7 +130,7 @@ class Scorer:
         return total / sum(text.predicted for text in texts)
 
     def likelihoods(self, texts: Sequence[Text]) -> list[Likelihood]:
-        """Return the likelihood of what is predicted of each text."""
+        """Return the likelihood of the predicted tokens of each text."""
         found: dict[int, Likelihood] = {}
         for length, numbers in waited_for(self._batches(texts), "Scoring continuations"):
             found |= zip(numbers, self._of_batch([texts[number] for number in numbers], length), strict=True)
@@ -138,9 +138,9 @@ class Scorer:
         return [found[number] for number in range(len(texts))]
 
     def text(self, before: list[int], continuation: list[int]) -> Text:
-        """Return what of a context and its continuation the model reads: of a text that is too long, the end.
+        """Return a context and its continuation as a text; if it is too long, only its end.
 
-        A first token with nothing before it is not predicted. Raises DataError for a continuation of that alone.
+        A token with nothing before it is not predicted. Raises DataError for a continuation of such a token alone.
         """
         before = before or ([] if self.start is None else [self.start])
         text = [*before, *continuation][-self.context - 1 :]
@@ -193,7 +193,7 @@ class Scorer:
 
 @contextmanager
 def opened(config: Config) -> Iterator[Scorer]:
-    """The model of `run.dir` or `model.from` on the device; text can be drawn as well, as `sample` says.
+    """Open the model of `run.dir` or `model.from` on the device. It can write text too, as `sample` says.
 
     Raises CheckpointError for a model that can't be read, UserError for a device that can't do this.
     """
@@ -215,7 +215,7 @@ MEASURES = ("acc", "acc_norm", "acc_bytes")
 
 
 class Question(NamedTuple):
-    """A text, what may come after it, and which of that does."""
+    """A context, its possible endings, and the number of the right one."""
 
     context: str
     endings: tuple[str, ...]
@@ -245,9 +245,9 @@ def _question(line: str, place: str) -> Question:
 
 
 def encoded_pair(tokenizer: Any, before: str, after: str) -> tuple[list[int], list[int]]:
-    """Ids of a context and of what continues it, as lm-evaluation-harness parts them.
+    """Return the ids of a context and of what continues it, as lm-evaluation-harness does.
 
-    Blanks at the end of the context belong to the continuation; both are tokenized together.
+    Spaces at the end of the context belong to the continuation; both are tokenized together.
     """
     kept = before.rstrip()
     before, after = kept, before[len(kept) :] + after
@@ -256,7 +256,7 @@ def encoded_pair(tokenizer: Any, before: str, after: str) -> tuple[list[int], li
 
 
 class Choices(NamedTuple):
-    """Questions, of which a model chooses the likeliest ending."""
+    """Questions, for each of which a model chooses the likeliest ending."""
 
     source: str
     questions: list[Question]
@@ -356,7 +356,7 @@ class Documents(NamedTuple):
 
 
 def _notices(found: list[FileList], reader: DocumentReader, key: str) -> list[str]:
-    """Return sentences about what of the files is not read, or is read otherwise than its name says."""
+    """Return sentences about parts of the files that are not read, or are read otherwise than their names say."""
     told = [note.replace("data.sources:", f"{key}:") for each in found for note in each.notices]
     told += [f"{key}: {note}" for note in reader.skipped.notices()]
     given, instead = "data.suffixes says which are.", f"Name them in {key} to have them read as text."

@@ -56,7 +56,7 @@ def train(run: Run, device: Device, console: Console, stop: StopRequests) -> flo
 
 
 class Attempt:
-    """The parts of an attempt, as one after the other is made. The stack closes them."""
+    """The parts of an attempt, which are made one after the other. The stack closes them."""
 
     def __init__(self, run: Run, device: Device, folder: RunDirectory, console: Console, stack: ExitStack) -> None:
         self.run, self.device, self.folder, self.console, self._stack = run, device, folder, console, stack
@@ -224,7 +224,7 @@ class Attempt:
         return loggers
 
     def _evaluation(self, progress: Progress) -> Evaluation:
-        """Return the evaluation on held-out data, by the step that was built last."""
+        """Return the evaluation on held-out data. It runs the newest built step."""
         dataset, world, train, steps = self.run.dataset, self.run.world, self.run.config.train, self.steps
         rows = train.batch_size // world.ranks.slices // train.gradient_accumulation
         end = dataset.description.get("end_token") or {}
@@ -265,7 +265,7 @@ class Attempt:
         return dict(json.loads(self.run.world.once(lambda: json.dumps(evals.measure(due, stopped, tell)))))
 
     def _meter(self, session: Session, step: int) -> Meter:
-        """Return what times the steps after step `step`, and says how long the run takes."""
+        """Return the meter of the steps after step `step`, which also tells how long the run takes."""
         from ttrain.train.forecast.step_time import measured_rates
 
         run, config, device, say = self.run, self.run.config, self.device, self.console.say

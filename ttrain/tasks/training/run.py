@@ -172,12 +172,12 @@ class Run:
         return session
 
     def add_reference(self, session: Session, folder: RunDirectory | None = None) -> None:
-        """See steps/reference.py; the state of the session has its values."""
+        """See runs/reference.py; the state of the session has its values by now."""
         begun = [run for run in (folder and folder.path, self.origin.run) if run and self.origin.point is not None]
         add_reference(session, self.dataset, folder.path if folder and folder.leads else None, begun)
 
     def _writer(self) -> Model | None:
-        """Return what computes the scores of the sample over no longer texts than that is; None takes the context."""
+        """Return a model for texts as long as the sample, to write it with; None where that is the context."""
         context, config = getattr(self.dataset, "context", 0), self.config
         longest = max(len(self.prompt or ()), self.evals.longest_prompt)
         length = length_class(longest + config.sample.tokens, context)

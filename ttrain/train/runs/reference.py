@@ -1,4 +1,4 @@
-"""The fields that the first weights of a model give every row, where an objective asks: computed once for all steps."""
+"""Fields of rows that follow from the weights before training, such as a reference's log-probabilities: made once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SPLITS: tuple[Split, ...] = ("train", "val")
 
 
 def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Sequence[Path]) -> None:
-    """Let batches of an ExampleDataset have the fields that an objective's `reference` makes.
+    """Add the fields that an objective's `reference` makes to the batches of an ExampleDataset.
 
-    They are computed with the weights as they are, unless the user's cache has them. Where training goes on, these are
-    not the first ones any more, so one of the folders of `runs` must have the fields; raises CheckpointError where none
-    has. The `folder` of the run gets a copy, if any.
+    A new run has no `runs`: the fields are in the user's cache, or are computed with the present weights. A run that
+    goes on has other weights by now, so one of the folders of `runs` must have the fields. Raises CheckpointError where
+    none has. The `folder` of the run gets a copy, if any.
     """
     objective, model = session.graph.objective, session.graph.model
     if not objective.reads_reference(model):
@@ -56,7 +56,7 @@ def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Seq
 
 
 def _computed(session: Session, dataset: Any) -> dict[str, Array]:
-    """Run a forward pass over all rows."""
+    """Return the fields of all rows, by a forward pass over them."""
     objective, rows, found = cast(Any, session.graph.objective), session.graph.rows, dict[str, list[Array]]()
     step = session.engine.build("reference", partial(session.graph.trace_fields, objective.reference))
     counts: dict[str, int] = {split: len(dataset.rows[split]) for split in SPLITS}
@@ -77,7 +77,7 @@ def _hash(facts: str, arrays: Iterable[Array]) -> str:
 
 
 def _read(path: Path, data: str) -> dict[str, Array]:
-    """Return what a file has of these rows; nothing where there is none or it is of others, or damaged in the cache."""
+    """Return the fields in a file; nothing where there is no file, it is of other rows, or damaged in the cache."""
     if path.is_file():
         with suppress(*() if path.name == FILE else (CheckpointError,)), open_shard(path) as shard:
             if (shard.metadata() or {}).get("data") == data:

@@ -37,7 +37,7 @@ _UNREPORTED = (*OF_A_COMMAND, "sample", "profile", "verify")
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A verified checkpoint, the run that it belongs to (None where it lies alone), and what was passed over."""
+    """A verified checkpoint, its run (None where it lies alone), and notes on checkpoints that were skipped."""
 
     checkpoint: Checkpoint
     run: Path | None
@@ -68,11 +68,11 @@ def _run_of(path: Path) -> Path | None:
 
 
 def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
-    """Find what `resume=` names: none, auto, or the folder of a run or of a checkpoint.
+    """Find the checkpoint that `resume` names: none, auto, or the folder of a run or of a checkpoint.
 
     None where a new run should start: for `none`, and for `auto` where run.dir holds no checkpoint at all yet. Whatever
-    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start. The checkpoint is held
-    against a run that goes on and would remove it.
+    else can't be resumed raises CheckpointError: a requested resume never becomes a fresh start. A checkpoint that was
+    named is held, so that its run, which may go on, does not remove it.
     """
     if resume == "none":
         return None
@@ -182,7 +182,7 @@ def check_documents(point: ResumePoint, description: dict[str, Any]) -> None:
 
 
 def data_difference(run: Path, description: dict[str, Any]) -> list[str]:
-    """Return what the newest attempt of a run says of its data, where the data is another now."""
+    """Return one `data: key: old -> new` per fact of the data that changed since the newest attempt of a run."""
     stored = part_of(newest_attempt(run), "data")
     given = json.loads(json.dumps(description))
     return [f"data: {key}: {old} -> {new}" for key, old, new in differences(stored, given)] if stored else []
@@ -209,7 +209,7 @@ def take_up(
 ) -> tuple[dict[str, Any], list[str]]:
     """Make a run directory go on from a checkpoint. Return what to record, and what to tell.
 
-    Metrics and checkpoints of later steps are cut off and set aside. The checkpoint was `evaluated` before it was left.
+    Metrics and checkpoints of later steps are cut off and set aside. `evaluated` tells that the checkpoint's step was.
     `config` and `data` describe the run as it is now.
     """
     checkpoint = point.checkpoint

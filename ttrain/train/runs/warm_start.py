@@ -1,6 +1,6 @@
-"""The beginning of an attempt: a run or checkpoint that it continues, initial values from elsewhere, or nothing.
+"""The start of an attempt: a run or checkpoint that it continues, initial values from elsewhere, or nothing.
 
-Those are of another run, a checkpoint or a file of weights: what fits by name and shape.
+Initial values come from another run, a checkpoint or a file of weights. Those that fit by name and shape are taken.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WarmStart:
     """Source of initial values, and the parameters that they fit. Values are read when they are needed.
 
     Saved buffers count as parameters here. `fitting` are the parameters that are overwritten, in the model's order.
-    `others` tells of every other one the shape that the source has under its name, None where it has none.
+    `others` maps each other parameter to the shape that the source has under its name, None where it has none.
     """
 
     source: Path
@@ -53,7 +53,7 @@ class WarmStart:
     fitting: tuple[str, ...]
     others: Mapping[str, tuple[int, ...] | None]
     unused: tuple[str, ...]  # names of the source that no parameter has
-    differences: tuple[str, ...] = ()  # why the values mean something else here, where they are taken all the same
+    differences: tuple[str, ...] = ()  # reasons why taken values mean something else here
 
     def apply(self, state: State) -> None:
         """Overwrites the fitting parameters; the optimizer's tensors stay as they are."""
@@ -134,9 +134,10 @@ def open_warm_start(
 def unrounded(
     values: Mapping[str, Any], model: Any, source: str | None, whole: bool
 ) -> tuple[Mapping[str, Any], str | None]:
-    """Values of a run with frozen weights as in the `source` that it started from, which a run in bf16 keeps rounded.
+    """Return a run's values with its frozen weights unrounded, and a sentence about those that stay rounded, if any.
 
-    A `whole` model is that of model.from. The second is what to tell where the source has them no more.
+    A run in bf16 keeps frozen weights rounded; the `source` that it started from has them exactly. A `whole` model is
+    that of model.from.
     """
     parameters = model.parameters()
     narrow = [path for path, each in parameters.items() if not each.trainable and each.master is DType.BF16]
@@ -172,7 +173,7 @@ def _compared(
 
 
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
-    """Values by our paths, each read when it is asked for, and what the source says besides."""
+    """Return values by our paths, each read when it is asked for, and the metadata of the source."""
     if path.is_file() or holds_model(path):
         content = read_file(path)
         metadata = read_metadata(path, content)  # first: of another architecture no name fits
@@ -265,7 +266,7 @@ class Origin:
     def begin(
         self, run: RunDirectory, session: Session, seed: int, stored: dict[str, Any], data: dict[str, Any]
     ) -> tuple[Progress, dict[str, Any], list[str]]:
-        """Set the state, and make the run's files go on from it. Return how far it is, what to record, what to tell."""
+        """Set the state, and make the run's files go on from it. Return progress, what to record, and what to tell."""
         progress = Progress() if self.point is None else Progress.from_dict(self.point.checkpoint.progress)
         if not run.leads:
             self.set_values(session, seed)

@@ -1,4 +1,4 @@
-"""Write many texts at once: each has caches of its own, and the next in the queue takes the place of one that ends."""
+"""Write many texts at once. Each has caches of its own; when one ends, the next in the queue takes its place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DRAWING = 2  # threads: numpy's functions over a whole vocabulary run beside ea
 
 
 def batch_traces(model: CachedModel, texts: int, length: int, scale: float = 1.0) -> dict[str, Trace]:
-    """Return the steps that read so many texts of at most `length` tokens: one token of each, and a block of some.
+    """Return the steps that read so many texts of at most `length` tokens: a token of each, or a block of tokens.
 
     Their outputs are logits fp32 [texts, vocabulary] and log_sum_exp fp32 [texts] of these times `scale`.
     """
@@ -52,7 +52,7 @@ class TextsReader:
     def read(self, texts: Mapping[int, list[int]]) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """Yield the numbers of texts that are read to their ends, and outputs whose first rows are theirs.
 
-        Of a text that was longer by one token or several than before, only these are read, else all of it.
+        A text that continues the one of the same number is read from its first new token on, any other from its start.
         """
         places: list[int] = []
         for number, text in texts.items():
@@ -67,7 +67,7 @@ class TextsReader:
             del places[:size]
 
     def _feed(self, step: Step, places: list[int]) -> tuple[list[int], dict[str, Any]]:
-        """Read the tokens at these places, and others to fill the step: such as lie behind the end of a text."""
+        """Read the tokens at these places. Places behind the ends of texts fill the rest of the step."""
         size, scored, length = step.inputs[TOKENS].shape[1], step.inputs[ROWS].shape[0], self._length
         used, texts = set(places), {place // length for place in places}
         idle = sorted(
@@ -107,9 +107,8 @@ class _Text:
 class BatchSource:
     """Tokens of many texts, some of them read at a time. What is drawn for a text depends on no other.
 
-    `rows` are read at a time and caches have room for `longest` tokens, where these are given: then the same steps, by
-    `traces`, serve every call. Else there are as many as the call has texts, up to sample.batch_size, of the length
-    that its longest text needs.
+    If `rows` and `longest` are given, so many texts are read at a time, the caches hold so many tokens, and the same
+    steps, those of `traces`, serve every call. Else both follow from the texts of a call and sample.batch_size.
     """
 
     steps: Any  # StepsByLength
@@ -139,8 +138,8 @@ class BatchSource:
     ) -> Iterator[tuple[list[int], Array]]:
         """Yield for each prompt in turn the tokens after it, and their log-probabilities fp32 [tokens].
 
-        A text has sample.tokens tokens, or ends with the one of which `ends` says so. `numbers` tell texts apart: a
-        draw depends on sample.seed, the text's number and the token's place. A log-probability is that of
+        A text has sample.tokens tokens, or ends with the first one for which `ends` is true. `numbers` tell texts
+        apart: a draw depends on sample.seed, the text's number and the token's place. A log-probability is that of
         the model's logits times `scale`, before penalties and temperature.
         """
         rows, length = self.sizes(prompts)
@@ -164,7 +163,7 @@ class BatchSource:
                     turn += 1
 
     def _draw(self, texts: list[_Text], outputs: dict[str, Any], pool: ThreadPoolExecutor) -> None:
-        """Append a token to each of the texts, which the first rows of the outputs are of."""
+        """Append a token to each of the texts. The first rows of the outputs are theirs."""
         sampler = Sampler(self.config)
         logits = checked(scores_of(outputs)[: len(texts)], self.vocabulary)
         sums = np.asarray(outputs[LOG_SUM_EXP], np.float32).ravel()

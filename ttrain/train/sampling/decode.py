@@ -1,7 +1,7 @@
 """Read a growing text with cached keys and values: two built steps serve texts of any length.
 
-One step reads a chunk of tokens, the other the few that are new. What is in the caches already is not read again; a
-text that was changed, or whose front fell off, is read again from the first token that differs.
+One step reads a chunk of tokens, the other the few that are new. Tokens that the caches hold are not read again. A text
+that was changed, or lost its first tokens, is read again from the first token that differs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def reading_traces(model: CachedModel, mask: str, new: int, rows: int, length: i
 
 
 class Reader:
-    """Feeds a text to the steps of `reading_traces`, and returns what they say of its last tokens.
+    """Feeds a text to the steps of `reading_traces`, and returns their outputs for its last tokens.
 
     Unless it `keeps` what it has read, every call reads the whole text again.
     """
@@ -85,7 +85,7 @@ class Reader:
     def read(self, text: list[int], wanted: int) -> dict[str, Any]:
         """Outputs of a step that scores the last `wanted` tokens of a text, at most as many as it has rows.
 
-        Rows beyond those that are wanted, or beyond the text's, mean nothing.
+        Further rows of the outputs mean nothing.
         """
         start = self._floor(min(self._kept(text), max(0, len(text) - wanted)))
         # A text's first tokens go through the chunk's step however few they are, so that both steps run early.

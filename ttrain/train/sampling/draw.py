@@ -133,11 +133,12 @@ def token_probabilities(
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | None = None) -> list[int]:
-    """Token ids of the prompt behind what the tokenizer puts before a text, at least one; None stands for a line break.
+    """Return the token ids of a prompt, at least one, with those that the tokenizer puts before a text.
 
-    Where the tokenizer has none, it is the token between documents, or id 0. An empty prompt becomes the token between
-    documents, `end_token` or the one that tokenizers have for it, where nothing stands before a text. Raises UserError
-    for an empty prompt without one, and DataError, which names them, for characters the tokenizer never saw.
+    None stands for a line break; if the tokenizer has none, for the token that ends a document, or for id 0. An empty
+    prompt stands for the token that ends a document, `end_token` or the tokenizer's own, unless the tokenizer puts
+    tokens before a text. Raises UserError for an empty prompt without any such token, and DataError that names the
+    characters which the tokenizer does not know.
     """
     if prompt is None:
         try:
@@ -158,7 +159,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """Part of a text that a model sees: at most `context` tokens at its end. A longer text loses `slide` at once."""
+    """The part of a text that a model sees: at most the last `context` tokens. A longer text loses `slide` at once."""
 
     context: int
     slide: int = 1
@@ -175,7 +176,7 @@ class ContextWindow:
 
 @dataclass(frozen=True)
 class Continuation:
-    """`tokens` token ids that continue a prompt. Models are asked about what the window shows of the text."""
+    """`tokens` token ids that continue a prompt. Models read the part of the text that the window shows."""
 
     prompt: list[int]
     window: ContextWindow

@@ -45,16 +45,16 @@ class Completion(NamedTuple):
 
 
 class Rollouts(BatchReader):
-    """Training batches of completions. Each serves objective.num_iterations steps, and none may be read ahead of them.
+    """Training batches of completions. Each serves objective.num_iterations steps. Batches may not be read ahead.
 
     Ranks write the completions of their own slices, and exchange them: every rank has the whole batch.
     """
 
     def __init__(self, session: Session, built: Mapping[str, Step], config: Any, data: ExampleDataset, world: World):
-        """Let a session build the steps that write, and find them in `built`; `begin` says where training is.
+        """Let a session build the steps that write completions, and find them in `built`. Call `begin` next.
 
-        Raises ConfigError for a model or a device that can't, and DataError for a row that can't be rewarded: the first
-        ones are tried with no text and with their answer.
+        Raises ConfigError for a model or a device that can't write, and DataError for a row that can't be rewarded: the
+        first rows are tried with an empty completion and with their answer.
         """
         graph, model, encoder = session.graph, cast("Any", session.graph.model), data.encoder
         self._config, self._data, self._world = graph.objective.config, data, world
@@ -97,12 +97,12 @@ class Rollouts(BatchReader):
         return self._newest[1]
 
     def before(self, step: int) -> Position:
-        """See BatchReader. Between the steps of the same completions, the position has these."""
+        """See BatchReader. Between two steps on the same completions, the position holds them."""
         (group, _, done), position = self._place(step), super().before(step)
         return position._replace(rollout=json.dumps(self._held)) if done and group == self._group else position
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return what rewards and lengths the newest completions have."""
+        """Return the means of rewards and lengths over the newest completions."""
         return self._numbers
 
     def write(self, split: Any, rows: Sequence[int], numbers: Sequence[int], greedy: bool = False) -> list[Completion]:
@@ -136,7 +136,7 @@ class Rollouts(BatchReader):
         return found
 
     def _place(self, step: int) -> tuple[int, int, int]:
-        """Return the number of a step's completions in the run, their count, and what was trained on of them before."""
+        """Return the number of a step's batch of completions, its size, and how many samples of it were read before."""
         rows = self.schedule.at(step).rows
         group, done = divmod(super().before(step).samples, rows * self._config.num_iterations)
         return group, rows, done

@@ -37,7 +37,7 @@ def length_class(tokens: int, context: int) -> int:
 
 
 class StepsByLength:
-    """Builds steps of a session when they are asked for, and lets those before go with their memory."""
+    """Builds steps of a session when they are asked for, and first frees those before with their memory."""
 
     def __init__(self, session: Session, resized: Resized) -> None:
         self.session, self.resized = session, resized
@@ -52,9 +52,9 @@ class StepsByLength:
         return self.context if self._fixed else length_class(tokens, self.context)
 
     def get(self, name: str, length: int, traces: Callable[[StepGraph], Mapping[str, Trace]]) -> Mapping[str, Step]:
-        """Return the steps of `traces` for rows of one of the lengths that `length` gives, built and placed.
+        """Return the built steps of `traces` for rows of a length that the method `length` gives.
 
-        `name` tells them from others.
+        Steps of the newest `name` and length are kept; others are built anew.
         """
         if self._key != (name, length):
             state, engine, graph = self.session.state, self.session.engine, self.session.graph
@@ -142,7 +142,7 @@ class TokenSource:
         return named or {WHOLE: graph.trace_logits}
 
     def tokens(self, prompt: list[int], number: int) -> Iterator[int]:
-        """The ids of one sample, which continue the prompt; `number` tells samples apart."""
+        """Yield the ids of one sample, which continue the prompt; `number` tells samples apart."""
         config = self.config
         self.make_room(len(prompt) + config.tokens)
         window = draw.ContextWindow.of(self._length, config.slide)

@@ -22,9 +22,9 @@ class Stop:
 
     @staticmethod
     def of(tokenizer: Any, texts: Sequence[str], end_token: str | None = None) -> Stop:
-        """The token between documents, where the tokenizer has one, and `texts`, of which some may name special tokens.
+        """Return the stops of a tokenizer, and `texts`, of which some may name special tokens.
 
-        `end_token` is data.end_token. What the tokenizer's model says of its end counts too.
+        Stops are the token that ends a document, `end_token` or the tokenizer's own, and those that its model names.
         """
         special = special_tokens(tokenizer)
         named = (tokenizer.token_id(text) for text in texts if text in special)
@@ -46,7 +46,7 @@ class Stop:
 def _shown(text: str, stops: Sequence[str]) -> tuple[int, bool]:
     """Return how many characters of a growing text can be shown, and True if a stop ends it there.
 
-    That stop counts which ends first, and the longest of those. What may be the beginning of one is held back.
+    The stop that ends first counts; if several do, the longest. Text that may begin a stop is held back.
     """
     found = [(place + len(stop), -len(stop)) for stop in stops if (place := text.find(stop)) >= 0]
     if found:
@@ -59,14 +59,14 @@ class TextStream:
     """Writes a text as its tokens arrive, up to a stop.
 
     A character whose bytes are not all there yet is held back. Tokens are decoded together with those before them,
-    because some tokenizers treat the start of a text differently. Of a prompt is not shown what the tokenizer puts
-    before a text, nor one token that is no text, because it is a stop, special or unknown.
+    because some tokenizers treat the start of a text differently. Of a prompt, tokens that the tokenizer puts before a
+    text are not shown. A prompt of one token that is a stop, special or unknown is not shown either.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: list[int], write: Callable[[str], object], stop: Stop, echo: bool
     ) -> None:
-        """Write the prompt where `echo` says so."""
+        """Write the prompt, if `echo` is true."""
         self._tokenizer, self._write, self._stop = tokenizer, write, stop
         before = len(tokenizer.start) if prompt[: len(tokenizer.start)] == tokenizer.start else 0
         self._start = tokenizer.decode(prompt[before:])
@@ -122,14 +122,14 @@ def stream_text(
 
 
 def print_text(text: str) -> None:
-    """Writes what a model wrote to stdout. A terminal, which would obey control characters, is shown them escaped."""
+    """Write a model's text to stdout. On a terminal, which would obey control characters, they are escaped."""
     if sys.stdout.isatty():
         text = re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
     print(text, end="", flush=True)
 
 
 def end_id(tokenizer: Any, end_token: str | None) -> int | None:
-    """The token that ends a document, or the one that is named; None where the tokenizer has none of itself."""
+    """Return the token that ends a document, `end_token` if it is given; None where the tokenizer has none."""
     end = own_end(tokenizer, end_token)
     return None if end is None else end.id
 
