@@ -32,7 +32,7 @@ class Objective:
 
     @property
     def coupled(self) -> Callable[[Mapping[str, NDArray[Any]]], dict[str, Any]] | None:
-        """Return a function from outputs of `probe` to step inputs; None where the loss of a row depends on no other row.
+        """Return a function from outputs of `probe` to step inputs; None where the loss of a row needs no other row.
 
         It takes the outputs for all rows of a slice, by name. Each micro-batch of the slice gets the inputs beside its
         fields; `loss` declares them. Here they are the shares of experts in all pairs.
