@@ -36,7 +36,7 @@ def hurry() -> None:
     for info in (Torch, Tenstorrent):  # to compile every little step would take most of the time
         real = info.best_engine
         info.best_engine = wraps(real)(lambda self, config: ("static", "tests compile what they say"))  # type: ignore[method-assign]
-    summary.draw_loss_curve = lambda *_: False  # type: ignore[assignment]
+    summary.draw_loss_curve = lambda *_: None  # type: ignore[assignment]
     step_time._FIRST = step_time._AGAIN = 0.0
     step_time._SIZES["cpu"], step_time._MOVED = 256, 2**20
     toolchain.FLAGS = (*toolchain.FLAGS, *QUICKLY)

@@ -261,10 +261,8 @@ def _meant(text: str | None, hint: Any, declared: Field[Any]) -> Any:
         given = re.sub(r"^\s*\((.*?),?\s*\)\s*$", r"[\1]", str(text), flags=re.DOTALL)  # a tuple of Python is a list
         if entry_type(bare):  # as Hydra reads them, which can't read every path
             given = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", given)
-        try:
+        with suppress(yaml.YAMLError):
             return yaml.load(given, yaml.loader.SafeLoader)  # libyaml's wants a space between `:` and `[`
-        except yaml.YAMLError:
-            return text
     return text
 
 

@@ -91,10 +91,9 @@ def write_chosen(key: str, path: Path, content: str, folders: bool = False) -> N
 
 def text_of(path: Path) -> str:
     """Return the text of a file; empty where it can't be read."""
-    try:
+    with suppress(OSError):
         return path.read_text("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -248,15 +248,14 @@ def find_files(given: str, suffixes: list[str], key: str, plain: Callable[[str],
 
 
 def holds_json(file: Path) -> bool:
-    """True for a file of rows by its name, and where the first line is an object or a list of JSON."""
+    """Return whether a file has rows by its name, or by its first line, an object or a list of JSON."""
     if file.suffix.lower() in ROW_SUFFIXES:
         return True
-    try:
-        with open_unpacked(file) as stream:
-            first = stream.readline(READ_BYTES).removeprefix(codecs.BOM_UTF8).strip()
+    # What can't be read raises an error later.
+    with suppress(OSError, ValueError, RecursionError, DataError), open_unpacked(file) as stream:
+        first = stream.readline(READ_BYTES).removeprefix(codecs.BOM_UTF8).strip()
         return first[:1] in (b"{", b"[") and isinstance(json.loads(first), dict | list)
-    except (OSError, ValueError, RecursionError, DataError):  # the error comes when it is read
-        return False
+    return False
 
 
 def _standard_library() -> FileList:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 TOOLS = "tools"  # column, or key of a row, with the tools that a conversation may call
@@ -60,13 +61,10 @@ class Chat(NamedTuple):
 
 def parsed(value: Any) -> Any:
     """Return the object or list that a text holds as JSON, and any other value as it is."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("{", "["):
-        return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return found
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _tools(given: Any) -> list[dict[str, Any]] | None:

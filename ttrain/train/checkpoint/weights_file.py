@@ -124,11 +124,10 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 
 def _object(text: Any) -> dict[str, Any] | None:
-    try:
+    with suppress(ValueError, RecursionError):
         found = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else None
+    return None
 
 
 def weights_of(path: Path, model: Any, content: Mapping[str, Any], strict: bool = False) -> Mapping[str, Any]:

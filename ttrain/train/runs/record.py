@@ -86,11 +86,10 @@ def own_state() -> dict[str, Any] | None:
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Commit of the checkout that a folder is in, and whether tracked files differ from it; None outside of one."""
     settings: Any = {"capture_output": True, "text": True, "timeout": _GIT_SECONDS, "check": True}
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         commit, changes = (
             subprocess.run(["git", "-C", str(folder), *words.split()], **settings).stdout.strip()
             for words in ("rev-parse HEAD", "status --porcelain --untracked-files=no -- .")
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "changed": bool(changes)}
+        return {"commit": commit, "changed": bool(changes)}
+    return None

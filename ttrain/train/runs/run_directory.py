@@ -17,7 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from errno import EACCES
@@ -363,8 +363,6 @@ def _state(path: Path, finished: bool, events: list[Event], checkpoint: int | No
 
 def _held(path: Path) -> bool:
     """True if a process holds the run now."""
-    try:
-        with open(path / LOCK, "a", encoding="utf-8") as file:
-            return not lock_file(file)
-    except OSError:  # not ours to write: nobody can tell
-        return False
+    with suppress(OSError), open(path / LOCK, "a", encoding="utf-8") as file:
+        return not lock_file(file)
+    return False  # not ours to write: nobody can tell

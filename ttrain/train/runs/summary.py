@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,14 +236,14 @@ def print_summary(
         console.print(Text.assemble((label.ljust(width), "bold"), value))
 
 
-def draw_loss_curve(lines: Sequence[Mapping[str, Any]], image: Path, summary: Mapping[str, Any]) -> bool:
-    """Draw train and held-out loss over steps into a PNG. Return False where there is nothing to draw, or no room."""
+def draw_loss_curve(lines: Sequence[Mapping[str, Any]], image: Path, summary: Mapping[str, Any]) -> None:
+    """Draw train and held-out loss over steps into a PNG, if there are points enough and room on the disk."""
     points = {
         key: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
         for key in ("train/loss", "val/loss")
     }
     if not any(len(each) > 1 for each in points.values()):
-        return False
+        return
     figure, axes = new_figure()
     baseline = summary["baseline"]
     if not summary["val_metrics"]:  # a sum of several terms can't be compared with it
@@ -251,11 +252,8 @@ def draw_loss_curve(lines: Sequence[Mapping[str, Any]], image: Path, summary: Ma
     axes.set(xlabel="step", ylabel="loss")
     if "caution" in summary:
         axes.set_title(summary["caution"], fontsize="small", wrap=True)
-    try:
+    with suppress(OSError):  # a picture is not worth a run that is done
         figure.savefig(image, dpi=120)
-    except OSError:  # a picture is not worth a run that is done
-        return False
-    return True
 
 
 # Keys of summary.json that are numbers; a model's further metrics are not among them.

@@ -105,10 +105,9 @@ def _simulator(config: TenstorrentConfig, places: dict[str, str]) -> dict[str, s
 
 def wheel_version() -> str:
     """Return the version of ttnn; `local` for a build that is no installed package."""
-    try:
+    with suppress(PackageNotFoundError):
         return version("ttnn")
-    except PackageNotFoundError:
-        return "local"
+    return "local"
 
 
 def installed_ttnn() -> Path:
