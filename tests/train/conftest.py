@@ -19,7 +19,7 @@ from ttrain.train.checkpoint.checkpoint import Progress
 from ttrain.train.checkpoint.retention import newest_complete
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.logging.loggers import Console, Loggers
-from ttrain.train.logging.metrics import Meter, MetricsFile, cut_metrics
+from ttrain.train.logging.metrics import Events, Meter, MetricsFile, cut_metrics
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext
 from ttrain.train.loop.evaluation import Evaluation, EvaluationResult
 from ttrain.train.loop.guards import LearningGuard, NonFiniteGuard
@@ -191,7 +191,9 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             progress = Progress.from_dict(checkpoint.progress)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
-        context = RunContext(config, model.state, run_directory, loggers, progress, held_out=held_out)
+        events = Events(run_directory.events, loggers.console.say)
+        events.on_event = loggers.tell
+        context = RunContext(config, model.state, run_directory, loggers, events, progress, held_out=held_out)
         context.check_held_out()
 
         def content(progress: Progress, loss: float | None) -> CheckpointContent:

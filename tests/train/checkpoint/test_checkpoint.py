@@ -30,7 +30,7 @@ from ttrain.train.checkpoint import save as module
 from ttrain.train.checkpoint.checkpoint import match, read_checkpoint
 from ttrain.train.checkpoint.retention import find_checkpoint, newest_complete, prune_checkpoints
 from ttrain.train.checkpoint.save import CheckpointContent, host_copy, save_checkpoint
-from ttrain.train.logging.metrics import read_events
+from ttrain.train.logging.metrics import Events, read_events
 from ttrain.train.loop.checkpoints import Checkpoints, RunContext, yield_processor
 from ttrain.train.runs.resume import find_resume_point, hold_run
 from ttrain.train.runs.run_directory import RunDirectory
@@ -303,7 +303,8 @@ def saver(folder: Path, said: list[str]) -> tuple[RunDirectory, Callable[[int], 
     (folder / "metrics.jsonl").touch()
     loggers: Any = SimpleNamespace(console=SimpleNamespace(say=said.append), tell=lambda event: None)
     saved = constant(1.0)
-    context = RunContext(TrainConfig(async_save=False, keep_last=1), saved, run, loggers)
+    events = Events(run.events, said.append)
+    context = RunContext(TrainConfig(async_save=False, keep_last=1), saved, run, loggers, events)
     writer = Checkpoints(context, lambda progress, loss: content(progress.step))
 
     def save(step: int) -> Checkpoints:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +17,10 @@ from ttrain.config.compose import load
 from ttrain.core.errors import UserError
 from ttrain.train.checkpoint.retention import list_checkpoints
 from ttrain.train.logging.loggers import Console, Loggers
-from ttrain.train.logging.metrics import MetricsFile, read_metrics
+from ttrain.train.logging.metrics import Events, MetricsFile, read_metrics
 from ttrain.train.logging.tensorboard_logger import TensorBoardLogger
 from ttrain.train.logging.wandb_logger import WandbLogger
-from ttrain.train.loop.checkpoints import RunContext
-from ttrain.train.settings import TrainConfig, WandbConfig
+from ttrain.train.settings import WandbConfig
 
 RUN = [
     "model.layers=1", "model.width=16", "model.heads=2", "model.context=8", "data.path=book.txt", "device=cpu",
@@ -115,7 +113,8 @@ def test_guards_alert_and_a_tracker_that_fails_is_dropped_once(
 ) -> None:
     view = WandbLogger(WandbConfig(mode="offline"), tmp_path, {}, None, print)
     loggers = Loggers(MetricsFile(tmp_path / "metrics.jsonl"), Console(bar=False), [view])
-    events = RunContext(TrainConfig(), cast(Any, None), cast(Any, SimpleNamespace(events=tmp_path)), loggers).events
+    events = Events(tmp_path, loggers.console.say)
+    events.on_event = loggers.tell
     events.add("started", "An attempt starts.")
     events.warn("spike", "Step 3: a spike.", 3)
     assert fake.runs[0].alerts == [(f"{tmp_path.name}: spike", "Step 3: a spike.")]

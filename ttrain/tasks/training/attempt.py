@@ -143,7 +143,7 @@ class Attempt:
         meter, evaluation = self._meter(session, progress.step), self._evaluation(progress)
         held_out = run.world.once(partial(held_out_hash, run.dataset, evaluation.samples))
         context = RunContext(
-            config.train, session.state, self.folder, loggers, progress, run.world, held_out, self._command
+            config.train, session.state, self.folder, loggers, self.events, progress, run.world, held_out, self._command
         )
         context.check_held_out()
         checkpoints = Checkpoints(context, run.content)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from ttrain.core.errors import CheckpointError, NonFiniteError, RankFailed, TtrainError
@@ -42,17 +42,11 @@ class RunContext:
     state: State
     run: RunDirectory
     loggers: Loggers
+    events: Events  # whose notes are shown on the console and passed on to the loggers too
     progress: Progress = field(default_factory=Progress)
     world: World = field(default_factory=World)
     held_out: str = ""  # SHA-256 of the data that evaluations read
     command: str = START  # starts every command that continues the run
-
-    @cached_property
-    def events(self) -> Events:
-        """The run's events.jsonl; its notes are shown on the console too."""
-        events = Events(self.run.events, self.loggers.console.say)
-        events.on_event = self.loggers.tell
-        return events
 
     def check_held_out(self) -> None:
         """Drop the losses that were measured on other held-out data, with a warning."""
