@@ -25,7 +25,7 @@ _EPS = 1e-4  # added to the standard deviation that divides rewards, as in TRL
 
 
 class GRPO(RowObjective):
-    """Raises the probabilities of the tokens of better completions of a prompt, and lowers those of worse ones.
+    """Makes completions likelier that are better than others of their prompt, and worse ones less likely.
 
     Fields of a step: `tokens` and `targets` int64 [rows, context], of which targets outside of completions are -1;
     `old_log_probs` fp32 [rows, context], those of the targets when they were drawn; `advantages` fp32 [rows, 1];

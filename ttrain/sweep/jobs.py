@@ -35,7 +35,7 @@ LOG = "log.txt"
 ROOT = Path("outputs/sweeps")
 FINISHED = "finished"
 PRUNED = "pruned"  # ended early, because others do better
-DONE = (FINISHED, PRUNED)  # what is not run again
+DONE = (FINISHED, PRUNED)  # states of jobs that are not run again
 _SEARCHED = 200  # newest sweeps that are looked at for one to continue
 
 Status = dict[str, Any]
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def default_name(self) -> str:
-        """The job's number, and what is special about it."""
+        """The job's number and its swept values."""
         label = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.axes.items())
         label = re.sub(r"[^\w.,=+-]+", "_", label)[:_LONGEST_NAME].strip("._,")
         return f"{self.number:03d}_{label}" if label else f"{self.number:03d}"
@@ -231,7 +231,7 @@ class SweepFolder:
         return path
 
     def status(self, job: Job) -> Status:
-        """Return what is known of a job; empty where it never started."""
+        """Return the status of a job; empty where it never started."""
         return read_json(self.path / job.name / STATUS)
 
     def write_status(self, job: Job, status: Status) -> None:

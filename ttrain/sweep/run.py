@@ -294,7 +294,7 @@ class Runner:
 
     @property
     def exit_code(self) -> int:
-        """0 where every job is done; else that of the first failure, as a shell can tell it."""
+        """0 where every job is done; else the exit code of the first failure, if it is one of ours."""
         if self.interrupted:
             return EXIT_INTERRUPTED
         if not self.failed:

@@ -31,7 +31,7 @@ class TtrainLM(LM):  # type: ignore[misc]
     """
 
     def __init__(self, *words: str, batch_size: int | str | None = None, **keys: Any) -> None:
-        """`words` are those of a command: `run.dir=<run>` or `model.from=<folder>`, device=cpu, eval.batch_size=16.
+        """`words` are overrides: `run.dir=<run>` or `model.from=<folder>`, device=cpu, eval.batch_size=16.
 
         The harness gives them by name, and batch_size. Raises TtrainError where the model can't be opened.
         """
@@ -77,7 +77,7 @@ class TtrainLM(LM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes after each context, up to a stop; greedily unless a request asks to draw."""
         found: dict[int, str] = {}
-        alike = defaultdict[str, list[int]](list)  # numbers of requests by what they ask
+        alike = defaultdict[str, list[int]](list)  # numbers of requests by their settings
         for number, request in enumerate(requests):
             alike[json.dumps(request.args[1], sort_keys=True)].append(number)
         with self._bar(requests, disable_tqdm) as bar:

@@ -39,7 +39,7 @@ class BuiltSteps(StepsByLength):
 
 
 class Prompts(NamedTuple):
-    """Prompts, after each of which a model writes."""
+    """Prompts that a model continues."""
 
     texts: list[tuple[list[int], Stop]]
     metrics: dict[str, str] = {}
@@ -55,7 +55,7 @@ class Prompts(NamedTuple):
 
 @dataclass
 class RunEvals:
-    """The entries of train.evals with what they read."""
+    """The entries of train.evals with the content of their files."""
 
     entries: list[tuple[RunEvalConfig, Documents | Choices | Prompts]]
     scorer: Any = None

@@ -266,7 +266,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def read(cls, scorer: Scorer, key: str, file: Path, limit: int | None) -> Choices:
-        """Read the file that a key names. Raises DataError that names file and row of what is no question."""
+        """Read the file that a key names. Raises DataError that names file and row of a bad question."""
         questions = list(islice(read_questions(file, key), limit))
         if not questions:
             raise DataError(f"{key}: {file} has no questions.")

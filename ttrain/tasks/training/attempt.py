@@ -258,7 +258,7 @@ class Attempt:
         return {"loss": -sums["reward"], **sums}
 
     def _measure(self, progress: Progress, due: str, stopped: Callable[[], bool]) -> dict[str, float]:
-        """Measure what is due of train.evals on the leading rank, and return the metrics on all."""
+        """Measure the entries of train.evals that are due on the leading rank. Return the metrics on all ranks."""
         evals, tell = self.run.evals, partial(self.events.tell, step=progress.step)
         if not any(entry.every == due for entry in self.run.config.train.evals):
             return {}

@@ -77,7 +77,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def schedule_of(config: Config) -> PhaseSchedule:
-    """Return what the steps of a run read; the context is that of the config."""
+    """Return the sizes of the batches of a run; the context is that of the config."""
     return PhaseSchedule.of(config.train, build.data_sizes(config.model).context)
 
 
@@ -142,7 +142,7 @@ def expected_time(
 
 
 def _communicating(config: Config, work: Work, time: StepTime, rates: Rates) -> StepTime:
-    """Return the time of a step with its communication, of which a part goes on beside computing."""
+    """Return the time of a step with its communication, which partly overlaps with computing."""
     ranks, gbps = build.planned_ranks(config.parallel), config.parallel.link_gbps
     sent = sum(each["nbytes"] for each in collectives(work, ranks).values())
     if not sent:
@@ -272,7 +272,7 @@ class _Runs:
 
     config: Config
     dataset: Dataset
-    plain: Forecast  # knows what is left, and no time of a step
+    plain: Forecast  # the steps and evaluations that are left, without times
 
     def forecast(self, config: Config, session: Session, steps: Steps) -> Forecast:
         """Forecast by the plans of built steps. A time that can't be known stays unknown until steps were measured."""

@@ -28,7 +28,7 @@ from ttrain.train.settings import without_phases
 from ttrain.train.steps.step import Rates
 
 ROOT = Path("outputs/lr_finder")
-RISE = 0.5  # share of what the loss has fallen by which it rises again where it diverges
+RISE = 0.5  # the loss diverges once it has risen again by this share of its fall
 _NOISE = 4.0  # times the median distance of a loss from the mean around it: less is no rise and no fall
 
 

@@ -46,7 +46,7 @@ from ttrain.train.steps.resident import IndexBatches, choose_resident
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step import Rates, Stepper, reads_ahead
 
-_SAME = 0.1  # a change by less than this share of the larger rate is none that anyone has to be told of
+_SAME = 0.1  # rates that differ by less than this share of the larger one count as equal
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def rate_jump(saved: Mapping[str, Any], rate: Rate, progress: Progress) -> str |
 
 
 def train_on(rate: Rate, progress: Progress) -> tuple[str, str | None]:
-    """Overrides of a command that trains for as long again, and what the learning rate does then, where it depends.
+    """Return overrides that train for as long again, and how the learning rate goes on, if that depends on them.
 
     The schedule keeps its end, so that the rate goes on where it is; where that is 0, it is stretched.
     """
@@ -238,7 +238,7 @@ class Run:
         schedule = self.phases
         rows = [schedule.at(number).rows for number in (1, train.last)]
         each = getattr(config.objective, "num_generations", 1) * getattr(config.objective, "num_iterations", 1)
-        read = schedule.read(0, train.last).tokens // each  # so many rows are of one prompt
+        read = schedule.read(0, train.last).tokens // each  # so many samples are made from one row
         yield extent_line(self.dataset, train.last, rows, read, config.data.limit)
         if (mixture := mixture_table(self.dataset, train)) is not None:
             yield plain_table(mixture).rstrip()

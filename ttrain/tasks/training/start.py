@@ -34,7 +34,7 @@ from ttrain.train.runs.warm_start import Origin
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.child import Heartbeat
 
-_PLACES = ("source", "notices")  # what a machine may have of its own in the description of the data
+_PLACES = ("source", "notices")  # keys of the description of the data that may differ between machines
 
 
 def start_run(config: Config, stack: ExitStack, world: World | None = None) -> Run:
@@ -70,7 +70,7 @@ def find_origin(config: Config, stack: ExitStack, world: World) -> Origin:
 
 
 def merge_config(config: Config, origin: Origin, ranks: Ranks) -> tuple[Config, Ranks]:
-    """Return the config of the run: what it recorded, with what the command line gives on top; and ranks that know it.
+    """Return the config of the run, its recorded one with the keys of the command line on top, and the ranks.
 
     Raises ConfigError where the two together break a rule.
     """

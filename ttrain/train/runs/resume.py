@@ -31,7 +31,7 @@ from ttrain.train.logging.metrics import cut_metrics
 from ttrain.train.runs.run_directory import RECORD, RunDirectory, newest_attempt, part_of
 from ttrain.train.settings import OF_A_COMMAND
 
-# Keys that say where and how a run is run, not what it computes.
+# Keys that do not change what a run computes.
 _UNREPORTED = (*OF_A_COMMAND, "sample", "profile", "verify")
 
 

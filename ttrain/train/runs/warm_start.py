@@ -103,7 +103,7 @@ class WarmStart:
 def open_warm_start(
     source: str, model: Any, tokenizer: str | None = None, anyway: bool = False, whole: bool = False
 ) -> WarmStart:
-    """Find what a source has for a model whose data has this tokenizer. A `whole` model is that of model.from.
+    """Open a source of initial values for a model; `tokenizer` is that of its data. `whole` stands for model.from.
 
     Raises CheckpointError where it can't be read, nothing fits, or NaN is in it, if `whole` also where anything does
     not fit, and, unless `anyway`, where the values would compute something else or belong to other tokens.
@@ -202,7 +202,7 @@ class WeightSource:
 
     @staticmethod
     def find(given: str) -> WeightSource:
-        """Find a folder, hub name, run or checkpoint. Raises UserError for what is none."""
+        """Find a folder, hub name, run or checkpoint. Raises UserError for anything else."""
         path = Path(given)
         if path.is_dir() and not holds_model(path):
             point = find_resume_point(given, None)
@@ -242,7 +242,7 @@ class Origin:
     point: ResumePoint | None = None
     config: dict[str, Any] | None = None  # the recorded config that the command line changes; None for a new run
     warm: WarmStart | None = None  # where a new run takes its initial values from
-    adapter: PeftAdapter | None = None  # and those of its adapters
+    adapter: PeftAdapter | None = None  # where a new run takes the values of its adapters from
     notes: list[str] = field(default_factory=list)  # to tell when the attempt starts
 
     @property

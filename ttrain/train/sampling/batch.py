@@ -85,7 +85,9 @@ class TextsReader:
             TOKENS: np.array([[token or 0 for token in tokens]], np.int64),
             POSITIONS: positions,
             PLACES: owners * length + positions,
-            VISIBLE: owners * length + np.where(filler, 0, positions) + 1,  # of filler, what is read soonest
+            VISIBLE: owners * length
+            + np.where(filler, 0, positions)
+            + 1,  # filler reads one place, which takes the least time
             ROWS: np.array([*ends, *[0] * (scored - len(ends))], np.int64),
         }
         outputs = step({name: value for name, value in inputs.items() if name in step.inputs})

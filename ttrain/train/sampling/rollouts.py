@@ -41,7 +41,7 @@ class Completion(NamedTuple):
     tokens: list[int]
     log_probs: str  # of the tokens, fp32 in hexadecimal
     ended: bool  # before it had the most tokens
-    numbers: dict[str, float]  # rewards and lengths, of which metrics are the means
+    numbers: dict[str, float]  # rewards and lengths; metrics are their means
 
 
 class Rollouts(BatchReader):
@@ -142,7 +142,7 @@ class Rollouts(BatchReader):
         return group, rows, done
 
     def _written(self, rows: list[int], first: int) -> list[Completion]:
-        """Write the completions of these rows, of which `first` is the number of the first, slice by slice."""
+        """Write completions of these rows slice by slice. `first` is the number of the first completion."""
         ranks, each = self._world.ranks, len(rows) // self._world.ranks.slices
         spans = (range(slice_ * each, (slice_ + 1) * each) for slice_ in ranks.own)
         own = [self.write("train", [rows[at] for at in span], [first + at for at in span]) for span in spans]

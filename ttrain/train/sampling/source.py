@@ -88,7 +88,7 @@ _READS: dict[str, dict[str, tuple[int, int]]] = {
 
 
 def check_sampling(model: Any, config: SampleConfig) -> None:
-    """Raise ConfigError where the model lacks what the mode or sample.cache=true asks for, or no text can slide."""
+    """Raise ConfigError for a mode, cache or sample.slide that the model can't have."""
     name, mode = model.config.name, config.mode
     if mode != "ar" and getattr(model, "sat_head", None) is None:
         raise ConfigError(f"sample.mode={mode}: model.name={name} has no SAT head. Give sample.mode=ar.")
