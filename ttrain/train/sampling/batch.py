@@ -70,9 +70,8 @@ class TextsReader:
         """Read the tokens at these places. Places behind the ends of texts fill the rest of the step."""
         size, scored, length = step.inputs[TOKENS].shape[1], step.inputs[ROWS].shape[0], self._length
         used, texts = set(places), {place // length for place in places}
-        idle = sorted(
-            range(len(self._read)), key=texts.__contains__
-        )  # a step with a token of each text is the quickest
+        # Texts without a place here come first: a step with a token of each text is the quickest.
+        idle = sorted(range(len(self._read)), key=texts.__contains__)
         spare = (number * length + position for position in reversed(range(length)) for number in idle)
         filled = islice((place for place in spare if place not in used), size - len(places))
         at = [divmod(place, length) for place in sorted((*places, *filled))]
@@ -85,9 +84,7 @@ class TextsReader:
             TOKENS: np.array([[token or 0 for token in tokens]], np.int64),
             POSITIONS: positions,
             PLACES: owners * length + positions,
-            VISIBLE: owners * length
-            + np.where(filler, 0, positions)
-            + 1,  # filler reads one place, which takes the least time
+            VISIBLE: owners * length + np.where(filler, 0, positions) + 1,  # filler sees one place, the least work
             ROWS: np.array([*ends, *[0] * (scored - len(ends))], np.int64),
         }
         outputs = step({name: value for name, value in inputs.items() if name in step.inputs})
