@@ -288,10 +288,14 @@ def expected(hint: Any) -> str:
     return words if bare is hint else f"{words} or null"
 
 
-@cache
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
 def hints_of(schema: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields by name, evaluated once."""
-    return get_type_hints(schema)
+    if schema not in _HINTS:
+        _HINTS[schema] = get_type_hints(schema)
+    return _HINTS[schema]
 
 
 def without_none(hint: Any) -> Any:

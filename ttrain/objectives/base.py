@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ttrain.core.spec import TensorSpec
+from ttrain.data.batches import Batch
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, Batch, Model, ModelWithMetrics, Prepare, preparation, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, Model, ModelWithMetrics, Prepare, preparation, valid_targets
 from ttrain.nn.experts import SHARES
 from ttrain.objectives.settings import ObjectiveConfig
 
@@ -92,7 +93,7 @@ class RowObjective(Objective):
     def prepare(self, model: Model) -> Prepare:
         """Return a function that completes the fields of a batch by `derive`, and leaves out what steps do not read."""
 
-        def prepared(batch: Batch) -> tuple[Batch, dict[str, int]]:
+        def prepared(batch: Mapping[str, NDArray[Any]]) -> tuple[Batch, dict[str, int]]:
             fields = dict(batch)
             counts = self.derive(fields)
             return {name: fields[name] for name in self.fields(model, 1) if name in fields}, counts

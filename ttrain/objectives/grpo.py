@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import Baseline
+from ttrain.data.batches import Baseline, Batch
 from ttrain.data.examples import ExampleDataset, RowEncoder
 from ttrain.graph import Graph, Value
-from ttrain.models.base import LOSS_WEIGHT, SCALAR, Batch, Model, valid_targets
+from ttrain.models.base import LOSS_WEIGHT, SCALAR, Model, valid_targets
 from ttrain.nn.lora import without_adapters
 from ttrain.objectives.base import RowObjective
 from ttrain.objectives.rewards import Row
