@@ -191,7 +191,7 @@ def make_training(tmp_path: Path) -> Iterator[MakeTraining]:
             progress = Progress.from_dict(checkpoint.progress)
             cut_metrics(run_directory.metrics, progress.step, progress.evaluated_at == progress.step)
         loggers = Loggers(MetricsFile(run_directory.metrics), Console(bar=False), views or [])
-        events = Events(run_directory.events, loggers.console.say)
+        events = Events(run_directory.events, lambda message: loggers.console.say(message))
         events.on_event = loggers.tell
         context = RunContext(config, model.state, run_directory, loggers, events, progress, held_out=held_out)
         context.check_held_out()
