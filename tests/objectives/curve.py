@@ -74,7 +74,8 @@ def main() -> int:
     folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     given += [f"train.init_from={options.pretrained}"]
-    first = [*given, "train.steps=1", "train.eval_every=null", "optimizer.lr=1e-12", "guard.check_learning=null"]
+    first = [*given, "train.steps=1", "schedule.warmup=0", "train.eval_every=null", "optimizer.lr=1e-12"]
+    first.append("guard.check_learning=null")
     assert [process.wait() for process in started(folder, "before", first)] == [0]
     begin = time.monotonic()
     assert [process.wait() for process in started(folder, "whole", given)] == [0]
