@@ -25,11 +25,11 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
     "tests/ttnn": 20,
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
-PYTHON_LINES = 34_441
-TEMPLATE_LINES = 2_180  # the C++ that kernels are generated from
-OPTIONS = 439  # fields that a config declares with `option`
+PYTHON_LINES = 34_761
+TEMPLATE_LINES = 2_261  # the C++ that kernels are generated from
+OPTIONS = 440  # fields that a config declares with `option`
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
-CORE_LINES = 3_569
+CORE_LINES = 3_611
 WITHOUT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -114,7 +114,7 @@ def test_weights_are_merged_as_their_source_has_them(source: str, capsys: pytest
         capsys.readouterr()
         assert export("export.form=ttrain", f"export.file={file}", run=f"half-{name}") == 0
         said = capsys.readouterr().err
-        assert ("frozen weights are exported as the run keeps them, rounded to bf16" in said) == (not there)
+        assert ("frozen weights are exported as the run keeps them, in fewer bits" in said) == (not there)
         made = {path: value for path, value in load_file(file).items() if path in base}
         error = max(np.abs(value - added(whole, path, base[path])).max() for path, value in made.items())
         assert (error < 1e-6) == there

@@ -40,6 +40,7 @@ def drawn(op: Op, case: Case, dtype: DType) -> tuple[Arrays, list[torch.Tensor]]
 
 
 POISON = {DType.INT64: -(2**40), DType.INT32: -(2**30), DType.INT16: -(2**14), DType.BOOL: True}
+POISON |= {DType.INT8: 77, DType.UINT8: 177}
 
 
 def recorded_by_models(op: Op) -> bool:

@@ -27,7 +27,13 @@ FRESH = {
 PRODUCTS = {"matmul", "linear", "head_cross_entropy", "head_log_probs"}
 WIDENED = {"softmax_grad", "pick", "put"}  # where the scale is no power of two; of scores, which are fp32 in models
 EXPECTED = {DType.FP32: FRESH, DType.BF16: FRESH | WIDENED}
-ONEDNN = {*PRODUCTS, "attention", "attention_grad"}  # scratch in bf16, on processors where oneDNN has such products
+ONEDNN = {
+    *PRODUCTS,
+    "int8_matmul",
+    "nf4_matmul",
+    "attention",
+    "attention_grad",
+}  # scratch in bf16, on processors where oneDNN has such products
 
 
 @pytest.fixture(scope="module")

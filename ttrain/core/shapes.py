@@ -37,7 +37,8 @@ class Shapes:
                 f"the inputs {', '.join(inputs)}."
             )
         self.accumulation = tuple(name for name, kind, _ in self._inputs if kind == "accumulation")
-        self.integers = tuple(name for name, kind, _ in self._inputs if kind == "int64")
+        known_as = {dtype.label: dtype for dtype in DType if not dtype.is_floating}
+        self.integers = {name: known_as[kind] for name, kind, _ in self._inputs if kind in known_as}
 
     @property
     def axes(self) -> list[str]:

@@ -19,6 +19,8 @@ class DType(Enum):
     INT64 = ("int64", 8, "int64")
     INT32 = ("int32", 4, "int32")
     INT16 = ("int16", 2, "int16")
+    INT8 = ("int8", 1, "int8")
+    UINT8 = ("uint8", 1, "uint8")
     BOOL = ("bool", 1, "bool")
 
     def __init__(self, label: str, itemsize: int, in_torch: str) -> None:

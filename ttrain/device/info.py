@@ -71,6 +71,7 @@ class DeviceInfo:
     package = ""  # whose version `Device.describe` tells under its name
     precisions: frozenset[str] = frozenset()  # that other families do not have
     row_multiple = 1  # rows that a vocabulary is padded to
+    quantizes = True  # whether there are products with weights in fewer bits, see device/quantized.py
     profiles = False  # whether there is a profiler of the device, and reports of it to read
     divides = False  # whether independent runs may share a device
 

@@ -12,6 +12,7 @@ from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import FLAT_ALIGNMENT, DType, Part, TensorSpec, flat_offsets, part_name, part_spec
 from ttrain.device.base import Arena, Buffer, Device
+from ttrain.device.quantized import PARTS, Quantized, code_of
 from ttrain.graph import Graph, Kind
 from ttrain.plan.arena import GradientReuse
 
@@ -165,7 +166,9 @@ class State:
         return self._placed[name]
 
     def read(self, name: str) -> np.ndarray:
-        """A host copy; bf16 comes as fp32."""
+        """A host copy; bf16 and weights in fewer bits come as fp32."""
+        if (code := code_of(name, self._tensors)) is not None:
+            return np.asarray(Quantized(code, {part: self.read(f"{name}/{part}") for part in PARTS[code]}))
         return self._every(name, 1).reshape(self.spec(name).shape)
 
     def sample(self, name: str, most: int) -> np.ndarray:
@@ -214,9 +217,21 @@ class State:
         held = next(own for own in self.tensor(name).parts if own[0] == part[0])
         return self._values(self.tensor(name), part_name(name, held))[: part[1] - part[0]]
 
-    def write(self, name: str, array: np.ndarray) -> None:
-        """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal."""
-        tensor = self.tensor(name)
+    def write(self, name: str, array: np.ndarray | Quantized) -> None:
+        """Overwrite one tensor, and the compute-dtype copy that derives from it. Shapes must be equal.
+
+        A weight in fewer bits is rounded to them, unless it comes as Quantized.
+        """
+        if (code := code_of(name, self._tensors)) is not None:
+            if not (isinstance(array, Quantized) and array.code == code):
+                array = Quantized.of(code, np.asarray(array))
+            for part, each in array.parts.items():
+                self.write(f"{name}/{part}", each)
+            return
+        self._write(self.tensor(name), np.asarray(array))
+
+    def _write(self, tensor: StateTensor, array: np.ndarray) -> None:
+        name = tensor.name
         if tuple(array.shape) != tensor.host_spec.shape:
             raise GraphError(f"{name}: got an array {list(array.shape)}, expected {tensor.host_spec}.")
         if padding := tensor.padding:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import CheckpointError
 from ttrain.core.names import listed
 from ttrain.core.spec import TensorSpec
+from ttrain.device.quantized import Quantized
 from ttrain.nn.module import Module
 
 Array = NDArray[Any]
@@ -152,14 +153,27 @@ class Weights(UserDict[str, Array]):
 
     @classmethod
     def widened(cls, given: Mapping[str, Any]) -> Weights:
-        """Arrays or tensors of any floating dtype as fp32."""
-        return cls(given, lambda name: as_fp32(given[name]))
+        """Arrays or tensors of any floating dtype as fp32, but for those in fewer bits."""
+
+        def read(name: str) -> Any:
+            value = given[name]
+            return value if isinstance(value, Quantized) else as_fp32(value)
+
+        return cls(given, read)
 
 
 def bf16_bits(weight: Any) -> NDArray[np.uint16]:
     """The bits of a weight rounded to bf16, to the even neighbour at a tie."""
     bits = np.ascontiguousarray(weight, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
+def same_when_kept(weight: Any, kept: Any) -> bool:
+    """True if a weight becomes what is kept of it, in bf16 or as Quantized."""
+    if not isinstance(kept, Quantized):
+        return np.array_equal(bf16_bits(weight), bf16_bits(kept))
+    made = Quantized.of(kept.code, weight).parts
+    return all(np.array_equal(made[name], kept.parts[name]) for name in made)
 
 
 def mismatches(

@@ -9,7 +9,7 @@ from ttrain import ops
 from ttrain.core.spec import DType
 from ttrain.graph import Value
 from ttrain.nn.initialize import Constant, Initializer, Normal, Uniform
-from ttrain.nn.module import Module, Parameter, Role, use
+from ttrain.nn.module import Module, Parameter, Role, use, use_pieces
 
 
 class Linear(Module):
@@ -36,7 +36,10 @@ class Linear(Module):
     def __call__(self, x: Value, *offsets: Value) -> Value:
         compute = x.spec.dtype
         bias = None if self.bias is None else use(x.graph, self.bias, compute)
-        y = ops.linear(x, use(x.graph, self.weight, compute), bias)
+        if self.weight.code is None:
+            y = ops.linear(x, use(x.graph, self.weight, compute), bias)
+        else:
+            y = ops.quantized_linear(x, use_pieces(x.graph, self.weight), self.weight.code, bias)
         return y if self.lora is None else y + self.lora(x)
 
 

@@ -15,6 +15,7 @@ from weakref import ref
 from ttrain import ops
 from ttrain.core.errors import ConfigError
 from ttrain.core.names import did_you_mean, listed
+from ttrain.device.quantized import BLOCK
 from ttrain.graph import Graph, Value
 from ttrain.nn.experts import ExpertLinear
 from ttrain.nn.initialize import Constant
@@ -59,7 +60,8 @@ class Adapter(Module):
 def attach(model: Module, config: LoraConfig) -> None:
     """Freeze a model and give the linear layers that the config names their adapters.
 
-    Raises ConfigError for a target that names no layer.
+    The weights of all linear layers of blocks are kept in the bits of the config's base. Raises ConfigError for a
+    target that names no layer, and for a layer that does not fit the base.
     """
     assert config.rank, "there is nothing to attach"
     layers = {path: layer for path, layer in model.modules() if isinstance(layer, Linear) and _in_block(path)}
@@ -68,6 +70,12 @@ def attach(model: Module, config: LoraConfig) -> None:
     chosen = targets(config.targets, {path: names(path, original) for path in layers}, key)
     for parameter in model.parameters().values():
         parameter.trainable = False
+    for path, layer in layers.items():
+        *experts, _, inputs = layer.weight.shape
+        if config.base is not None and (experts or (config.base == "nf4" and inputs % BLOCK)):
+            told = "holds experts" if experts else f"reads {inputs} features, expected a multiple of {BLOCK}"
+            raise ConfigError(f"lora.base={config.base}: {path} {told}. Give another lora.base, or null.")
+        layer.weight.code = config.base
     for number, path in enumerate(chosen):
         layers[path].lora = Adapter(layers[path].weight, config.rank, config, number)
     model.name_parameters()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, Part, TensorSpec, part_name, part_spec
 from ttrain.device.base import NUMPY_DTYPES
+from ttrain.device.quantized import part_specs
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.initialize import Initializer
 from ttrain.ops.collective import Owners, all_gather
@@ -37,8 +38,8 @@ class Parameter:
     `follows_compute` tells that layers read it in the compute dtype: if that is not fp32, they read a rounded copy that
     is refreshed after every update. Whether it decays is the optimizer's decision. `padding` rows of zeros follow its
     own while running; they get no gradient, stay zero and are in no checkpoint. One that is not `trainable` has no
-    gradient and no optimizer state either; unless
-    it is `saved` it is in no checkpoint. What is no matrix has the role of a vector whatever is given.
+    gradient and no optimizer state either; unless it is `saved` it is in no checkpoint. Such a matrix may be kept in
+    fewer bits by a `code`, see device/quantized.py. What is no matrix has the role of a vector whatever is given.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +54,7 @@ class Parameter:
     parts: int = 1  # matrices that lie one below the other in it, as of queries, keys and values; of equal size
     width_ratio: float = 1.0  # of the model's width to that at which learning rates were tuned
     divided: Divided | None = None  # where this rank has only parts of it; set before steps are recorded
+    code: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) < 2:
@@ -67,6 +69,13 @@ class Parameter:
         """Spec of the master values, padding included."""
         rows = self.shape[:1] if not self.padding else (self.shape[0] + self.padding,)
         return TensorSpec((*rows, *self.shape[1:]), self.master)
+
+    @property
+    def pieces(self) -> dict[str, TensorSpec]:
+        """Specs of the tensors of the state that hold it, by name: its path, or the parts of a code."""
+        if self.code is None:
+            return {self.path: self.spec}
+        return {f"{self.path}/{name}": spec for name, spec in part_specs(self.code, self.shape).items()}
 
     @property
     def stored_spec(self) -> TensorSpec:
@@ -84,7 +93,7 @@ class Parameter:
 
     def has_copy(self, compute: DType) -> bool:
         """True if layers read a rounded copy instead of the master values."""
-        return self.read_spec(compute) != self.spec
+        return self.code is None and self.read_spec(compute) != self.spec
 
     @property
     def copy_name(self) -> str:
@@ -245,6 +254,12 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
     if parameter.divided is not None:
         return parameter.divided.whole(graph, parameter, compute)
     return graph.state_value(*parameter.read_from(compute))
+
+
+def use_pieces(graph: Graph, parameter: Parameter) -> list[Value]:
+    """The tensors of a parameter that a code keeps. Raises GraphError for one without a path, likewise."""
+    _require_path(parameter)
+    return [graph.state_value(name, spec, parameter.kind) for name, spec in parameter.pieces.items()]
 
 
 def use_buffer(graph: Graph, buffer: Buffer) -> Value:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttrain.core.options import option, rule
 from ttrain.core.spec import DType
+from ttrain.device.info import info_of
 
 if TYPE_CHECKING:
     from ttrain.nn.module import Parameter
@@ -64,9 +65,20 @@ class LoraConfig:
         "name endings of layers that get an adapter, such as [qkv] or [c_attn]; * is any text, all-linear every "
         "linear layer of the blocks",
     )
+    base: str | None = option(
+        None,
+        "bits in which the matrices of the blocks are kept: int8 by rows, or nf4, 4 bits in blocks of 64",
+        choices=("int8", "nf4"),
+    )
     from_: str | None = option(None, "folder of PEFT with which a new run starts; it sets other lora keys", path=True)
 
     @property
     def scale(self) -> float:
         """The factor of the product that adapters add: alpha / rank."""
         return self.alpha / (self.rank or 1)
+
+    @rule
+    def _device_has_base(self, others: Any) -> Iterator[str]:
+        if self.base is not None and not info_of(others.device).quantizes:
+            told = f"device={others.device.name} has no products with such weights"
+            yield f"lora.base={self.base}: {told}. Give lora.base=null, or device=cpu or cuda."

@@ -1,13 +1,20 @@
-"""Matrix products: of two tensors, of a layer with its bias and activation, and of every head with one matrix."""
+"""Matrix products: of two tensors, of a layer with its bias and activation, and of every head with one matrix.
+
+A frozen weight may be kept in fewer bits, see device/quantized.py. Then only x has a gradient.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
+
+import numpy as np
 
 from ttrain.core.spec import TensorSpec
-from ttrain.graph import Case, Node, Value, cases, composite, primitive, require
+from ttrain.device.quantized import PARTS, Quantized, part_specs
+from ttrain.graph import Case, Node, Value, cases, composite, op, primitive, require
 from ttrain.ops.activation import activation as activated
 from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum
@@ -129,3 +136,63 @@ for _x, _matrix, _heads, _transpose in (
 def attention_scale(head_width: int) -> float:
     """1 / sqrt(D) (Vaswani et al., 2017)."""
     return 1 / math.sqrt(head_width)
+
+
+def _of_code(code: str) -> dict[str, Any]:
+    def reference(x: Any, *parts: Any, transpose_b: bool) -> Any:
+        named = dict(zip(PARTS[code], (part.numpy() for part in parts), strict=True))
+        weight = x.new_tensor(np.asarray(Quantized(code, named), np.float64))
+        return x @ (weight.mT if transpose_b else weight)
+
+    def vjp(node: Node, dy: Value) -> list[Value | None]:
+        dx = op(node.op.name).record(dy, *node.inputs[1:], transpose_b=not node.attributes["transpose_b"])
+        return [dx, *[None] * (len(node.inputs) - 1)]
+
+    facts = {"vjp": vjp, "reference": reference, "constants": ("absmax", "absmax_absmax", "absmax_mean")}
+    return {**facts, "flops": lambda node: 2 * node.outputs[0].spec.size * node.input("x").shape[-1]}
+
+
+def _coded_spec(code: str, x: Value, parts: Sequence[Value], shape: tuple[int, int], transpose_b: bool) -> TensorSpec:
+    """The spec of x W^T with `transpose_b`, else of x W, for W of a shape [O, I] in the parts of a code."""
+    read, made = reversed(shape) if transpose_b else shape
+    wanted, given = [spec.shape for spec in part_specs(code, shape).values()], [part.shape for part in parts]
+    require(given == wanted, f"{code}_matmul", given, f"parts {wanted}")
+    require(x.shape[-1] == read, f"{code}_matmul", x.spec, f"[..., {read}] for a weight {list(shape)}")
+    return x.spec.with_shape(*x.shape[:-1], made)
+
+
+@primitive("x [..., K], codes int8 [O, I], absmax accumulation [O]", **_of_code("int8"))
+def int8_matmul(x: Value, codes: Value, absmax: Value, transpose_b: bool = True) -> TensorSpec:
+    """y = x W^T with `transpose_b`, else x W: W = codes absmax / 127 [O, I], absmax [O]; x [..., I] or [..., O].
+
+    W has the dtype of x, and sums are formed in fp32 at least.
+    """
+    return _coded_spec("int8", x, (codes, absmax), codes.shape, transpose_b)  # type: ignore[arg-type]
+
+
+_SCALES = "absmax uint8 [O, B], absmax_absmax accumulation [G], absmax_mean accumulation [M]"
+
+
+@primitive(f"x [..., K], codes uint8 [O, H], {_SCALES}", **_of_code("nf4"))
+def nf4_matmul(
+    x: Value, codes: Value, absmax: Value, absmax_absmax: Value, absmax_mean: Value, transpose_b: bool = True
+) -> TensorSpec:
+    """y = x W^T with `transpose_b`, else x W: codes of W [O, I], two in a byte, absmax [O, I/64]; x [..., I or O].
+
+    W has the dtype of x, and sums are formed in fp32 at least.
+    """
+    shape = codes.shape[0], 2 * codes.shape[1]
+    return _coded_spec("nf4", x, (codes, absmax, absmax_absmax, absmax_mean), shape, transpose_b)
+
+
+def quantized_linear(x: Value, parts: Sequence[Value], code: str, bias: Value | None = None) -> Value:
+    """y = x W^T + b: x [..., I], W [O, I] as the `parts` of a code, b [O] -> y [..., O]."""
+    y: Value = op(f"{code}_matmul").record(x, *parts, transpose_b=True)
+    return y if bias is None else y + bias
+
+
+for _code, _bounds in {"int8": {"codes": 128}, "nf4": {"codes": 256, "absmax": 256}}.items():
+    for _rows, _shape in (((5,), (33, 64)), ((2, 3), (7, 128)), ((1, 4), (130, 128))):
+        for _turned in (True, False):
+            _specs = ((*_rows, _shape[_turned]), *(spec.shape for spec in part_specs(_code, _shape).values()))
+            cases(op(f"{_code}_matmul"), Case(_specs, {"transpose_b": _turned}, integers=_bounds))

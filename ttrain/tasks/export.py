@@ -11,9 +11,10 @@ from typing import Any
 
 from ttrain.config import build
 from ttrain.config.schema import Config, to_dict
-from ttrain.core.errors import EXIT_DONE, ConfigError, DataError, raised_as
+from ttrain.core.errors import EXIT_DONE, ConfigError, DataError, UserError, raised_as
 from ttrain.core.units import counted, format_bytes, format_count
 from ttrain.core.waiting import Waiting
+from ttrain.data.batches import Dataset
 from ttrain.data.chat.messages import Template
 from ttrain.data.library_tokenizer import parse_tokenizer, read_tokenizer
 from ttrain.data.settings import DocumentsConfig
@@ -21,6 +22,7 @@ from ttrain.models.agillm_weights import compacted, rank_matrix_path
 from ttrain.models.settings import AGILLMConfig
 from ttrain.models.weight_checks import Weights
 from ttrain.nn.settings import LoraConfig
+from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
 from ttrain.train.checkpoint.adapters import merged, peft_names, write_peft
 from ttrain.train.checkpoint.checkpoint import Progress
@@ -28,6 +30,7 @@ from ttrain.train.checkpoint.hub_folder import find_folder
 from ttrain.train.checkpoint.save import CheckpointContent
 from ttrain.train.checkpoint.weights_file import Metadata, same_tokenizer
 from ttrain.train.logging.wandb_logger import WandbLogger
+from ttrain.train.loop.evaluation import Evaluation
 from ttrain.train.runs.export_folder import (
     Written,
     model_card,
@@ -122,15 +125,38 @@ def _from_file(config: Config) -> OpenedModel:
 def _from_run(config: Config) -> OpenedModel:
     given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
     given.origin = f"step {given.step} of {given.origin}"
-    if config.export.form != "peft":
-        whole = getattr(given.config.model, "from_", None) is not None
-        given.values, told = unrounded(given.values, given.model, given.base, whole)
-        if told is not None:
-            print(f"WARNING: {told}", file=sys.stderr)
+    whole = getattr(given.config.model, "from_", None) is not None
+    in_bits = given.values
+    given.values, told = unrounded(given.values, given.model, given.base, whole)
+    if told is not None and config.export.form != "peft":
+        print(f"WARNING: {told}", file=sys.stderr)
     if given.config.lora.rank and config.export.merge and config.export.form != "peft":
         alone = dataclasses.replace(given.config, lora=LoraConfig())
+        kept = given
         given = dataclasses.replace(given, values=merged(given.values, given.config.lora.scale), config=alone)
+        if kept.config.lora.base is not None and type(kept.config.objective) is ObjectiveConfig:
+            print(_compared(dataclasses.replace(kept, values=in_bits), given))
     return given
+
+
+def _compared(kept: OpenedModel, merged: OpenedModel) -> str:
+    """Tell the losses of a run in fewer bits and of what is exported of it, on the run's held-out data."""
+    base = kept.config.lora.base
+    try:
+        dataset = build.build_dataset(kept.config)
+    except UserError as error:
+        return f"The losses in {base} and of the export are not compared, for want of the run's data: {error}"
+    one, other = (_held_out_loss(each, dataset) for each in (kept, merged))
+    return f"val/loss is {one:.4f} in {base}, and {other:.4f} as exported: {one - other:+.4f} by fewer bits."
+
+
+def _held_out_loss(given: OpenedModel, dataset: Dataset) -> float:
+    with given.on_device(chips=1) as steps:
+        graph, prepare = steps.session.graph, steps.session.graph.objective.prepare(given.model)
+        step = steps.session.engine.build("evaluate", graph.trace_evaluate)
+        found = Evaluation(step, dataset, graph.rows, given.config.train.eval_sequences, prepare)()
+    assert found is not None  # nothing stops it
+    return found.loss
 
 
 def _tokenizer(config: Config, path: Path, own: str | None) -> str | None:

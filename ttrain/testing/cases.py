@@ -153,11 +153,16 @@ def input_specs(op: Op, case: Case, dtype: DType) -> dict[str, TensorSpec | None
         if shape is None:
             specs[name] = None
         elif name in case.integers or name in case.values or name in ("targets", "ids", "seed"):
-            specs[name] = TensorSpec(shape, DType.INT64)
+            specs[name] = TensorSpec(shape, _integer(op, name))
         else:
             wide = name.partition(".")[0] in op.accumulation and name not in case.narrow
             specs[name] = TensorSpec(shape, dtype.accumulation if wide else dtype)
     return specs
+
+
+def _integer(op: Op, name: str) -> DType:
+    """Return the dtype that an op declares for an input of integers: int64, but for codes of few bits."""
+    return op.shapes.integers.get(name, DType.INT64) if isinstance(op, Declared) else DType.INT64
 
 
 def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
@@ -179,7 +184,7 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
             arrays[name] = None
         elif name in case.values:
             arrays[name] = np.array(case.values[name])
-        elif spec.dtype is DType.INT64:
+        elif not spec.dtype.is_floating:
             values = generator.integers(0, case.integers[name], spec.shape)
             if name in case.holes:
                 values.reshape(-1)[::3] = -1

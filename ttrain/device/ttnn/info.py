@@ -29,6 +29,7 @@ class Tenstorrent(DeviceInfo):
     package = "ttnn"
     precisions = frozenset({"bf8"})
     row_multiple = 32  # a tile
+    quantizes = False
     profiles = True
     divides = True
 

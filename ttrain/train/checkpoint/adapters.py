@@ -162,9 +162,12 @@ class PeftAdapter:
             raise CheckpointError(f"lora.from={self.folder} is of another model or other lora.targets: {told}.")
         return values
 
-    def apply(self, state: State, model: Any) -> None:
-        """Overwrites the adapters. Raises CheckpointError where the folder says that it belongs to another model."""
-        self._check_base(model, state.read)
+    def apply(self, state: State, model: Any, read: Callable[[str], Array]) -> None:
+        """Overwrites the adapters. `read` gives the weights of the model beside which they stand, by path.
+
+        Raises CheckpointError where the folder says that it belongs to another model.
+        """
+        self._check_base(model, read)
         for path, value in self.values(model).items():
             state.write(path, value)
 

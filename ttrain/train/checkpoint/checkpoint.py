@@ -4,7 +4,8 @@
         parameters-00001-of-00001.safetensors   unpadded, by module path; fp32, or bf16 where the run kept them so
         optimizer-00001-of-00001.safetensors    moments, by `<parameter>/<name>`, likewise
         frozen-00001-of-00001.safetensors       parameters that no step writes, likewise; none where all are trained. By
-                                                hard links a run has one file of it
+                                                hard links a run has one file of it. One in fewer bits is several
+                                                tensors, `<path>/nf4` and so on, see device/quantized.py
         buffers-00001-of-00001.safetensors      saved buffers of the model, by module path; none where it has none
         config.json  tokenizer.json  tokenizer_config.json
         manifest.json                           step, progress, val_loss, size and SHA-256 of every other file, and its
@@ -39,7 +40,7 @@ from ttrain.graph import Kind
 from ttrain.models.weight_checks import Weights
 from ttrain.optim.base import AVERAGE
 from ttrain.optim.groups import frozen
-from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of
+from ttrain.train.checkpoint.tensor_files import lazy_tensors, tensors_in, tensors_of, whole
 from ttrain.train.protocols import SAVED_KINDS, Array, StateValues
 from ttrain.train.steps.step import LossScale
 
@@ -132,6 +133,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json)")
 UNFINISHED = ".unfinished_"
+_STORED = {DType.BF16: "BF16", DType.INT8: "I8", DType.UINT8: "U8"}  # in the words of safetensors
 STEMS = {
     Kind.PARAMETER: "parameters", Kind.FROZEN: "frozen", Kind.OPTIMIZER: "optimizer", Kind.BUFFER: "buffers",
 }  # fmt: skip # of file names
@@ -175,7 +177,7 @@ class Checkpoint:
         except (OSError, CheckpointError):
             return False
         specs = {name: state.spec(name) for name in state.names(kind)}
-        dtypes = {name: "BF16" if spec.dtype is DType.BF16 else "F32" for name, spec in specs.items()}
+        dtypes = {name: _STORED.get(spec.dtype, "F32") for name, spec in specs.items()}
         return {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (s.shape, dtypes[n]) for n, s in specs.items()}
 
     @property
@@ -217,12 +219,12 @@ class Checkpoint:
         return notes
 
     def weights(self, averages: bool = False) -> Mapping[str, Array]:
-        """Parameters and saved buffers by path.
+        """Parameters and saved buffers by path; those in fewer bits are Quantized.
 
         With `averages`, those that the run keeps stand in their place, if there are any. Each is read when it is
         asked for.
         """
-        plain = lazy_tensors(self.path / name for name in self.files_of(*STEMS.keys() - {Kind.OPTIMIZER}))
+        plain = whole(lazy_tensors(self.path / name for name in self.files_of(*STEMS.keys() - {Kind.OPTIMIZER})))
         kept = lazy_tensors(self.path / name for name in self.files_of(Kind.OPTIMIZER)) if averages else {}
         names = {path: f"{path}/{AVERAGE}" for path in plain}
         return Weights(plain.keys(), lambda path: kept[names[path]] if names[path] in kept else plain[path])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import CheckpointError, raised_as
 from ttrain.core.spec import stored_part
+from ttrain.device.quantized import PARTS, Quantized, code_of
 from ttrain.models.weight_checks import Weights
 
 _OF_TORCH = ("BF16", "F8_E4M3", "F8_E5M2")  # dtypes that numpy lacks; such values come as fp32
@@ -61,6 +62,19 @@ def lazy_tensors(shards: Iterable[Path]) -> Weights:
     """The tensors of several files by name."""
     found = tensors_in(shards)
     return Weights(found, lambda name: np.asarray(found[name]))
+
+
+def whole(found: Mapping[str, NDArray[Any]]) -> Weights:
+    """Tensors by name, the parts of a weight in fewer bits as one Quantized under its path."""
+    of_parts = {name: name.rpartition("/")[0] for name in found}
+    coded = {path: code for path in of_parts.values() if (code := code_of(path, found)) is not None}
+
+    def read(name: str) -> Any:
+        if name not in coded:
+            return found[name]
+        return Quantized(coded[name], {part: found[f"{name}/{part}"] for part in PARTS[coded[name]]})
+
+    return Weights([name for name, path in of_parts.items() if path not in coded] + [*coded], read)
 
 
 def tensors_in(shards: Iterable[Path]) -> dict[str, LazyTensor]:

@@ -19,6 +19,7 @@ from ttrain.core.files import new_folder, to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
 from ttrain.data.library_tokenizer import LibraryTokenizer
+from ttrain.device.quantized import Quantized
 from ttrain.models.weight_checks import TOKENS
 from ttrain.train.checkpoint.hub_folder import CONFIG, INDEX, WEIGHTS, written_config
 from ttrain.train.checkpoint.save import CheckpointContent, KeptValues, save_checkpoint
@@ -30,9 +31,19 @@ from ttrain.train.runs.run_directory import RunDirectory
 
 def weight_state(values: Mapping[str, Array], model: Any) -> KeptValues:
     """Return weights by path as the state that a checkpoint is written from; each is read when it is asked for."""
-    own = model.persistent().items()
-    kept = {path: (each.kind, each.stored_spec) for path, each in own}
-    return KeptValues(kept, lambda path: np.asarray(values[path], np.float32))
+    own = model.persistent()
+    codes = {path: code for path, each in own.items() if (code := getattr(each, "code", None)) is not None}
+    kept = {path: (each.kind, each.stored_spec) for path, each in own.items() if path not in codes}
+    kept |= {name: (own[path].kind, spec) for path in codes for name, spec in own[path].pieces.items()}
+
+    def read(name: str) -> Array:
+        path, _, part = name.rpartition("/")
+        if path not in codes:
+            return np.asarray(values[name], np.float32)
+        value = values[path]
+        return (value if isinstance(value, Quantized) else Quantized.of(codes[path], value)).parts[part]
+
+    return KeptValues(kept, read)
 
 
 def write_weights(

@@ -132,7 +132,7 @@ def check_architecture(stored: dict[str, Any], model: Any, path: Path, effects: 
 def check_adapters(stored: dict[str, Any], lora: LoraConfig, path: Path) -> None:
     """Raises CheckpointError where adapters are not those that a checkpoint has."""
     before = {**asdict(LoraConfig()), **(stored.get("lora") or {})}
-    keys = ("rank", "alpha", "targets") if lora.rank or before["rank"] else ()
+    keys = ("rank", "alpha", "targets", "base") if lora.rank or before["rank"] else ()
     pairs = {key: (before[key], getattr(lora, key)) for key in keys}
     if told := "; ".join(f"lora.{key}: {old} there, {new} given" for key, (old, new) in pairs.items() if old != new):
         raise CheckpointError(f"{path} has other adapters: {told}. Leave these keys out, or use train.init_from.")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ttrain.core.units import format_count
 from ttrain.data.tokenizer import Tokenizer
 from ttrain.engine.state import State
 from ttrain.models.identity import differing
-from ttrain.models.weight_checks import Weights, bf16_bits
+from ttrain.models.weight_checks import Weights, same_when_kept
 from ttrain.nn.module import ADAPTER
 from ttrain.train.checkpoint.adapters import PeftAdapter, as_for
 from ttrain.train.checkpoint.checkpoint import STEMS, Checkpoint, Progress
@@ -57,9 +58,16 @@ class WarmStart:
 
     def apply(self, state: State) -> None:
         """Overwrites the fitting parameters; the optimizer's tensors stay as they are."""
-        values, _ = _open(self.source, self.model)
         for path in self.fitting:
-            state.write(path, values[path])
+            state.write(path, self.value(path))
+
+    @cached_property
+    def _values(self) -> Mapping[str, Any]:
+        return _open(self.source, self.model)[0]
+
+    def value(self, path: str) -> Any:
+        """Return the source's own value of a fitting parameter."""
+        return self._values[path]
 
     def check_frozen(self, trained: Container[str]) -> None:
         """Raises CheckpointError for parameters that start anew and are not `trained`: they would stay as drawn."""
@@ -136,21 +144,22 @@ def unrounded(
 ) -> tuple[Mapping[str, Any], str | None]:
     """Return a run's values with its frozen weights unrounded, and a sentence about those that stay rounded, if any.
 
-    A run in bf16 keeps frozen weights rounded; the `source` that it started from has them exactly. A `whole` model is
-    that of model.from.
+    A run in bf16, or with a base in fewer bits, keeps frozen weights rounded; the `source` that it started from has
+    them exactly. A `whole` model is that of model.from.
     """
     parameters = model.parameters()
-    narrow = [path for path, each in parameters.items() if not each.trainable and each.master is DType.BF16]
+    frozen = {path: each for path, each in parameters.items() if not each.trainable}
+    narrow = [path for path, each in frozen.items() if each.code is not None or each.master is DType.BF16]
     if not narrow or source is None:
         return values, None
     given, exact = values, set[str]()
     with suppress(UserError):  # of a source that is gone or damaged
         given, _ = _open(find_folder(source, weights=True) if whole else Path(source), model)
         known = (path for path in narrow if path in given)
-        exact = {path for path in known if np.array_equal(bf16_bits(given[path]), bf16_bits(values[path]))}
+        exact = {path for path in known if same_when_kept(given[path], values[path])}
     found = Weights(dict.fromkeys(values), lambda path: (given if path in exact else values)[path])
     lost = f"{len(narrow) - len(exact)} of {len(narrow)}"
-    told = f"{lost} frozen weights are exported as the run keeps them, rounded to bf16: {source} is gone or has others."
+    told = f"{lost} frozen weights are exported as the run keeps them, in fewer bits: {source} is gone or has others."
     return found, told if len(narrow) > len(exact) else None
 
 
@@ -256,11 +265,13 @@ class Origin:
             session.graph.objective.frozen.write(session.state)
         if self.point is not None:
             return self.point.checkpoint.load(session.state)
-        session.initialize(seed)
+        session.initialize(seed, () if self.warm is None else self.warm.fitting)
         if self.warm is not None:
             self.warm.apply(session.state)
         if self.adapter is not None:
-            self.adapter.apply(session.state, session.graph.model)
+            state, warm = session.state, self.warm  # the state may hold the source's weights in fewer bits
+            of_source = {} if warm is None else dict.fromkeys(warm.fitting, warm.value)
+            self.adapter.apply(state, session.graph.model, lambda path: of_source.get(path, state.read)(path))
         return ()
 
     def begin(

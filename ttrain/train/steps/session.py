@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +34,13 @@ class Session:
     state: State
     engine: Engine
 
-    def initialize(self, seed: int) -> None:
-        """Initial values of the parameters, a few in host memory at a time. The optimizer's tensors start at zero."""
-        parameters = sorted(self.graph.model.parameters().items(), key=lambda item: -item[1].count)
+    def initialize(self, seed: int, but: Container[str] = ()) -> None:
+        """Initial values of the parameters `but` some, a few in host memory at a time.
+
+        The optimizer's tensors start at zero.
+        """
+        drawn = (item for item in self.graph.model.parameters().items() if item[0] not in but)
+        parameters = sorted(drawn, key=lambda item: -item[1].count)
         with Waiting("Drawing initial values") as waiting, ThreadPoolExecutor(_AT_ONCE) as pool:
             for first in range(0, len(parameters), _AT_ONCE):
                 paths, some = zip(*parameters[first : first + _AT_ONCE], strict=True)

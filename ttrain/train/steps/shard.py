@@ -165,12 +165,15 @@ def summed_over_ranks(
 def divide(parameters: Sequence[Parameter], flats: Sequence[FlatParameter], ranks: Ranks) -> None:
     """Give each rank parts of the parameters, divided block by block, if ranks divide them; else all.
 
-    A block is a member of a list of modules, such as `blocks.3`; what is in none counts by its first name.
+    A block is a member of a list of modules, such as `blocks.3`; what is in none counts by its first name. A frozen one
+    in fewer bits stays whole.
     """
     whole = {parameter for flat in flats if flat.rule.whole for parameter in flat.parameters}
     blocks: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         parameter.divided = None
+        if parameter.code is not None:
+            continue
         found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter.path)
         blocks.setdefault(found[0] if found else parameter.path.partition(".")[0], []).append(parameter)
     for members in blocks.values() if ranks.dividing else ():

@@ -175,7 +175,8 @@ class StepGraph(UpdateGraph):
             copied = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
             spec_of, whole = partial(shard.weight_spec, low_bits=self.low_bits), not (copied or self.ranks.dividing)
             found += shard.tensors("", spec_of, Kind.PARAMETER, whole)
-        found += [_frozen_tensor(p, p.path, p.spec, p.kind) for p in frozen]
+        pieces = ((p, name, spec) for p in frozen for name, spec in p.pieces.items())
+        found += [_frozen_tensor(p, name, spec, p.kind) for p, name, spec in pieces]
         for shard in self.shards:
             if shard.flat.parameters[0].has_copy(compute):
                 found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, not self.ranks.dividing)

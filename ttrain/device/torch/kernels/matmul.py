@@ -5,15 +5,22 @@ fp32 to MKL, which on some processors (such as AMD with AVX-512) runs at half th
 measured once per machine and shape, and kept in a table (costs.py). oneDNN's fp32 product can't write into a given
 buffer: it returns a fresh tensor that is copied. Tall products go row block by row block, so that this tensor stays
 small and is still in the cache when it is copied.
+
+Of a weight in fewer bits a block is widened into scratch memory, multiplied, then the next. Of x W^T a block is some
+rows of W, of x W some columns, so no two blocks are added up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
+import numpy as np
 import torch
 
 from ttrain.device.base import Launch
+from ttrain.device.quantized import BLOCK, CODES, GROUP, INVERSE, NF4, scale_values
+from ttrain.device.torch.kernels import common
 from ttrain.device.torch.kernels.common import DTYPES, ROWS, TORCH_DTYPES, Call, Tensor, row, rows_of, spec_of
 from ttrain.device.torch.kernels.costs import fastest
 
@@ -23,6 +30,7 @@ SMALLEST = 4_000_000  # floating-point operations; below, oneDNN's overhead per 
 _READ = 2**16  # elements of the matrix of a product of one row; below, a call takes longer than reading them
 _BLOCK_ROWS = 256  # of a tall product are computed at once by oneDNN, at least: fewer make it slower
 _BLOCK_BYTES = 2**22  # of the fresh tensor of a block, where that many rows allow it
+_WIDENED = 2**20  # elements of a block of a weight in fewer bits
 _FORMS = {"gelu": "none", "gelu_tanh": "tanh"}  # of GELU as the activation of a product
 _LARGEST = 1024  # rows, columns and inner size of a measured product at most: larger ones run at the same rate
 
@@ -137,3 +145,67 @@ def _linear(call: Call) -> None:
     product(call, rows, weight.t(), y, bias)
     if activated is not None:
         call.emit(activated)
+
+
+def _quantized(code: str, call: Call) -> None:
+    (x, codes), y, by_rows = call.ins[:2], rows_of(call.outs[0]), call.attributes["transpose_b"]
+    x, outputs = rows_of(x), codes.shape[0]
+    inputs, dtype, wide = (x if by_rows else y).shape[1], x.dtype, common.accumulation(x.dtype)
+    height = min(outputs, max(_WIDENED // inputs, 1)) if by_rows else outputs
+    width = inputs if by_rows else min(inputs, max(_WIDENED // outputs // BLOCK, 1) * BLOCK)
+    block = call.scratch((height * width,), wide)
+    narrow = block if dtype is wide else call.scratch((height * width,), dtype)
+    widen = (_int8 if code == "int8" else _nf4)(call, height * width, wide)
+    for top in range(0, outputs, height):
+        for left in range(0, inputs, width):
+            rows, columns = slice(top, min(top + height, outputs)), slice(left, min(left + width, inputs))
+            shape = rows.stop - top, columns.stop - left
+            widen(rows, columns, common.shaped(block, shape))
+            weight = common.shaped(narrow, shape)
+            call.copy(common.shaped(block, shape), None if narrow is block else weight)
+            given, made = (weight.t(), rows) if by_rows else (weight, columns)
+            call.emit(torch.mm, x, given, out=y[:, made])
+
+
+def _int8(call: Call, size: int, wide: torch.dtype) -> Callable[[slice, slice, Tensor], None]:
+    codes, absmax = call.ins[1:]
+    call.begin()
+
+    def widen(rows: slice, columns: slice, block: Tensor) -> None:
+        call.emit(block.copy_, codes[rows, columns])
+        call.emit(block.mul_, absmax[rows, None])
+        call.emit(block.mul_, common.constant_like(INVERSE, block))
+
+    return widen
+
+
+def _nf4(call: Call, size: int, wide: torch.dtype) -> Callable[[slice, slice, Tensor], None]:
+    codes, absmax, above, mean = call.ins[1:]
+    scales = call.scratch(absmax.shape, wide)
+    index = call.scratch((max(size // 2, absmax.numel()),), torch.int32)
+    call.begin()
+    known = torch.from_numpy(scale_values()).to(codes.device, wide)
+    pairs = torch.from_numpy(np.stack(np.broadcast_arrays(NF4[:, None], NF4), -1).reshape(-1, 2))
+    pairs = pairs.to(codes.device, wide)
+
+    def look_up(table: Tensor, numbers: Tensor, found: Tensor) -> None:
+        places = common.shaped(index, numbers.shape)
+        call.emit(places.copy_, numbers)
+        call.emit(torch.index_select, table, 0, places.view(-1), out=found)
+
+    flat, whole = scales.view(-1), scales.numel() // GROUP
+    look_up(known, absmax, flat)
+    call.emit(flat[: whole * GROUP].view(whole, GROUP).mul_, above[:whole, None])
+    call.emit(flat[whole * GROUP :].mul_, above[-1])
+    call.emit(flat.add_, mean)
+
+    def widen(rows: slice, columns: slice, block: Tensor) -> None:
+        halves, blocks = (slice(columns.start // each, columns.stop // each) for each in (2, BLOCK))
+        look_up(pairs, codes[rows, halves], block.view(-1, 2))
+        call.emit(block.view(block.shape[0], -1, BLOCK).mul_, scales[rows, blocks].unsqueeze(-1))
+
+    return widen
+
+
+for _code in CODES:
+    row(f"{_code}_matmul", widens=True)(partial(_quantized, _code))

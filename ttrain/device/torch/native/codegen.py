@@ -116,6 +116,7 @@ class Request:
 
 STORED = (DType.FP32, DType.BF16)  # dtypes that kernels read and write
 _C_TYPES = {DType.FP32: "float", DType.BF16: "bf16", DType.INT64: "i64", DType.INT32: "i32", DType.INT16: "half16"}
+_C_TYPES |= {DType.INT8: "int8_t", DType.UINT8: "uint8_t"}
 
 
 def c_type(spec: TensorSpec) -> str:

@@ -111,7 +111,7 @@ def fp32(*shape: int) -> TensorSpec:
 
 def readable(request: Request) -> bool:
     """Return whether kernels can read and write all of a request: FP64 and tensors without elements are left out."""
-    known = (*STORED, DType.INT64)
+    known = (*STORED, DType.INT64, DType.INT8, DType.UINT8)
     return all(spec is None or (spec.dtype in known and spec.size > 0) for spec in (*request.inputs, *request.outputs))
 
 

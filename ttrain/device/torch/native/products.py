@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.quantized import NF4, scale_values
 from ttrain.device.torch.kernels.common import chunk_rows
-from ttrain.device.torch.native.codegen import Request, c_float, c_type, call, template
+from ttrain.device.torch.native.codegen import Request, addresses, c_float, c_type, call, template
 from ttrain.device.torch.native.native import Native, Rule, Sizing, fp32, rows_and_width, up_to
 
 _AFTER = {None: "nothing", "relu": "relu", "tanh": "tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
@@ -50,6 +51,28 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     )  # fmt: skip
     turns = "" if linear else f"for (i64 i = 0; i < {c.size // (m * n)}; ++i) "
     return Native(turns + body, [] if few else [fp32(threads, scratch_size(k))])
+
+
+def _quantized(request: Request, sizing: Sizing) -> Native | None:
+    """A product whose right matrix is widened as it is packed. The kernel takes whole vectors of a row of it."""
+    x, codes, y = request.input(0), request.input(1), request.outputs[0]
+    by_rows, kind, (m, k), n = request.settings["transpose_b"], c_type(x), rows_and_width(x.shape), y.shape[-1]
+    inputs, pairs = (k if by_rows else n), x.dtype is DType.FP32 or k % 2 == 0
+    if x.dtype not in sizing.products or inputs % 32 or not pairs:
+        return None
+    threads, place = threads_of(m, n, k, x.dtype, sizing), len(request.inputs)
+    parts, tables, bits = [str(inputs), *addresses(request.inputs, place)[1:]], "", 8
+    if codes.dtype is DType.UINT8:
+        parts, bits = [*parts, "levels", "scales"], 4
+        known = {"levels": NF4, "scales": scale_values()}
+        tables = "".join(f"static const float {x}[] = {{{', '.join(map(c_float, y))}}};\n" for x, y in known.items())
+    right = f"Quantized<{bits}>{{{', '.join(parts)}}}"
+    body = call(
+        template("product", False, by_rows, False, False, "After::nothing"), f"Sizes{{{m}, {n}, {k}, {k}, 0, {n}}}",
+        f"in<{kind}>(a, 0)", right, f"(const {kind}*)nullptr", f"out<{kind}>(a, {place})",
+        f"out<float>(a, {place + 1})", str(scratch_size(k)), str(threads),
+    )  # fmt: skip
+    return Native(tables + body, [fp32(threads, scratch_size(k))])
 
 
 def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
@@ -113,3 +136,4 @@ RULES: dict[str, Rule] = {
     "head_cross_entropy": _head_cross_entropy,
     "head_log_probs": _head_log_probs,
 }
+QUANTIZED: dict[str, Rule] = dict.fromkeys(("int8_matmul", "nf4_matmul"), _quantized)  # which no library computes

@@ -32,13 +32,13 @@ from ttrain.device.torch.native.codegen import Node, Request, function_name, lib
 from ttrain.device.torch.native.native import Native, Sizing, joined, readable
 from ttrain.device.torch.native.toolchain import Toolchain, code_version
 
-RULES = {**rules.RULES, **updates.RULES, **products.RULES, **experts.RULES}
+RULES = {**rules.RULES, **updates.RULES, **products.RULES, **experts.RULES, **products.QUANTIZED}
 _INPLACE = ("accumulate", "assign", "cache_write", "update")
 # Ops that add within a row, or turn it by its place: their kernels here add in one order whatever the number of rows.
 SUMS = frozenset({
-    "matmul", "linear", "attention", "cached_attention", "head_cross_entropy", "head_log_probs", "cross_entropy",
-    "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary", "grouped_matmul",
-    "combine",
+    "matmul", "linear", *products.QUANTIZED, "attention", "cached_attention", "head_cross_entropy", "head_log_probs",
+    "cross_entropy", "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary",
+    "grouped_matmul", "combine",
 })  # fmt: skip
 BOTH = (DType.FP32, DType.BF16)
 _TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it

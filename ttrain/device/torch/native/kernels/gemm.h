@@ -380,9 +380,9 @@ INLINE i64 columns_packed(i64 inner, bool few = false) { return RIGHT / (few ? 8
 
 // Rows i0 .. i1 and columns j0 .. j1 of C. Scratch begins with a line that tells which columns of B lie packed in it, -1
 // for none, where one block is the whole inner axis: the next rows of the same columns find them.
-template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
+template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class Right, class C, class B>
 INLINE void product_part(
-    Sizes s, const E* a, const E* b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
+    Sizes s, const E* a, Right b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
     using P = Operand<E>;
     constexpr bool widens = WIDENS<E> && !TurnA;
     const i64 all = s.steps<P>(), inner = inner_block<P, TurnA>(s), blocks = (all + inner - 1) / inner;
@@ -400,7 +400,7 @@ INLINE void product_part(
         if (amx) Tiles::configure(WHOLE_TILES);
     for (i64 jc = j0; jc < j1; jc += across) {
         const i64 bytes = few ? s.b_row * i64(sizeof(E)) : 0;  // 0 fetches nothing
-        const char *first = reinterpret_cast<const char*>(b), *next = first + (jc + across < j1 ? jc + across : j1) * bytes;
+        const char *first = (const char*)b, *next = first + (jc + across < j1 ? jc + across : j1) * bytes;
         const char* fetched = first + (jc + 2 * across < s.N ? jc + 2 * across : s.N) * bytes;
         for (i64 im = i0; im < i1; im += down_most)
             for (i64 k0 = 0; k0 < all; k0 += inner) {
@@ -463,11 +463,12 @@ struct Cut {
 };
 
 // C = f(A B + bias), or C += A B where Adding. A is stored [M, K], or [K, M] where TurnA; B [K, N], or [N, K] where TurnB. For
-// bf16 matrices whose rows run along K the distance of rows is even, and an odd K needs zeros between rows.
+// bf16 matrices whose rows run along K the distance of rows is even, and an odd K needs zeros between rows. B may also be
+// anything else that pack_right reads.
 // Scratch: `own` floats a thread. Compiled once for all sizes, so not inlined.
-template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class C, class B>
+template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class Right, class C, class B>
 __attribute__((noinline)) void product(
-    Sizes s, const E* a, const E* b, const B* bias, C* c, float* scratch, i64 own, int threads) {
+    Sizes s, const E* a, Right b, const B* bias, C* c, float* scratch, i64 own, int threads) {
     const Cut cut = Cut::of<Operand<E>, TurnA>(s, threads);
     const i64 high = uses_amx<Operand<E>>() ? SQUARE : TILE_ROWS;
     for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
