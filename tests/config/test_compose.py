@@ -35,6 +35,7 @@ NEEDS = {
     "task=profile": ["profile.csv=x"],
     "task=report": ["run=x"],
     "task=trial": ["trial.variants={a:[]}"],
+    "parallel=auto": ["task=plan"],
     "objective=classification": ["data=documents", "data.sources=[x]"],
     "objective=embedding": ["data=documents", "data.sources=[x]"],
     "objective=distillation": ["objective.teacher=x"],
