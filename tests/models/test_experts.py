@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.models.session import Session, relative_error, token_batch
+from tests.models.session import Session, initial_values, relative_error, tensor_by_tensor_equal, token_batch
 from tests.models.test_llama import CONTEXT, ROWS, SIZES, VOCABULARY
 from ttrain import ops
 from ttrain.core.errors import ConfigError
+from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.settings import DeviceConfig
+from ttrain.device.torch.device import open_device
+from ttrain.models.decoder import BlockInputs
 from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
 from ttrain.models.settings import LlamaConfig
 from ttrain.models.weight_checks import as_fp32
-from ttrain.nn.module import use
+from ttrain.nn.initialize import Normal
+from ttrain.nn.module import Parameter, use
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 
@@ -144,3 +150,144 @@ def test_what_transformers_has_not_is_refused_by_name(changes: dict[str, Any]) -
     ((key, value),) = changes.items()
     with pytest.raises(ConfigError, match=f"model.{key}={value}: no model of Transformers"):
         config_to_transformers(replace(config, **changes))
+
+
+def small(**changes: Any) -> Llama:
+    sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "hidden": 24, "context": CONTEXT}
+    mixture = {"vocabulary": VOCABULARY, "experts": 4, "experts_per_token": 2, "expert_width": 12}
+    return Llama(LlamaConfig(**{**sizes, **mixture, **changes}))
+
+
+def routed_to(model: Llama, favourites: float) -> dict[str, np.ndarray]:
+    """Initial values whose routers take every token to the same experts, as one feature is large in all of them."""
+    values = initial_values(model, seed=5)
+    values["embedding.weight"][:, 0] = 3
+    for path in values:
+        if path.endswith("router.weight"):
+            values[path][:] = 0
+            values[path][1:3, 0] = [favourites, favourites / 2]
+    return values
+
+
+@pytest.mark.parametrize("engine", ["static", "traced"])
+def test_experts_without_tokens_get_no_gradient(engine: str) -> None:
+    """And all tokens of a step may go to one expert; of equal scores the first counts."""
+    batch = token_batch(VOCABULARY, ROWS, CONTEXT, 0)
+    for count, favourites, used in ((1, 9.0, [1]), (2, 9.0, [1, 2]), (2, 0.0, [0, 1])):
+        model = small(experts_per_token=count, balance_weight=0.0)
+        ours = Session(model, AdamW(AdamWConfig()), ROWS, engine=engine, values=routed_to(model, favourites))
+        assert np.isfinite(ours.train(batch, 1, {"lr": 0.0})["loss"])
+        loads = [ours.evaluate(batch)[f"load/{expert}"] for expert in range(4)]
+        assert np.allclose(loads, [(expert in used) / count for expert in range(4)])
+        for path in ("gate", "up", "down"):
+            gradient = ours.state.read(f"blocks.1.feed_forward.{path}.weight/gradient")
+            assert [bool(expert.any()) for expert in gradient] == [expert in used for expert in range(4)]
+
+
+@pytest.mark.parametrize("engine", ["static", "traced"])
+def test_a_router_of_nan_makes_the_loss_nan(engine: str) -> None:
+    model = small()
+    values = initial_values(model, seed=5)
+    values["blocks.0.feed_forward.router.weight"][2] = np.nan
+    ours = Session(model, AdamW(AdamWConfig()), ROWS, engine=engine, values=values)
+    assert np.isnan(ours.train(token_batch(VOCABULARY, ROWS, CONTEXT, 0), 1, {"lr": 0.0})["loss"])
+
+
+def test_static_and_dynamic_train_the_same_bits() -> None:
+    def trained(engine: str) -> dict[str, np.ndarray]:
+        ours = Session(small(shared_experts=1, router="biased"), AdamW(AdamWConfig()), ROWS, engine=engine)
+        for step in range(1, 4):
+            ours.train(token_batch(VOCABULARY, ROWS, CONTEXT, step), step, {"lr": 1e-2})
+        return ours.parameters()
+
+    assert tensor_by_tensor_equal(trained("static"), trained("dynamic"))
+
+
+@pytest.mark.parametrize("compute", [DType.FP32, DType.BF16])
+def test_a_token_has_the_same_bits_among_any_others(compute: DType) -> None:
+    """With compiled kernels: the same sequence alone, and beside others that fill panels of other heights."""
+    model = small(width=32, expert_width=40, experts=3)
+    model.compute = compute
+    tokens = token_batch(VOCABULARY, 5, CONTEXT, 0)["tokens"]
+
+    def hidden(rows: int) -> np.ndarray:
+        device = open_device(DeviceConfig(name="cpu", threads=1, batch_invariant=True))
+        ours = Session(model, AdamW(AdamWConfig()), rows, engine="traced", device=device)
+        trace = partial(_hidden, model, rows)
+        return np.asarray(ours.run(trace, {"tokens": tokens[:rows]})["hidden"])[:CONTEXT]
+
+    alone = hidden(1)
+    assert all(hidden(rows).tobytes() == alone.tobytes() for rows in (2, 5))
+
+
+def _hidden(model: Llama, rows: int, graph: Any) -> None:
+    graph.output("hidden", model.hidden(graph, rows, False))
+
+
+def test_a_bias_learns_the_excess_load_of_its_expert() -> None:
+    model = small(router="biased", balance_weight=0.0)
+    values, batch = initial_values(model, seed=5), token_batch(VOCABULARY, ROWS, CONTEXT, 0, masked=5)
+    ours = Session(model, AdamW(AdamWConfig(clip_norm=None)), ROWS, values=values)
+    ours.train(batch, 1, {"lr": 0.0})
+    excess = sum(ours.state.read(f"blocks.{layer}.feed_forward.router.bias/gradient") for layer in range(2))
+    loads = np.array([ours.evaluate(batch)[f"load/{expert}"] for expert in range(4)])
+    assert np.allclose(excess / 4, loads - 0.25, atol=1e-6) and np.abs(excess).max() > 0.01  # 2 layers, 2 experts each
+
+
+def test_sigmoid_scores_and_shared_experts_against_torch() -> None:
+    """The branch of one layer in fp64 torch."""
+    model = small(router="biased", shared_experts=2, layers=1)
+    values = initial_values(model, seed=5)
+    values["blocks.0.feed_forward.router.bias"][:] = [0.1, 0, -0.1, 0.05]
+    own = {path.removeprefix("blocks.0.feed_forward."): torch.from_numpy(x).double() for path, x in values.items()}
+    x = torch.randn(ROWS, CONTEXT, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    scores = torch.sigmoid(x @ own["router.weight"].T)
+    ids = (scores + own["router.bias"]).topk(2).indices
+    weights = scores.gather(-1, ids)
+    weights = weights / weights.sum(-1, keepdim=True)
+
+    def passed(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+    experts = torch.stack([passed(*(own[f"{n}.weight"][e] for n in ("gate", "up", "down"))) for e in range(4)], -1)
+    expected = passed(*(own[f"shared.{n}.weight"] for n in ("gate", "up", "down")))
+    expected = expected + (experts.gather(-1, ids[..., None, :].expand(-1, -1, 16, -1)) * weights[..., None, :]).sum(-1)
+
+    def trace(graph: Any) -> None:
+        y = graph.input("y", TensorSpec((ROWS, CONTEXT, 16)))
+        graph.output("branch", model.blocks[0].feed_forward(y, BlockInputs()))
+
+    ours = Session(model, AdamW(AdamWConfig()), ROWS, values=values)
+    found = ours.run(trace, {"y": x.float().numpy()})["branch"]
+    assert np.abs(found - expected.numpy()).max() < 1e-5
+
+
+def test_muon_makes_each_expert_of_a_stack_orthogonal() -> None:
+    from ttrain.optim.muon import Muon
+    from ttrain.optim.settings import MuonConfig
+
+    stack = Parameter((3, 8, 16), Normal(1.0), path="x")
+    rule = Muon(MuonConfig()).rule(stack, True)
+    alone = Muon(MuonConfig()).rule(Parameter((8, 16), Normal(1.0), path="x"), True)
+    assert rule == alone
+    gradient = torch.randn(3, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    zero, number = torch.zeros_like(gradient), torch.tensor(1.0)
+    whole = rule.body.reference(zero, gradient, zero, number, number, **dict(rule.settings))[0]
+    for expert in range(3):
+        each = (x[expert] for x in (zero, gradient, zero))
+        assert torch.equal(whole[expert], rule.body.reference(*each, number, number, **dict(rule.settings))[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts": 0}, "model.experts_per_token=2, model.expert_width=12: the model has no experts"),
+        ({"expert_width": None}, "model.expert_width: no value for model.experts=4"),
+        ({"experts_per_token": 5}, "model.experts_per_token=5: must be at most model.experts=4"),
+        ({"feed_forward_bias": True}, "experts have no biases"),
+        ({"parametrization": "mup", "base_width": 8}, "not known for model.experts=4"),
+    ],
+)
+def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**changes)

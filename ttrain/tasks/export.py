@@ -21,6 +21,7 @@ from ttrain.data.settings import DocumentsConfig
 from ttrain.models.agillm_weights import compacted, rank_matrix_path
 from ttrain.models.settings import AGILLMConfig
 from ttrain.models.weight_checks import Weights
+from ttrain.nn.module import ADAPTER
 from ttrain.nn.settings import LoraConfig
 from ttrain.objectives.settings import ObjectiveConfig
 from ttrain.tasks.opening import OpenedModel, of_run, of_weights
@@ -111,6 +112,9 @@ def _written(given: OpenedModel) -> Written:
 def _write_adapters(given: OpenedModel, folder: Path) -> None:
     if not given.config.lora.rank:
         raise ConfigError(f"export.form=peft: {given.origin} has no adapters. Give a run with lora.rank.")
+    if stacked := [path for path, each in given.model.parameters().items() if ADAPTER in path and len(each.shape) == 3]:
+        told = f"PEFT has no form for adapters of experts, such as {stacked[0]}"
+        raise ConfigError(f"export.form=peft: {told}. Give export.form=huggingface, or lora.targets without experts.")
     with whole_folder(folder) as beside:
         write_peft(beside, given.model, given.values, given.config.lora, given.base)
     print(f"{folder}: {counted(len(peft_names(given.model)) // 2, 'adapter')} of {given.origin}, as PEFT reads them.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -38,6 +38,7 @@ from ttrain.train.runs.resume import ResumePoint, find_resume_point, take_up
 from ttrain.train.runs.run_directory import RunDirectory
 from ttrain.train.steps.session import Session
 
+_OF_EXPERTS = ("experts_per_token", "router", "router_normalised")  # keys of a model that say nothing without experts
 _SHOWN = 20  # rows of the table of what does not fit
 
 
@@ -67,7 +68,7 @@ class WarmStart:
 
     def value(self, path: str) -> Any:
         """Return the source's own value of a fitting parameter."""
-        return self._values[path]
+        return _for_each_expert(self._values[path], self.model.persistent()[path].shape)
 
     def check_frozen(self, trained: Container[str]) -> None:
         """Raises CheckpointError for parameters that start anew and are not `trained`: they would stay as drawn."""
@@ -120,7 +121,9 @@ def open_warm_start(
     values, metadata = _open(path, model, whole)
     parameters = model.persistent()
     fitting, others = _compared(values, parameters, f"{key}={source}")
-    differences = differing(metadata.of(model), model.config)
+    known = metadata.of(model)
+    known = known if known.get("experts") else {key: known[key] for key in known if key not in _OF_EXPERTS}
+    differences = differing(known, model.config)
     vocabulary = getattr(model.config, "vocabulary", None)
     rows = [name for name in fitting if parameters[name].shape[0] == vocabulary]
     if rows and not same_tokenizer(metadata.tokenizer, tokenizer):
@@ -170,7 +173,7 @@ def _compared(
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name, parameter in parameters.items():
         if name in values:
-            value = values[name]
+            value = _for_each_expert(values[name], parameter.shape)
             shapes[name] = value.shape
             if value.shape == tuple(parameter.shape) and not np.isfinite(value).all():
                 raise CheckpointError(f"{given}: {name} holds NaN or infinity. Give another checkpoint.")
@@ -179,6 +182,11 @@ def _compared(
             shapes[name] = None
     fitting = tuple(name for name, shape in shapes.items() if shape == tuple(parameters[name].shape))
     return fitting, {name: shape for name, shape in shapes.items() if name not in fitting}
+
+
+def _for_each_expert(value: Any, shape: Sequence[int]) -> Any:
+    """A matrix as often as a stack of this shape has experts (Komatsuzaki et al., 2023); other values as they are."""
+    return np.broadcast_to(value, shape) if len(shape) == 3 and value.shape == tuple(shape[1:]) else value
 
 
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
