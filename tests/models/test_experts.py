@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
-from tests.models.session import Session, initial_values, relative_error, tensor_by_tensor_equal, token_batch
+from tests.conftest import Told
+from tests.models.session import Session, initial_values, open_cpu, relative_error, tensor_by_tensor_equal, token_batch
 from tests.models.test_llama import CONTEXT, ROWS, SIZES, VOCABULARY
 from ttrain import ops
+from ttrain.cli import main
+from ttrain.config import build
+from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.settings import DeviceConfig
 from ttrain.device.torch.device import open_device
+from ttrain.engine.settings import EngineConfig
+from ttrain.models.base import preparation
 from ttrain.models.decoder import BlockInputs
 from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
@@ -24,8 +33,12 @@ from ttrain.models.settings import LlamaConfig
 from ttrain.models.weight_checks import as_fp32
 from ttrain.nn.initialize import Normal
 from ttrain.nn.module import Parameter, use
+from ttrain.objectives.base import Objective
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
+from ttrain.train.checkpoint.retention import find_checkpoint
+from ttrain.train.settings import TrainConfig
+from ttrain.train.steps.step import TrainStep
 
 EXPERTS, CHOSEN = 5, 2
 COUNTS = {  # ids, and parameters
@@ -291,3 +304,88 @@ def test_muon_makes_each_expert_of_a_stack_orthogonal() -> None:
 def test_mixtures_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         small(**changes)
+
+
+def stepped(parts: int) -> tuple[Any, dict[str, np.ndarray]]:
+    """Numbers and gradients of a step of 6 rows in so many micro-batches, whose routing is far from balanced."""
+    model = small(balance_weight=1.0, router_z_weight=0.1)
+    train = TrainConfig(batch_size=6, gradient_accumulation=parts)
+    config = Config(train=train, optimizer=AdamWConfig(clip_norm=None), engine=EngineConfig(name="static"))
+    objective = Objective(config.objective)
+    objective.slice, objective.balances = (parts, 6 // parts), True
+    values = routed_to(model, 1.0)
+    with closing(open_cpu()) as device:
+        built = build.build_session(model, device, config, objective=objective)
+        with closing(built):
+            for name, value in values.items():
+                built.state.write(name, value)
+            told: Any = built.build_training(), 6 // parts, 1, preparation(model)
+            step = TrainStep(*told, coupled=objective.coupled or dict)
+            result = step(token_batch(VOCABULARY, 6, CONTEXT, 1, masked=9), {"lr": 0.0}, 1)
+            return result, {path: built.state.read(f"{path}/gradient") for path in model.parameters()}
+
+
+def test_micro_batches_change_neither_the_loss_nor_its_gradients() -> None:
+    whole, gradients = stepped(1)
+    assert whole.metrics["router/balance"] > 2.1  # 2 where the loads are even
+    for parts in (2, 3):
+        result, found = stepped(parts)
+        assert result.loss == pytest.approx(whole.loss, rel=1e-6)
+        assert result.metrics == pytest.approx(whole.metrics, rel=1e-5, abs=1e-6)
+        for path, gradient in gradients.items():
+            assert relative_error(found[path], gradient) < 1e-5, path
+
+
+TINY = ["model=llama", "model.preset=null", "model.layers=2", "model.heads=2", "model.width=16", "model.hidden=12"]
+TINY += ["model.context=8", "data=text", "data.path=book.txt", "train.batch_size=4", "train.eval_sequences=4"]
+TINY += ["sample.tokens=2", "device=cpu", "device.threads=1", "engine=static", "logger=jsonl"]
+MOE = ["model.experts=3", "model.experts_per_token=2", "model.expert_width=12"]
+
+
+def values_of(run: str) -> dict[str, np.ndarray]:
+    return {name: np.array(value) for name, value in find_checkpoint(Path(run), "last").weights().items()}
+
+
+@pytest.fixture
+def book(inside: Path) -> None:
+    Path("book.txt").write_text("some words of a book that nobody wrote\n" * 40)
+
+
+def test_a_dense_run_becomes_the_first_of_every_expert(book: None, told: Told) -> None:
+    assert main([*TINY, "train.steps=2", "run.dir=dense"]) == 0
+    warm = ["train.init_from=dense", "train.steps=1", "optimizer.lr=0", "run.dir=moe"]
+    assert "20 of 22 parameters" in told(*TINY, *MOE, *warm)
+    dense, mixture = values_of("dense"), values_of("moe")
+    for path, value in dense.items():
+        assert np.array_equal(np.broadcast_to(value, mixture[path].shape), mixture[path]), path
+
+
+def test_a_run_goes_on_with_the_same_bits(book: None) -> None:
+    words = [*TINY, *MOE, "model.router=biased", "train.gradient_accumulation=2"]
+    assert main([*words, "train.steps=4", "run.dir=whole"]) == 0
+    assert main([*words, "train.steps=2", "schedule=constant", "run.dir=parts"]) == 0
+    assert main(["resume=auto", "train.steps=4", "run.dir=parts"]) == 0
+    assert main([*words, "train.steps=4", "schedule=constant", "run.dir=again"]) == 0
+    assert tensor_by_tensor_equal(values_of("parts"), values_of("again"))
+
+
+def test_adapters_of_experts_are_trained_and_merged(book: None, refused: Told) -> None:
+    assert main([*TINY, *MOE, "train.steps=2", "run.dir=base"]) == 0
+    adapters = ["train.init_from=base", "lora.rank=2", "optimizer.lr=0.1", "train.steps=3", "run.dir=tuned"]
+    assert main([*TINY, *MOE, *adapters]) == 0
+    trained = values_of("tuned")
+    assert trained["blocks.0.feed_forward.up.lora.a.weight"].shape == (3, 2, 16)
+    assert all(trained[f"blocks.1.feed_forward.{part}.lora.b.weight"].any() for part in ("gate", "up", "down"))
+    assert main(["task=export", "run.dir=tuned", "export.form=ttrain", "export.file=whole.safetensors"]) == 0
+    path = "blocks.0.feed_forward.up"
+    a, b = (torch.from_numpy(trained[f"{path}.lora.{name}.weight"]).double() for name in "ab")
+    expected = torch.from_numpy(values_of("base")[f"{path}.weight"]).double() + 8.0 * torch.bmm(b, a)
+    assert np.abs(load_file("whole.safetensors")[f"{path}.weight"] - expected.numpy()).max() < 1e-6
+    refused(
+        "PEFT has no form for adapters of experts", "task=export", "run.dir=tuned", "export.form=peft", "export.dir=x"
+    )
+
+
+def test_other_objectives_refuse_what_balances(refused: Told) -> None:
+    words = ["objective=dpo", "data=documents", "data.sources=[x]"]
+    refused("objective=dpo does not add what balances experts", *TINY[:7], *MOE, *words)
