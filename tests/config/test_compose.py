@@ -20,7 +20,7 @@ from ttrain.models.settings import GPTConfig
 from ttrain.optim.settings import AdamWConfig, SGDConfig
 
 ON_A_FILE = (
-    "data=text data=tokens recipe=gpt2-124m recipe=gpt2-124m-ddp recipe=char-0.8m recipe=speedrun-char "
+    "data=text data=tokens recipe=gpt2-124m recipe=gpt2-124m-ddp recipe=char-0.8m recipe=moe-tiny recipe=speedrun-char "
     "recipe=speedrun-nano recipe=nano-adamw recipe=agillm_large_cpu recipe=agillm_large_n300"
 )
 # What an option needs beside its own name to be complete.

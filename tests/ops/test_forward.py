@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.ops.harness import (
     Interpreter,
@@ -22,6 +25,8 @@ from tests.ops.harness import (
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.torch.device import TorchDevice
+from ttrain.device.torch.kernels import kernel_table
+from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, spec_of
 from ttrain.graph import REGISTRY, Case, Composite, Graph, Op
 
 DTYPES = (DType.FP64, DType.FP32, DType.BF16)
@@ -98,3 +103,24 @@ def test_of_a_stream_only_the_windows_are_moved() -> None:
     tokens, _ = ops.token_windows(graph.input("starts", TensorSpec((3,), DType.INT64)), stream, 5)
     assert tokens.producer is not None
     assert tokens.producer.op.nbytes(tokens.producer) == 3 * (8 + 6 * 4 + 2 * 5 * 8)
+
+
+def test_panels_of_experts_are_one_kernel_of_torch_where_it_serves() -> None:
+    """That kernel runs on the CPU too; so its calls are tested, not its speed or its bits on a GPU."""
+    cuda = replace(Context.of(torch.device("cpu")), kind="cuda", capability=(9, 0))
+    table, offsets = kernel_table(cuda), torch.tensor([0, 4, 4, 12])
+    rows, weight, dy = (torch.randn(shape).bfloat16() for shape in ((12, 16), (3, 8, 16), (12, 8)))
+    panels = list(zip(pairwise(offsets.tolist()), weight.float(), strict=True))
+    product = torch.cat([rows[a:b].float() @ w.T for (a, b), w in panels])
+    outer = torch.stack([dy[a:b].float().T @ rows[a:b].float() for (a, b), _ in panels])
+    given: list[tuple[str, list[torch.Tensor], torch.Tensor, dict[str, bool]]] = [
+        ("grouped_matmul", [rows, weight, offsets], product, {"transpose": True}),
+        ("grouped_outer", [dy, rows, offsets], outer, {}),
+    ]
+    for name, ins, expected, attributes in given:
+        kernel, out = table[name], torch.empty(expected.shape, dtype=torch.bfloat16)
+        node = [spec_of(x) for x in ins], [spec_of(out)], attributes
+        assert kernel.way is not None and kernel.way(*node) == "grouped"
+        work = [torch.empty(x.shape, dtype=TORCH_DTYPES[x.dtype]) for x in kernel.workspace(*node)]
+        kernel.bind(ins, [out], attributes, work)()
+        assert (out.float() - expected).abs().max() < 0.02 * expected.abs().max()

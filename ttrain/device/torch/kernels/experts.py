@@ -100,10 +100,11 @@ def _row_products(call: Call) -> None:
 
 
 def _one_kernel(call: Call) -> bool:
-    """Tell whether torch multiplies all panels in one kernel."""
-    context, rows = call.context, call.ins[0]
-    call.way = "grouped" if rows.dtype is torch.bfloat16 and context.capability >= _GROUPED else "dense"
-    return context.kind == "cuda" and call.way == "grouped"
+    """Tell whether torch multiplies all panels in one kernel; it wants rows of whole 16 bytes."""
+    context, a, b = call.context, *call.ins[:2]
+    served = a.dtype is torch.bfloat16 and not any(size % 8 for size in (a.shape[1], *b.shape[1:]))
+    call.way = "grouped" if served and context.kind == "cuda" and context.capability >= _GROUPED else "dense"
+    return call.way == "grouped"
 
 
 def _own_rows(call: Call, x: Tensor, offsets: Tensor) -> list[Tensor]:
