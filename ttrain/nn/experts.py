@@ -61,7 +61,7 @@ def routing_loss(
     expert e per token f_e and its mean share p_e (Fedus et al., 2022), as in Transformers; f / K is the step input
     `SHARES` where that is declared. `router/z` is the mean square of the log-sum-exp of logits (Zoph et al., 2022).
     `router/entropy` is that of the shares, in nats. A bias gets the excess load of its expert as gradient; Wang et al.
-    (2024) take its sign. Of each pair that has no row, `router/dropped` would be the share.
+    (2024) take its sign. `router/dropped` is the share of pairs without a row, which is 0.
     """
     graph, (tokens, experts), count = weight.graph, routed[0].shares.shape, routed[0].ids.shape[1]
     mask, each = ops.reshape(present, (tokens, 1)), weight * (1 / len(routed))
