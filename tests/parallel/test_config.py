@@ -31,6 +31,7 @@ RANKS = {
             "recipe=grpo-arithmetic parallel=zero3 parallel.processes=2 device=cpu",
             "parallel=zero3: with objective=grpo",
         ),
+        ("parallel=auto", "parallel=auto: task=plan alone chooses a mode. Give parallel=ddp, zero1, zero3 or none."),
         # Steps that are measured have the slices of training.
         ("task=lr_finder parallel.slices=4 train.batch_size=6 device=cpu", "train.batch_size=6: must be a multiple of"),
         ("task=profile parallel.slices=4 train.batch_size=6 device=cpu", "train.batch_size=6: must be a multiple of"),
