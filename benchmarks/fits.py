@@ -14,7 +14,7 @@ from ttrain.parallel.settings import SEVERAL
 from ttrain.tasks.training.modes import Planned, planned
 
 PRESETS = {  # with the ids of their vocabularies
-    "gpt": {"124M": 50257, "355M": 50257, "774M": 50257, "1.5B": 50257},
+    "gpt2": {"124M": 50257, "355M": 50257, "774M": 50257, "1.5B": 50257},
     "llama": {
         "SmolLM2-135M": 49152, "SmolLM2-360M": 49152, "Qwen2.5-0.5B": 151936, "Qwen3-0.6B": 151936,
         "TinyLlama-1.1B": 32000, "Llama-3.2-1B": 128256, "SmolLM2-1.7B": 49152, "Llama-3.2-3B": 128256,
