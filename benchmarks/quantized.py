@@ -112,7 +112,8 @@ def measured(who: str, folder: str, threads: int, steps: int, words: list[str]) 
         began = time.perf_counter()
         losses.append(step(batch))
         times.append(time.perf_counter() - began)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(who, *(f"{each:.1f} s" for each in times), f"{peak / 2**30:.2f} GiB", file=sys.stderr, flush=True)
     found = {"contender": who, "built_s": times[0], "first_s": times[1], "step_s": statistics.median(times[2:])}
     return {**found, "peak_bytes": peak, "loss": losses[-1]}
 
