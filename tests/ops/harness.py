@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import ttrain.objectives.distillation  # noqa: F401 - it declares ops of its own
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Buffer, Delivery, Device, serves
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Bind, Context, kernel, spec_of
