@@ -62,7 +62,7 @@ def test_a_task_of_one_process_takes_the_mode_and_refuses_more(task: str, more: 
 def test_what_was_started_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RANKS.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="parallel=none: 2 processes were started. Give parallel=ddp or zero1, or"):
+    with pytest.raises(ConfigError, match="parallel=none: 2 processes run. Start one, or give parallel=ddp, zero1 or"):
         load([])
     with pytest.raises(ConfigError, match="parallel.processes=4: 2 were started on this machine already. Leave it"):
         load(["parallel=ddp", "parallel.processes=4"])

@@ -132,8 +132,8 @@ class ParallelConfig:
     def _processes(self, others: Any) -> Iterator[str]:
         task, here = others.task.name, place()
         for key in ("processes", "world"):
-            if self.name == "none" and (getattr(self, key) or 1) > 1:
-                yield f"parallel.{key}={getattr(self, key)}: parallel=none is one process. Give parallel=ddp or zero1."
+            if self.name == "none" and (count := getattr(self, key) or 1) > 1:
+                yield f"parallel.{key}={count}: parallel=none is one process. Give parallel=ddp, zero1 or zero3."
         if self.name == AUTO and task != "plan":
             yield f"parallel=auto: task=plan alone chooses a mode. Give parallel={', '.join(SEVERAL)} or none."
         if self.world is not None and task != "plan":
@@ -145,7 +145,7 @@ class ParallelConfig:
                 yield f"task={task}: is one process, and {here.count} were started. Start one."
             return
         if here is not None and here.count > 1 and self.name == "none":
-            yield f"parallel=none: {here.count} processes were started. Give parallel=ddp or zero1, or start one."
+            yield f"parallel=none: {here.count} processes run. Start one, or give parallel=ddp, zero1 or zero3."
         if here is not None and self.processes not in (None, here.local_count):
             told = f"parallel.processes={self.processes}: {here.local_count} were started on this machine already"
             yield f"{told}. Leave it out."
