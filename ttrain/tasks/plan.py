@@ -101,7 +101,7 @@ def _title(config: Config, session: Session, unread: bool) -> str:
     divided = [f"{ranks.slices} slices"] * (ranks.slices > 1) + [f"{count} micro-batches"] * (count > 1)
     parts.append(f"{rows} {examples} per optimizer step" + (f" in {' of '.join(divided)}" if divided else ""))
     if ranks.count > 1:
-        parts.append(f"the shard of one of {ranks.count} ranks, parallel={config.parallel.name}")
+        parts.append(f"one of {ranks.count} ranks, parallel={config.parallel.name}")
     vocabulary = getattr(model.config, "vocabulary", None)
     if vocabulary is not None:
         given = "" if getattr(config.model, "vocabulary", None) is not None else ", that of the data"
