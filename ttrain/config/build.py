@@ -18,7 +18,6 @@ from typing import Any
 from ttrain.config.registry import component
 from ttrain.config.schema import Config
 from ttrain.core.errors import ConfigError, UserError, raised_as
-from ttrain.core.files import read_object
 from ttrain.core.options import as_keys, key_of
 from ttrain.core.waiting import Waiting
 from ttrain.data.batches import Dataset, Sizes
@@ -40,7 +39,7 @@ from ttrain.parallel.ranks import Ranks
 from ttrain.parallel.settings import ParallelConfig, place
 from ttrain.parallel.world import World
 from ttrain.train.checkpoint.adapters import PeftAdapter
-from ttrain.train.checkpoint.hub_folder import CONFIG, find_folder
+from ttrain.train.checkpoint.hub_folder import find_folder, read_config
 from ttrain.train.logging.loggers import Console, Logger
 from ttrain.train.runs.warm_start import WarmStart, WeightSource, open_warm_start
 from ttrain.train.settings import LoggerConfig, WandbConfig
@@ -68,7 +67,7 @@ def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: N
     with Waiting("Reading the data"):
         objective = made("objective", config.objective)
         if getattr(config.model, "from_", None) is not None and hasattr(objective, "labels_of"):
-            objective.labels_of(read_object(find_folder(config.model.from_) / CONFIG))
+            objective.labels_of(read_config(find_folder(config.model.from_)))
         sizes = replace(data_sizes(config.model), rows=objective if config.objective.reads_rows else None)
         dataset: Dataset = made("data", config.data, sizes)
     first(dataset)

@@ -125,8 +125,9 @@ def _with_tokenizer(data: Any, folder: Path, source: Given) -> Any:
     if row is None or getattr(row.config, "tokenizer", None) is None or "data.tokenizer" in source.explicit:
         return data
     from ttrain.data.chat.jinja import tokenizer_settings
+    from ttrain.train.checkpoint.hub_folder import tokenizer_file
 
-    file = folder / "tokenizer.json"
+    file = tokenizer_file(folder)
     if not file.is_file():
         raise UserError("has no tokenizer.json. Give data.tokenizer=<tokenizer.json>.")
     taken: dict[str, Any] = {"tokenizer": str(file)}

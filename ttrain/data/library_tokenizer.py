@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError, raised_as
 from ttrain.core.folders import at_home
 from ttrain.data.corpus import cut
+from ttrain.data.gguf_file import gguf_tokenizer, is_gguf
 from ttrain.data.tokenizer import UNKNOWN, ByteTokenizer, CharTokenizer, Ids, Tokenizer, UnseenText
 
 Marks = NDArray[np.bool_]  # of the tokens of a text
@@ -37,13 +38,13 @@ def parse_tokenizer(text: str) -> Tokenizer:
 
 
 def read_tokenizer(path: Path | str, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer in a file. Raises DataError, which names `key`, when there is none."""
+    """The tokenizer in a tokenizer.json or a GGUF file. Raises DataError, which names `key`, when there is none."""
     file = at_home(path)
     with (
         raised_as(DataError, f"{key}={path}", "Give the path of a tokenizer.json."),
         raised_as(DataError, f"{key}={path}", of=(UnicodeDecodeError, DataError)),
     ):
-        return parse_tokenizer(file.read_text(encoding="utf-8"))
+        return parse_tokenizer(gguf_tokenizer(file) if is_gguf(file) else file.read_text(encoding="utf-8"))
 
 
 class LibraryTokenizer(Tokenizer):

@@ -42,11 +42,12 @@ from ttrain.train.runs.export_folder import (
     write_run,
     write_weights,
 )
-from ttrain.train.runs.export_gguf import export_problem, gguf_notice, write_gguf
+from ttrain.train.runs.export_gguf import export_problem, gguf_notices, write_gguf
 from ttrain.train.runs.record import environment_record
 from ttrain.train.runs.warm_start import unrounded
 from ttrain.train.settings import WandbConfig
 from ttrain.train.steps.phases import PhaseSchedule
+from ttrain.train.task_settings import ExportConfig
 
 
 def run(config: Config) -> None:
@@ -68,7 +69,7 @@ def run(config: Config) -> None:
             given, report = _compacted(given)
     with Waiting(f"Writing {' and '.join(filter(None, (wanted.file, wanted.dir)))}"):
         if file is not None:
-            _write_file(given, file, wanted.form)
+            _write_file(given, file, wanted)
         if wanted.dir is not None and wanted.form == "huggingface":
             _write_folder(given, Path(wanted.dir), wanted.shard_mb)
         elif wanted.dir is not None and wanted.form == "peft":
@@ -88,14 +89,14 @@ def _stored(given: OpenedModel) -> dict[str, Any]:
     return {**to_dict(given.config), "model": build.resolved_model(given.config.model, given.model)}
 
 
-def _write_file(given: OpenedModel, file: Path, form: str) -> None:
-    if form == "gguf":
-        if (notice := gguf_notice(given.model.config)) is not None:
+def _write_file(given: OpenedModel, file: Path, wanted: ExportConfig) -> None:
+    if wanted.form == "gguf":
+        for notice in gguf_notices(given.model, wanted.dtype):
             print(f"WARNING: {notice}", file=sys.stderr)
-        write_gguf(file, _written(given))
+        write_gguf(file, _written(given), wanted.dtype)
     else:
         metadata = Metadata(_stored(given)["model"], given.tokenizer_json)
-        write_weights(given.model, given.values, file, form, given.step or 0, metadata)
+        write_weights(given.model, given.values, file, wanted.form, given.step or 0, metadata)
     size = format_bytes(file.stat().st_size)
     print(f"{file}: {format_count(given.model.parameter_count)} parameters, {size}.")
 

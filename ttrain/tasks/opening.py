@@ -19,6 +19,7 @@ from ttrain.core.waiting import Waiting, waited_for
 from ttrain.data.chat.jinja import TokenizerTemplate, tokenizer_settings
 from ttrain.data.chat.messages import Template
 from ttrain.data.end_token import named_end
+from ttrain.data.gguf_file import gguf_tokenizer, is_gguf
 from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import TextConfig
 from ttrain.models.agillm_weights import sizes_of
@@ -28,7 +29,7 @@ from ttrain.models.weight_checks import TOKENS
 from ttrain.nn.settings import LoraConfig
 from ttrain.train.checkpoint.adapters import PeftAdapter
 from ttrain.train.checkpoint.checkpoint import Checkpoint
-from ttrain.train.checkpoint.hub_folder import find_folder
+from ttrain.train.checkpoint.hub_folder import find_folder, tokenizer_file
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.checkpoint.weights_file import read_file, read_metadata, read_parameters
 from ttrain.train.protocols import Array
@@ -172,7 +173,7 @@ def of_weights(config: Config, path: Path, tokenizer_of: Callable[[str | None], 
     metadata, step = read_metadata(path, content), content.get("step")
     step = step if isinstance(step, int) and step >= 0 else None
     alone, tokenizer = replace(config, lora=LoraConfig()), tokenizer_of(metadata.tokenizer)
-    settings = tokenizer_settings(path / "tokenizer.json") if path.is_dir() else {}
+    settings = tokenizer_settings(tokenizer_file(path)) if path.is_dir() or is_gguf(path) else {}
     opened = OpenedModel(alone, {}, tokenizer, step, str(path), settings)
     if differences := differing(metadata.of(opened.model), opened.model.config):
         raise CheckpointError(f"{path} holds another model: {'; '.join(differences)}. Give these keys as they were.")
@@ -189,6 +190,7 @@ def of_folder(config: Config, needs: str) -> OpenedModel:
     folder = find_folder(config.model.from_, weights=True)  # the config's checks hold it so
 
     def required(text: str | None) -> str:
+        text = gguf_tokenizer(folder) if text is None and is_gguf(folder) else text  # raises the reason
         if text is None:
             raise CheckpointError(f"{folder} has no tokenizer.json, so its model {needs} Bring the whole folder.")
         return text

@@ -107,7 +107,7 @@ class EvalConfig(CheckpointConfig):
 class ExportConfig(CheckpointConfig):
     """Options of task=export, which writes the parameters of a run or of a file of weights."""
 
-    source: str | None = option(None, ".pt or .safetensors in place of run.dir; `model` names its model", path=True)
+    source: str | None = option(None, "file of weights in place of run.dir; `model` names its model", path=True)
     file: str | None = option(None, "file to write: .pt, .safetensors or .gguf", path=True)
     form: str = option(
         "original",
@@ -115,6 +115,7 @@ class ExportConfig(CheckpointConfig):
         "and peft are folders",
         choices=("original", "huggingface", "ttrain", "peft", "gguf"),
     )
+    dtype: str = option("fp32", "gguf: dtype of matrices, in llama.cpp's words", choices=("fp32", "q8_0", "q4_0"))
     merge: bool = option(True, "add adapters to their weights; false keeps them apart, in a new run folder only")
     dir: str | None = option(None, "new folder: a run, or with form=huggingface a model of Transformers", path=True)
     shard_mb: int = option(5000, "huggingface: largest file of weights in MB", minimum=1)
@@ -138,6 +139,8 @@ class ExportConfig(CheckpointConfig):
             yield "task=export: nothing to write. Give export.file=<name>.safetensors or export.dir=<new folder>."
         if self.form == "gguf" and (self.dir is not None or not (self.file or "").endswith(".gguf")):
             yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
+        if self.dtype != "fp32" and self.form != "gguf":
+            yield f"export.dtype={self.dtype}: is a type of GGUF. Give export.form=gguf export.file=<name>.gguf."
         if self.form in ("huggingface", "peft") and self.file is not None:
             yield f"export.file={self.file}: export.form={self.form} writes a folder. Give export.dir=<new folder>."
 

@@ -52,7 +52,7 @@ def _gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**{**sizes, **ids}))
 
 
-def _llama(name: str, **changes: Any) -> Callable[[], Any]:
+def decoder(name: str, **changes: Any) -> Callable[[], Any]:
     """A decoder of Transformers with fewer heads of keys than of queries."""
 
     def made() -> Any:
@@ -71,11 +71,11 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"original_max_position_embeddings": 8}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": _gpt2,
-    "llama": _llama("Llama", attention_bias=True, rope_parameters=LLAMA3),
-    "mistral": lambda: _llama("Mistral", sliding_window=None)().half(),
-    "qwen2": lambda: _llama("Qwen2", tie_word_embeddings=True)().bfloat16(),
-    "qwen3": _llama("Qwen3", head_dim=16),
-    "qwen3_moe": _llama("Qwen3Moe", head_dim=16, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24),
+    "llama": decoder("Llama", attention_bias=True, rope_parameters=LLAMA3),
+    "mistral": lambda: decoder("Mistral", sliding_window=None)().half(),
+    "qwen2": lambda: decoder("Qwen2", tie_word_embeddings=True)().bfloat16(),
+    "qwen3": decoder("Qwen3", head_dim=16),
+    "qwen3_moe": decoder("Qwen3Moe", head_dim=16, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24),
 }
 
 
@@ -200,10 +200,10 @@ GGUF = ["export.form=gguf", "export.file=made.gguf"]
 def test_biases_that_a_reader_of_gguf_leaves_out_are_told(key: str, biases: int, told: Told, refused: Told) -> None:
     from gguf import GGUFReader
 
-    save(_llama("Llama", **{key: True})(), Path("hub"))
+    save(decoder("Llama", **{key: True})(), Path("hub"))
     assert "WARNING: llama.cpp reads the biases" in told("task=export", "model.from=hub", *GGUF)
     assert sum(tensor.name.endswith(".bias") for tensor in GGUFReader("made.gguf").tensors) == biases
-    save(_llama("Qwen3", attention_bias=True)(), Path("normed"))
+    save(decoder("Qwen3", attention_bias=True)(), Path("normed"))
     refused("model.qk_norm=true beside model.qkv_bias=true", "task=export", "model.from=normed", *GGUF)
 
 
@@ -254,7 +254,7 @@ def test_a_model_of_qwen2_keeps_its_form_beside_a_tokenizer_of_its_kind(refused:
     assert json.loads(Path("out/config.json").read_text())["model_type"] == "qwen2"
     assert np.array_equal(their_logits(Path("out"), tokens_of()), their_logits(Path("hub"), tokens_of()))
     assert AutoTokenizer.from_pretrained("out")(ODD).input_ids == theirs(ODD).input_ids
-    save(_llama("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)(), Path("windowed"))
+    save(decoder("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)(), Path("windowed"))
     refused("export.form=ttrain", "task=export", "model.from=windowed", "export.form=huggingface", "export.dir=no")
 
 
@@ -262,13 +262,13 @@ def test_a_run_needs_its_folder_no_more_and_what_that_said_comes_out_again(refus
     """Ids of special tokens, and the longest sequence where the run had a shorter one; the ids of a checkpoint, too."""
     from transformers import AutoConfig, GenerationConfig
 
-    save(_llama("Llama")(), Path("hub"))
+    save(decoder("Llama")(), Path("hub"))
     ids = {"bos_token_id": 7, "eos_token_id": [0, 9], "pad_token_id": 8}
     Path("hub/generation_config.json").write_text(json.dumps(ids))
     _changed(bos_token_id=3, pad_token_id=None)(Path("hub"))
     command = [*QUIET, "model.from=hub", "run.dir=run"]
     assert main([*command, "model.context=8"]) == 0
-    before, _ = our_logits("run", tokens_of(8)), save(_llama("Llama")(), Path("other"))
+    before, _ = our_logits("run", tokens_of(8)), save(decoder("Llama")(), Path("other"))
     for key in ("model.from=other", "train.init_from=other"):
         refused(f"{key}: is for new runs", *QUIET, "resume=auto", key, "run.dir=run")
     shutil.rmtree("hub")
@@ -311,7 +311,7 @@ STARTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {  # pos
 
 def start_folder(kind: str) -> Path:
     """A Llama whose tokenizer has <s> and </s>, and puts the first before a text, or not."""
-    folder = save(_llama("Llama", bos_token_id=280, eos_token_id=281)(), Path("hub"))
+    folder = save(decoder("Llama", bos_token_id=280, eos_token_id=281)(), Path("hub"))
     post, config, _ = STARTS[kind]
     described, said = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
     like = described["added_tokens"][0]
@@ -503,10 +503,10 @@ SIZES = {
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear has factor='8': must be a number"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": "llama3"}, "is damaged ("),
-        ({"num_attention_heads": 0}, "is damaged ("),
-        ({"hidden_size": "wide"}, "is damaged ("),
-        ({"hidden_size": None}, "is damaged ("),
+        ({"rope_scaling": "llama3"}, "its config is damaged: "),
+        ({"num_attention_heads": 0}, "its config is damaged: "),
+        ({"hidden_size": "wide"}, "its config is damaged: "),
+        ({"hidden_size": None}, "its config is damaged: "),
         ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "names code of its own (auto_map)"),
         ({"model_type": "gpt2", "activation_function": "quick_gelu"}, "activation_function=quick_gelu"),
@@ -577,7 +577,7 @@ def test_a_name_is_found_in_the_cache_of_the_hub_and_becomes_a_run(gpt2: Path, t
 def test_the_recipe_trains_a_model_of_its_form_on_chats(tmp_path: Path) -> None:
     """SmolLM2-135M with 2 of its 30 layers, and with few rows in its embedding."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
-    made = _llama("Llama", **sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)()
+    made = decoder("Llama", **sizes, max_position_embeddings=8192, rms_norm_eps=1e-5, tie_word_embeddings=True)()
     save(made.bfloat16(), tmp_path / "hub")
     answer = {"role": "assistant", "content": TEXT[:39]}
     chats = [{"messages": [{"role": "user", "content": f"what words, {number}?"}, answer]} for number in range(40)]

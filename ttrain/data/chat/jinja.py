@@ -14,6 +14,7 @@ from ttrain.data.chat.conversation import REPLIES, Chat, fitted_calls, joined_pa
 from ttrain.data.chat.messages import Rendered, Span
 from ttrain.data.chat.sandbox import SANDBOX, Variant
 from ttrain.data.end_token import CONFIG_FILE, read_folder_facts, read_tokenizer_config, token_text
+from ttrain.data.gguf_file import gguf_settings, is_gguf
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -25,9 +26,9 @@ def chat_settings(file: Path) -> dict[str, Any]:
     """Return `tokenizer_settings` with a template. Raises DataError where there is none."""
     settings = tokenizer_settings(file)
     if "chat_template" not in settings:
-        files = f"{file.with_name(TEMPLATE_FILE)} nor chat_template in {file.with_name(CONFIG_FILE)}"
+        told = f"{file} has no chat template, in itself or in {TEMPLATE_FILE} or {CONFIG_FILE} beside it"
         mend = "Give the tokenizer.json of a model for chats, or data.template=chatml, plain or a text"
-        raise DataError(f"data.template=tokenizer: neither {files} is there. {mend}.")
+        raise DataError(f"data.template=tokenizer: {told}. {mend}.")
     return settings
 
 
@@ -36,8 +37,10 @@ def tokenizer_settings(file: Path) -> dict[str, Any]:
 
     The keys are `chat_template`, a text, which a file of its own may hold; the special tokens that templates name; and
     what the config.json and generation_config.json of a model say, see `read_folder_facts`. Each is there where it is
-    known.
+    known. A GGUF file says the same in its metadata.
     """
+    if is_gguf(file):
+        return gguf_settings(file)
     config = read_tokenizer_config(file.with_name(CONFIG_FILE))
     found: Any = config.get("chat_template")
     beside = file.with_name(TEMPLATE_FILE)

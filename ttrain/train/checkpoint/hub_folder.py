@@ -1,4 +1,4 @@
-"""Folders of the Transformers library: their place, their model, and their weights."""
+"""Folders of the Transformers library and GGUF files: their place, their model, and their weights."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ttrain.core.errors import CheckpointError, ConfigError, UserError, raised_as
-from ttrain.core.files import read_json, read_object
+from ttrain.core.errors import CheckpointError, ConfigError, DataError, UserError, raised_as
+from ttrain.core.files import read_json, read_object, text_of
 from ttrain.core.folders import at_home
+from ttrain.data.gguf_file import gguf_tokenizer, is_gguf
 from ttrain.models import gpt_weights, llama_weights
+from ttrain.train.checkpoint.gguf_model import gguf_config, gguf_tensors
 from ttrain.train.checkpoint.tensor_files import LazyTensor, tensors_of
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -22,18 +24,20 @@ _FAMILIES: dict[str, tuple[str, Any]] = {  # model_type -> our model, and what r
     "gpt2": ("gpt", gpt_weights),
     **dict.fromkeys(llama_weights.ARCHITECTURES, ("llama", llama_weights)),
 }
+_DAMAGED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # of a config with values of other kinds
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_folder(given: str, weights: bool = False) -> Path:
-    """The folder that a path or a name on the Hugging Face hub means, of the local cache where it is there.
+    """The folder or GGUF file that a path means, or the folder of a name on the Hugging Face hub.
 
-    Without `weights` a name brings what is small. Raises UserError where there is none, and it can't be downloaded.
+    A name takes what the local cache has. Without `weights` it brings what is small. Raises UserError where there is
+    none, and it can't be downloaded.
     """
     folder = at_home(given)
-    if folder.exists() or not _NAME.fullmatch(given):
-        if not (folder / CONFIG).is_file():
-            raise UserError(f"is no folder with a {CONFIG}. Give one as save_pretrained of Transformers writes it.")
+    if folder.exists() or folder.suffix == ".gguf" or not _NAME.fullmatch(given):
+        if not (is_gguf(folder) or (folder / CONFIG).is_file()):
+            raise UserError(f"is no folder with a {CONFIG}. Give one as Transformers writes it, or a .gguf file.")
         return folder
     by_hand = f"Bring it with `hf download {given} --local-dir <folder>` and give the folder."
     advice = f"Run: pip install 'ttrain[hf]', or: {by_hand}"
@@ -52,34 +56,50 @@ def find_folder(given: str, weights: bool = False) -> Path:
         raise UserError(f"is no folder, nor a model of the hub that can be had here ({why}). {by_hand}") from None
 
 
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer.json of a folder; a GGUF file has its tokenizer in itself."""
+    return folder if is_gguf(folder) else folder / "tokenizer.json"
+
+
+def read_own_tokenizer(folder: Path) -> str | None:
+    """The tokenizer.json of a folder or GGUF file; None where there is none that can be read."""
+    with suppress(DataError):  # whoever needs it tells why, see `gguf_tokenizer`
+        return gguf_tokenizer(folder) if is_gguf(folder) else text_of(folder / "tokenizer.json") or None
+    return None
+
+
 def holds_model(folder: Path) -> bool:
     """True for a folder of Transformers' form: one that ttrain writes has no `model_type`."""
     return "model_type" in read_json(folder / CONFIG)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder or GGUF file. Raises UserError for one that can't be read."""
+    return gguf_config(folder) if is_gguf(folder) else read_object(folder / CONFIG)
+
+
 def read_architecture(folder: Path) -> dict[str, Any]:
-    """`name` and sizes of the model in a folder, by the keys of our configs.
+    """`name` and sizes of the model in a folder or GGUF file, by the keys of our configs.
 
     Raises CheckpointError for a model that is none of ours.
     """
-    config = read_object(folder / CONFIG)
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        raise CheckpointError(f"its config.json has model_type={kind!r}; ttrain has {', '.join(_FAMILIES)}.")
-    if config.get("auto_map"):
-        raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")
-    if config.get("quantization_config"):
-        raise CheckpointError("its weights are quantized, which ttrain does not train. Give the original model.")
-    if (folder / ADAPTER_CONFIG).is_file():
-        told = f"it holds adapters too ({ADAPTER_CONFIG}), which Transformers adds to the model"
-        raise CheckpointError(f"{told}. Move them to a folder of their own and give that as lora.from.")
-    name, family = _FAMILIES[kind]
-    try:
+    with (
+        raised_as(CheckpointError, "its config", of=ConfigError),
+        raised_as(CheckpointError, "its config is damaged", "Bring it anew.", _DAMAGED),
+    ):
+        config = read_config(folder)
+        kind = config.get("model_type")
+        if not isinstance(kind, str) or kind not in _FAMILIES:
+            raise CheckpointError(f"its config.json has model_type={kind!r}; ttrain has {', '.join(_FAMILIES)}.")
+        if config.get("auto_map"):
+            raise CheckpointError("its config.json names code of its own (auto_map), which ttrain does not run.")
+        if config.get("quantization_config"):
+            raise CheckpointError("its weights are quantized, which ttrain does not train. Give the original model.")
+        if (folder / ADAPTER_CONFIG).is_file():
+            told = f"it holds adapters too ({ADAPTER_CONFIG}), which Transformers adds to the model"
+            raise CheckpointError(f"{told}. Move them to a folder of their own and give that as lora.from.")
+        name, family = _FAMILIES[kind]
         sizes = {"name": name, **family.config_from_transformers(config)}
-    except ConfigError as error:
-        raise CheckpointError(f"its config.json: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"its config.json is damaged ({type(error).__name__}: {error}).") from None
     _check_sizes(folder, sizes)
     return sizes
 
@@ -98,7 +118,7 @@ def _check_sizes(folder: Path, sizes: dict[str, Any]) -> None:
         value, bound = sizes.get(key), len(tensors) if key == "layers" else 10 * largest
         if isinstance(value, int) and value > bound:
             held = f"{len(tensors)} tensors of at most {largest} rows or columns"
-            raise CheckpointError(f"its config.json makes model.{key}={value}, but its weights are {held}.")
+            raise CheckpointError(f"its config makes model.{key}={value}, but its weights are {held}.")
 
 
 def is_known(name: str) -> bool:
@@ -129,10 +149,13 @@ def missing_weights(folder: Path) -> str | None:
 
 
 def read_folder(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder by the names in its files; values are read when they are needed.
+    """The tensors of a folder or GGUF file by Transformers' names; values are read when they are needed.
 
     Raises CheckpointError where a file is missing or damaged, or the index names other tensors than the files hold.
     """
+    if is_gguf(folder):
+        with raised_as(CheckpointError, str(folder), of=(CheckpointError, *_DAMAGED)):
+            return gguf_tensors(folder)
     if problem := missing_weights(folder):
         raise CheckpointError(problem)
     indexed = _weight_map(folder) if (folder / INDEX).is_file() else None

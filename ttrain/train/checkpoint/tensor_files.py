@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: str  # in the words of safetensors, such as BF16
     parts: tuple[LazyTensor, ...] = ()  # that ranks wrote, in their order
+    values: Callable[[], NDArray[Any]] | None = field(default=None, compare=False)  # of a file of another form
     is_meta: ClassVar[bool] = False
     layout: ClassVar[str] = "torch.strided"
 
@@ -50,6 +51,8 @@ class LazyTensor:
         return self.dtype in ("F64", "F32", "F16", *_OF_TORCH)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if self.values is not None:
+            return np.asarray(self.values(), dtype)
         if self.parts:
             return np.concatenate([np.asarray(part, dtype) for part in self.parts]).reshape(self.shape)
         torch_only = self.dtype in _OF_TORCH

@@ -16,9 +16,10 @@ import numpy as np
 from ttrain.core.errors import CheckpointError, UserError, raised_as
 from ttrain.core.files import read_json, replace_file
 from ttrain.core.names import listed
+from ttrain.data.gguf_file import is_gguf
 from ttrain.models.identity import whole
 from ttrain.models.weight_checks import Weights, as_fp32, mismatches, unusable
-from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder
+from ttrain.train.checkpoint.hub_folder import read_architecture, read_folder, read_own_tokenizer
 from ttrain.train.checkpoint.tensor_files import open_shard, tensors_of
 
 SUFFIXES = (".pt", ".safetensors")
@@ -28,15 +29,15 @@ _MODEL, _TOKENIZER = "ttrain_model", "tokenizer_json"  # names of texts that our
 def read_file(path: Path) -> dict[str, Any]:
     """Content of a file or folder of weights.
 
-    A .pt file gives dictionaries, torch tensors and plain values; a .safetensors file and a folder of Transformers give
-    tensors that are read when they are needed.
+    A .pt file gives dictionaries, torch tensors and plain values; a .safetensors file, a GGUF file and a folder of
+    Transformers give tensors that are read when they are needed.
 
     Raises CheckpointError for a path that is none of these, is damaged, or holds anything that would run code.
     """
-    if path.is_dir():
+    if path.is_dir() or is_gguf(path):
         return dict(read_folder(path))
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a file. Give a .pt or .safetensors file.")
+        raise CheckpointError(f"{path} is not a file. Give a {', '.join(SUFFIXES)} or .gguf file.")
     if path.suffix == ".safetensors":
         return {tensor.name: tensor for tensor in tensors_of(path)}
     if path.suffix != ".pt":
@@ -98,10 +99,9 @@ def read_metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
 
     `content` is the file's.
     """
-    if path.is_dir():
-        file = path / "tokenizer.json"
+    if path.is_dir() or is_gguf(path):
         with raised_as(CheckpointError, str(path), of=CheckpointError):
-            return Metadata(read_architecture(path), file.read_text("utf-8", "replace") if file.is_file() else None)
+            return Metadata(read_architecture(path), read_own_tokenizer(path))
     texts = {**content, **(metadata_of(path) if path.suffix == ".safetensors" else {})}
     beside, tokenizer = read_json(path.with_name("config.json")), texts.get(_TOKENIZER)
     model = _object(texts.get(_MODEL))

@@ -18,6 +18,7 @@ from ttrain.core.errors import ConfigError, UserError, raised_as
 from ttrain.core.files import new_folder, to_json, write_synced
 from ttrain.core.units import format_count
 from ttrain.data.end_token import OF_MODEL, TOKEN_IDS, EndToken, end_ids, own_end, token_text
+from ttrain.data.gguf_file import pre_tokenizer_name
 from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.device.quantized import Quantized
 from ttrain.models.weight_checks import TOKENS
@@ -83,16 +84,6 @@ def write_run(folder: Path, stored: KeptValues, content: CheckpointContent, atte
         run.record(content.config, attempt)
 
 
-_LETTERS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# GGUF's name of how a text is cut into words -> the parts of a tokenizer.json that do so.
-_SPLITS: dict[str, list[tuple[str, Any]]] = {
-    "gpt-2": [("ByteLevel", True)],
-    "smollm": [("Digits", True), ("ByteLevel", True)],
-    "qwen2": [("Split", _LETTERS % r"\p{N}"), ("ByteLevel", False)],
-    "llama-bpe": [("Split", _LETTERS % r"\p{N}{1,3}"), ("ByteLevel", False)],
-}
 _SWITCHES = ("byte_fallback", "ignore_merges", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
 _IN_CARD = ("model", "data", "train", "optimizer", "schedule", "precision")
 
@@ -194,20 +185,6 @@ def _sentence_files(model: Any) -> dict[str, str]:
     modes = {f"pooling_mode_{name}": name.startswith(model.pooling) for name in ("mean_tokens", "lasttoken")}
     pooling = to_json({"word_embedding_dimension": model.width, **modes})
     return {"modules.json": to_json(modules), "1_Pooling/config.json": pooling}
-
-
-def pre_tokenizer_name(described: Mapping[str, Any]) -> str | None:
-    """GGUF's name of how a tokenizer.json cuts a text into words; None where there is none."""
-    steps = described.get("pre_tokenizer") or {"type": None}
-    parts = [
-        (part["type"], part.get("use_regex", part.get("individual_digits", part.get("pattern", {}).get("Regex"))))
-        for part in steps.get("pretokenizers", [steps])
-    ]
-    if parts == [("ByteLevel", False)] and not described["model"].get("merges"):
-        parts = _SPLITS["gpt-2"]  # of single bytes, whatever the words
-    if any(part.get("add_prefix_space") for part in steps.get("pretokenizers", [steps])):
-        return None
-    return next((name for name, known in _SPLITS.items() if known == parts), None)
 
 
 def _is_qwens(described: Mapping[str, Any]) -> bool:

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 
 from ttrain.core.errors import ConfigError, raised_as
+from ttrain.core.names import listed
 from ttrain.data.end_token import end_ids, token_text
+from ttrain.data.gguf_file import pre_tokenizer_name
 from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import visible_bytes
+from ttrain.models.settings import PUBLISHED
 from ttrain.models.weight_checks import TOKENS
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
-from ttrain.train.runs.export_folder import Written, pre_tokenizer_name
+from ttrain.train.runs.export_folder import Written
 
 _ARCHITECTURES = {"gpt2": "GPT2", "llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _ADVICE = "Give export.form=huggingface; llama.cpp converts such a folder itself."
@@ -55,15 +58,20 @@ def gguf_problem(config: Any) -> str | None:
     return problem if other or switches else None
 
 
-def gguf_notice(config: Any) -> str | None:
-    """Return what to tell of a file whose model not every program reads whole; None where all do."""
-    if config.name == "gpt" or not (config.projection_bias or config.feed_forward_bias):
-        return None
-    return "llama.cpp reads the biases of this model, and Transformers leaves them out when it reads GGUF."
+def gguf_notices(model: Any, dtype: str) -> Iterator[str]:
+    """Yield what to tell of a file whose model not every program reads whole, or whose matrices have several types."""
+    if model.config.name != "gpt" and (model.config.projection_bias or model.config.feed_forward_bias):
+        yield "llama.cpp reads the biases of this model, and Transformers leaves them out when it reads GGUF."
+    odd = [path for path, spec in model.specs().items() if len(spec.shape) > 1 and spec.shape[-1] % 32]
+    if dtype != "fp32" and odd:
+        yield f"{len(odd)} matrices are written as fp16, since blocks of 32 don't fill their rows: {listed(odd)}."
 
 
-def write_gguf(file: Path, written: Written) -> None:
-    """Writes weights in fp32, and what a tokenizer.json and a tokenizer_config.json say, where there are any.
+def write_gguf(file: Path, written: Written, dtype: str) -> None:
+    """Writes weights, and what a tokenizer.json and a tokenizer_config.json say, where there are any.
+
+    As convert_hf_to_gguf.py of llama.cpp does, matrices get the dtype, those whose rows its blocks don't fill fp16, and
+    vectors and positions fp32.
 
     Raises ConfigError for what the form can't hold and where the package gguf is missing.
     """
@@ -71,21 +79,28 @@ def write_gguf(file: Path, written: Written) -> None:
         import gguf
     config, described = written.model.config, written_config(written.model.config)
     architecture = getattr(gguf.MODEL_ARCH, _ARCHITECTURES[described["model_type"]])
-    said = _sizes(config, described)
+    wanted, said = gguf.GGMLQuantizationType["F32" if dtype == "fp32" else dtype.upper()], dict[str, Any]()
     if written.tokenizer is not None:
         tokenizer = LibraryTokenizer(written.tokenizer)
-        said |= {**_vocabulary(json.loads(written.tokenizer), config.vocabulary), **_special(tokenizer, written)}
+        said = {**_vocabulary(json.loads(written.tokenizer), config.vocabulary), **_special(tokenizer, written)}
     if isinstance(template := written.tokenizer_config.get("chat_template"), str):
         said["chat_template"] = template
     names = gguf.get_tensor_name_map(architecture, config.layers)
 
     def write(beside: Path) -> None:
         writer = gguf.GGUFWriter(beside, gguf.MODEL_ARCH_NAMES[architecture])
-        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "fp32" else f"MOSTLY_{wanted.name}"])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for key, value in _sizes(config, described).items():
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add(f"{gguf.MODEL_ARCH_NAMES[architecture]}.{key}", value)
         for key, value in said.items():
             getattr(writer, f"add_{key}")(value)
         for name, weight in _tensors(written, described):
-            writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), weight)
+            given = str(names.get_name(name, (".weight", ".bias")))
+            kind = wanted if weight.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0 else wanted.F16
+            kind = wanted.F32 if weight.ndim == 1 or given.startswith("position_embd") else kind
+            writer.add_tensor(given, gguf.quants.quantize(weight, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -95,17 +110,12 @@ def write_gguf(file: Path, written: Written) -> None:
 
 
 def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file says of a model, by the writer's methods; `described` is its config.json."""
-    sizes = {
-        "context_length": config.longest, "embedding_length": config.width, "block_count": config.layers,
-        "feed_forward_length": getattr(config, "hidden", 4 * config.width), "head_count": config.heads,
-    }  # fmt: skip
-    if config.name == "gpt":
-        return sizes | {"layer_norm_eps": described["layer_norm_epsilon"]}
-    return sizes | {
-        "head_count_kv": config.kv_heads, "layer_norm_rms_eps": config.norm_eps, "rope_freq_base": config.rotary_base,
-        **dict.fromkeys(("rope_dimension_count", "key_length", "value_length"), config.head_width),
-    }  # fmt: skip
+    """Return what a file says of a model, by key behind its architecture; `described` is its config.json."""
+    keys, more = PUBLISHED["keys"]["gguf_gpt"], {"feed_forward_length": 4 * config.width}
+    if config.name != "gpt":
+        keys = PUBLISHED["keys"]["gguf"]
+        more = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_width)
+    return {key: described[theirs] for key, theirs in keys.items()} | more
 
 
 def _tensors(written: Written, described: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
