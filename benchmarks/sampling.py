@@ -2,7 +2,8 @@
 
 A llama of SmolLM2-135M's shape with random weights continues prompts of 16 tokens by 64, drawn at temperature 0.8.
 The contenders take turns, each with the same weights: engines of ttrain, and `generate` of Transformers. Tokens/s are
-all new tokens by the whole time of a call, with the reading of prompts.
+all new tokens by the whole time of a call, with the reading of prompts. With --llama-cpp llama.cpp takes part, which
+gets the weights as a GGUF file in fp32 and writes all texts at once.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from ttrain.api import load_config
+from ttrain.api import load_config, run
+from ttrain.data.library_tokenizer import train_bpe
 from ttrain.tasks.opening import of_given
 from ttrain.train.sampling.source import TokenSource
 
@@ -58,6 +60,30 @@ def theirs(model: Any, threads: int) -> Contender:
     return write
 
 
+def llama_cpp(file: str, threads: int, rows: int) -> Contender:
+    """Return what writes texts by llama.cpp, each as a sequence of its own, at temperature 1."""
+    import llama_cpp as cpp
+
+    options, draw = cpp.llama_context_default_params(), cpp.llama_sampler_init_dist(0)
+    options.n_ctx, options.n_batch, options.n_seq_max = 256 * rows, PROMPT * rows, rows
+    options.n_threads = options.n_threads_batch = threads
+    model = cpp.llama_model_load_from_file(file.encode(), cpp.llama_model_default_params())
+    context, batch = cpp.llama_init_from_model(model, options), cpp.llama_batch_init(PROMPT * rows, 0, 1)
+
+    def write(texts: list[list[int]]) -> None:
+        cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+        for start in (0, *range(PROMPT, PROMPT + TOKENS - 1)):
+            places = [(row, at) for row, text in enumerate(texts) for at in range(len(text))]
+            batch.n_tokens = len(places)
+            for n, (row, at) in enumerate(places):
+                batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.seq_id[n][0] = texts[row][at], start + at, 1, row
+                batch.logits[n] = at == len(texts[row]) - 1
+            assert cpp.llama_decode(context, batch) == 0
+            texts = [[cpp.llama_sampler_sample(draw, context, n)] for n in range(len(places)) if batch.logits[n]]
+
+    return write
+
+
 def timed(contender: Contender, texts: int, seed: int) -> float:
     """Return tokens/s."""
     prompts = np.random.default_rng(seed).integers(0, VOCABULARY, (texts, PROMPT)).tolist()
@@ -74,6 +100,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--llama-cpp", action="store_true")
     asked = parser.parse_args()
     import torch
     import transformers
@@ -83,10 +110,14 @@ def main() -> None:
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory())
         model.save_pretrained(folder)
-        write_tokenizer(Path(folder))
+        Path(folder, "tokenizer.json").write_text(train_bpe(["of bytes"], 256).to_json())  # since a folder has one
+        if asked.llama_cpp:
+            with redirect_stdout(sys.stderr):
+                run("task=export", f"model.from={folder}", "export.form=gguf", f"export.file={folder}/model.gguf")
         for texts in asked.texts:
             who = {engine: ours(stack, folder, engine, asked.threads, texts) for engine in asked.engines}
             who |= {} if asked.no_transformers else {"transformers": theirs(model, asked.threads)}
+            who |= {"llama.cpp": llama_cpp(f"{folder}/model.gguf", asked.threads, texts)} if asked.llama_cpp else {}
             found: dict[str, list[float]] = {name: [] for name in who}
             for turn in range(asked.rounds + 1):  # the first one compiles
                 for name, contender in who.items():
@@ -95,14 +126,6 @@ def main() -> None:
             for name, values in found.items():
                 rates = {"median": statistics.median(values[1:]), "min": min(values[1:]), "max": max(values[1:])}
                 print(json.dumps({"texts": texts, "contender": name, "tokens_per_s": rates}), flush=True)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of as many ids, since a folder has one."""
-    from tokenizers import Tokenizer, models
-
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def _sentencepiece(said: Mapping[str, Any], path: Path) -> str:
 
 
 def gguf_settings(path: Path) -> dict[str, Any]:
-    """What a GGUF file says of its tokenizer, as `tokenizer_settings` gives it of a folder."""
+    """Special tokens and chat template of a GGUF file, as `tokenizer_settings` gives those of a folder."""
     said, _ = open_gguf(path)
     texts, template = said.get(f"{_KEY}tokens") or [], said.get("tokenizer.chat_template")
     settings: dict[str, Any] = {"chat_template": template} if isinstance(template, str) else {}

@@ -71,7 +71,7 @@ class TransformerConfig:
     preset: str | None = option(None, "named size that fills every null field", changes="nothing")
     from_: str | None = option(
         None,
-        "model folder or hub name of Transformers, or GGUF file: gives architecture, sizes, tokenizer and initial values",
+        "folder or hub name of Transformers, or GGUF file: gives architecture, sizes, tokenizer and initial values",
         path=True,
         changes="nothing",
     )

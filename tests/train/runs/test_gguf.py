@@ -233,31 +233,34 @@ CUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("start", [False, True])
-@pytest.mark.parametrize("name", CUTS)
-def test_a_tokenizer_comes_back(name: str, start: bool) -> None:
-    """With its special tokens, what it puts before a text, and its chat template."""
+def cut(name: str, start: bool = False) -> tuple[Any, dict[str, Any], str]:
+    """A tokenizer that cuts text in a way of GGUF's, the config beside it, and a file with both."""
     own = byte_level(CUTS[name]())
     if name == "qwen2":
         own.normalizer = normalizers.NFC()
     if start:
         own.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    folder = save(decoder("Llama", eos_token_id=0)(), Path(f"cut-{name}-{start}"))
+    folder = save(decoder("Llama", eos_token_id=0)(), Path(f"cut-{name}"))
     own.save(str(folder / "tokenizer.json"))
     template = "{{ bos_token }}{{ messages[0].content }}"
     said = {"eos_token": "<|endoftext|>", "bos_token": "<s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    file = f"cut-{name}.gguf"
-    export(f"model.from={folder}", f"export.file={file}")
+    export(f"model.from={folder}", f"export.file=cut-{name}.gguf")
+    return own, said, f"cut-{name}.gguf"
+
+
+@pytest.mark.parametrize(("name", "start"), [*((name, False) for name in CUTS), ("qwen2", True)])
+def test_a_tokenizer_comes_back(name: str, start: bool) -> None:
+    """With its special tokens, what it puts before a text, and its chat template."""
+    own, said, file = cut(name, start)
     assert open_gguf(Path(file))[0]["tokenizer.ggml.pre"] == name
     found: Any = read_tokenizer(file)
     text = ODD + " 1234567 we're WE'RE e\u0301 <think>x</think>   \n\n y"
     expected = own.encode(text, add_special_tokens=False).ids
     assert found.encode(text) == expected and found.decode(expected) == own.decode(expected, skip_special_tokens=False)
     assert found.start == ([1] if start else [])
-    settings = tokenizer_settings(Path(file))
-    assert settings == {**said, "bos_token_id": 1, "eos_token_id": 0}
+    assert tokenizer_settings(Path(file)) == {**said, "bos_token_id": 1, "eos_token_id": 0}
 
 
 PIECES = ("some words of a book", "nobody  wrote é 漢\n", " book", "a</s>book <s>words</s> of")
@@ -452,6 +455,6 @@ def test_tokenizers_are_those_of_llama_cpp() -> None:
         assert model.tokenize(text.encode(), add_bos=False, special=True) == tokenizer.encode(text)
     text = ODD.replace("\x07\x1b[0m", "") + " 1234567 we're WE'RE <think>x</think>   \n\n y"
     for name in CUTS:
-        file = f"cut-{name}.gguf"
+        file = cut(name)[2]
         model, tokenizer = llama_cpp.Llama(file, vocab_only=True, verbose=False), read_tokenizer(file)
         assert model.tokenize(text.encode(), add_bos=False, special=True) == tokenizer.encode(text)
