@@ -28,6 +28,8 @@ from ttrain.data.synthetic.regression import RegressionDataset, open_regression
 from ttrain.data.text import byte_counter, open_text
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.data.tokens import open_tokens
+from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.world import World
 from ttrain.tasks.prepare import prepare
 from ttrain.train.checkpoint.retention import find_checkpoint
 from ttrain.train.logging.metrics import read_metrics
@@ -387,6 +389,18 @@ def test_every_sample_counts_once(kind: Any, available: int, rows: int, samples:
     assert found is not None and set(step.rows) == {rows}
     assert found.loss == pytest.approx((counted**2).mean(), rel=1e-9)
     assert found.metrics == {"a/b": pytest.approx(np.abs(counted).mean(), rel=1e-9)}
+
+
+@pytest.mark.parametrize("kind", [ids, examples])
+def test_ranks_call_the_step_equally_often(kind: Any) -> None:
+    """Each call gathers weights of zero3, so that a rank with a call more would wait for the others forever."""
+    calls = []
+    for rank in (0, 1):
+        world, step = World(Ranks(rank, 2, 2)), Squares()
+        world.gather = lambda records: [*map(dict, records), *map(dict, records)]  # type: ignore[method-assign]
+        assert Evaluation(step, kind(7), 4, None, world=world)()
+        calls.append(len(step.rows))
+    assert calls[0] == calls[1]
 
 
 def evaluated(run: str, *overrides: str) -> dict[str, float]:

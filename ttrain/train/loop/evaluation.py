@@ -69,8 +69,12 @@ class Evaluation:
         whole = {"": (self.dataset, self.samples)}
         parts = self.dataset.divided(self.samples) if isinstance(self.dataset, Mixture) else whole
         self._batches: list[tuple[str, Any, int, int]] = []  # of one source each, with its data, first sample and rows
+        self._masked = not self.dataset.fields["targets"].dtype.is_floating
         for name, (data, count) in parts.items():
-            self._batches += [(name, data, at, min(self.rows, count - at)) for at in range(0, count, self.rows)]
+            while count:
+                rows = next(n for n in range(min(self.rows, count), 0, -1) if self._masked or self.rows % n == 0)
+                self._batches.append((name, data, parts[name][1] - count, rows))
+                count -= rows
 
     def __call__(self, stopped: Callable[[], bool] = lambda: False) -> EvaluationResult | None:
         """Return the loss per valid target; None if `stopped` became true on the way.
@@ -132,20 +136,17 @@ class Evaluation:
     def _sums(self, weights: Mapping[str, float], batch: Batch) -> dict[str, float]:
         """The step's sums over a batch that may have fewer rows than the step.
 
-        Its rows fill the step again and again. Where targets are ids, all but the first time they count for nothing;
-        others can't be masked, so what counted several times is divided, once the rest is taken away.
+        Its rows fill the step again and again. Where targets are ids, all but the first time they count for nothing.
+        Others can't be masked: their rows fill the step some whole times, and the sums are divided. So all batches are
+        one call of the step, and ranks that gather weights meanwhile stay together.
         """
         if self.score is not None:
             return {name: weights[LOSS_WEIGHT] * value for name, value in self.score(batch).items()}
         rows = len(batch["targets"])
         full = {name: np.resize(array, (self.rows, *array.shape[1:])) for name, array in batch.items()}
-        if masked := full["targets"].dtype.kind == "i":
+        if self._masked:
             full["targets"][rows:] = -1
         parts = micro_batches(self.prepare(full)[0], self.each or self.rows, 1)
         further = {} if self.coupled is None else self.coupled(joined(map(self.probe, parts)))
         sums = summed([self.step({**part, **further, **weights}) for part in parts])
-        if masked or rows == self.rows:
-            return sums
-        times, rest = divmod(self.rows, rows)
-        extra = self._sums(weights, {name: array[:rest] for name, array in batch.items()}) if rest else {}
-        return {name: (value - extra.get(name, 0.0)) / times for name, value in sums.items()}
+        return sums if self._masked else {name: value * rows / self.rows for name, value in sums.items()}
