@@ -14,7 +14,9 @@ from tests.train.reading import tensors, write_rows
 from ttrain.cli import main
 from ttrain.data.library_tokenizer import train_bpe
 from ttrain.objectives import preferences
+from ttrain.parallel.world import World
 from ttrain.train.logging.metrics import read_metrics
+from ttrain.train.runs import reference
 
 SUMS = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": f"{n}{n % 7}"} for n in range(40)]
 LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 3 > 0} for n, row in enumerate(SUMS)]
@@ -125,6 +127,25 @@ def test_a_bad_pair_is_named(row: dict[str, Any], problem: str, refused: Told) -
 def test_a_bad_label_is_named(label: Any, problem: str, refused: Told) -> None:
     write_rows("bad.jsonl", [*LABELLED[:3], {**LABELLED[0], "label": label}])
     assert "bad.jsonl:4" in refused(problem, *command("kto", "llama", "data.sources=[bad.jsonl]"))
+
+
+def test_no_key_of_a_row_is_taken_for_the_row_before_it() -> None:
+    write_rows("keys.jsonl", [{**row, "other": "x"} for row in LABELLED])
+    assert run("keys", "kto", "llama", "data.sources=[keys.jsonl]")
+
+
+def test_all_ranks_compute_the_reference_where_one_has_no_cache_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of zero3 gather weights meanwhile, so one alone would wait for the others forever."""
+    calls: list[int] = []
+    computed = reference._computed
+    monkeypatch.setattr(reference, "_computed", lambda *given: calls.append(1) or computed(*given))
+    settings = "dpo", "llama", "run.seed=7"
+    run("caching", *settings)
+    run("cached", *settings)
+    assert len(calls) == 1
+    monkeypatch.setattr(World, "first", lambda world, found: "missing on rank 1")
+    run("apart", *settings)
+    assert len(calls) == 2 and numbers("apart") == numbers("cached")
 
 
 def test_heads_that_pairs_do_not_read_are_refused(refused: Told) -> None:

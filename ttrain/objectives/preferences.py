@@ -28,7 +28,7 @@ REFERENCE = "reference"  # field fp32 [rows, 2]: log-probabilities of both texts
 SIDES = "chosen", "rejected"
 NLL = "nll_loss"  # ORPO's metric, with a weight of its own: one over the tokens of chosen texts
 KL = "kl"  # step input and metric of KTO, fp32 []: the estimate of the divergence
-OTHER = "other"  # key of KTO's rows: the row whose completion is borrowed
+OTHER: Any = 0  # key of KTO's rows, of which JSON has texts alone: the row whose completion is borrowed
 Terms = tuple[Value, Value, Value, dict[str, Value]]
 
 

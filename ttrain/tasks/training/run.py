@@ -174,7 +174,7 @@ class Run:
     def add_reference(self, session: Session, folder: RunDirectory | None = None) -> None:
         """See runs/reference.py; the state of the session has its values by now."""
         begun = [run for run in (folder and folder.path, self.origin.run) if run and self.origin.point is not None]
-        add_reference(session, self.dataset, folder.path if folder and folder.leads else None, begun)
+        add_reference(session, self.dataset, folder.path if folder and folder.leads else None, begun, self.world)
 
     def _writer(self) -> Model | None:
         """Return a model for texts as long as the sample, to write it with; None where that is the context."""

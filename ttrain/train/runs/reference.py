@@ -16,6 +16,7 @@ from ttrain.core.files import replace_file
 from ttrain.core.folders import cache_folder
 from ttrain.core.waiting import waited_for
 from ttrain.data.batches import Split
+from ttrain.parallel.world import World
 from ttrain.train.checkpoint.tensor_files import open_shard
 from ttrain.train.protocols import Array
 from ttrain.train.steps.session import Session
@@ -24,12 +25,12 @@ FILE = "reference.safetensors"  # in the folder of a run: tensors `<split>/<fiel
 SPLITS: tuple[Split, ...] = ("train", "val")
 
 
-def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Sequence[Path]) -> None:
+def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Sequence[Path], world: World) -> None:
     """Add the fields that an objective's `reference` makes to the batches of an ExampleDataset.
 
     A new run has no `runs`: the fields are in the user's cache, or are computed with the present weights. A run that
     goes on has other weights by now, so one of the folders of `runs` must have the fields. Raises CheckpointError where
-    none has. The `folder` of the run gets a copy, if any.
+    none has. The `folder` of the run gets a copy, if any. All ranks read the fields, or all compute them together.
     """
     objective, model = session.graph.objective, session.graph.model
     if not objective.reads_reference(model):
@@ -43,6 +44,8 @@ def add_reference(session: Session, dataset: Any, folder: Path | None, runs: Seq
     keys = [] if runs else [_hash(facts, map(session.state.read, model.parameters()))]
     cached = [cache_folder() / "reference" / f"{key}.safetensors" for key in keys]
     values = next(filter(None, (_read(path, data) for path in [*cached, *(run / FILE for run in runs)])), {})
+    if world.first(None if values else (world.ranks.rank, "missing")) is not None:
+        values = {}
     if not values and runs:
         raise CheckpointError(f"{runs[-1] / FILE}: is missing or of other rows. Bring both back, or give resume=none.")
     values = values or _computed(session, dataset)
