@@ -31,6 +31,11 @@ def test_several_are_given_in_their_order() -> None:
     assert rewards_of(["length", "exact"], {"answer": "7"}, "7") == [-1, 1]
 
 
+def test_a_reward_can_not_change_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewards.REWARDS, "takes", lambda row, completion: float(row.pop("answer")))
+    assert rewards_of(["takes", "exact"], {"answer": "7"}, "7") == [7, 1]
+
+
 def raises(row: Any, completion: str) -> float:
     return 1 / len(completion)
 

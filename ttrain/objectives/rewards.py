@@ -74,7 +74,7 @@ def rewards_of(names: Sequence[str], row: Row, completion: str) -> list[float]:
     found = list[float]()
     for name in names:
         try:
-            found.append(float(REWARDS[name](row, completion)))
+            found.append(float(REWARDS[name]({**row}, completion)))  # a copy, lest the row changes
         except Exception as error:  # a plugin's function may raise anything
             raise BadReward(f"reward {name} raised {type(error).__name__}: {error}") from error
         if not math.isfinite(found[-1]):
