@@ -19,7 +19,7 @@ class _Use(NamedTuple):
 
 
 def gather_ahead(graph: Graph) -> Graph:
-    """Replace every `all_gather` by a start and an `exchange_done` for each group of its readers.
+    """Replace every `all_gather` that a node reads by a start and an `exchange_done` for each group of its readers.
 
     A group waits right before its first reader. Its start comes where an earlier group waits, `ahead` of them before.
     So liveness frees weights between forward and backward, and all ranks start in one order.
@@ -34,7 +34,7 @@ def gather_ahead(graph: Graph) -> Graph:
                 attributes = {**gather.attributes, "key": f"weights {number}"}
                 started[number] = rewriter.new.append(gather.op, rewriter.inputs(gather), attributes).outputs
 
-    waiting = 0
+    waiting, read = 0, {use.gather for use in uses}
     for node in graph.nodes:
         while waiting < len(uses) and uses[waiting].first is node:
             gather, ahead = uses[waiting].gather, uses[waiting].gather.attributes["ahead"]
@@ -45,7 +45,7 @@ def gather_ahead(graph: Graph) -> Graph:
                 rewriter.replace(gather.outputs, rewriter.new.append(op("exchange_done"), given, facts).outputs)
             start(waiting + ahead, node)
             waiting += 1
-        if node.op.name != "all_gather":
+        if node not in read:
             rewriter.copy(node)
     return rewriter.finish()
 
