@@ -110,7 +110,7 @@ class Composer:
         findings = Findings(list(composed.problems), bad, cache(lambda: self._origins(composed)))
         with self.one_sentence(composed.problems):
             values, source = _resolved(composed.job, findings), self._source(composed)
-            values = with_saved_options(values, source)
+            values, source = with_saved_options(values, source)
             model = values.get("model")
             if isinstance(model, dict) and model.get("from") not in (None, "???"):
                 values, source = with_model_folder(values, source, findings)

@@ -73,8 +73,8 @@ def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) ->
     return {**values, "model": {**sizes, **own, "from": given}, "data": data}, source
 
 
-def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
-    """Return the plain values, where what no key names is as in the run to continue."""
+def with_saved_options(values: dict[Any, Any], source: Given) -> tuple[dict[Any, Any], Given]:
+    """Return the plain values, where what no key names is as in the run to continue, and their source."""
     saved, found = _saved(values), dict(values)
     for group in {*registry.groups()} - {"task", "parallel", *source.explicit}:
         own, given = saved.get(group), values.get(group)
@@ -82,7 +82,7 @@ def with_saved_options(values: dict[Any, Any], source: Given) -> dict[Any, Any]:
             keys = {key: value for key, value in given.items() if f"{group}.{key}" in source.explicit}
             kept = {key: value for key, value in own.items() if key != "from"}  # a folder is for new runs
             found[group] = {**kept, **keys}
-    return found
+    return found, dataclasses.replace(source, continues=bool(saved))
 
 
 def _saved(values: Mapping[Any, Any]) -> dict[str, Any]:

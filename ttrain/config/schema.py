@@ -119,12 +119,16 @@ class Given:
     flags: tuple[str, ...] = ()  # which files it reads besides ttrain's, such as --config-name mine
     explicit: frozenset[str] = frozenset()  # keys and groups that the command line set; a group stands for all its keys
     merged: bool = False  # whether the config of a checkpoint lies below
+    continues: bool = False  # whether that of a run is still to come, which resume=auto goes on with
     files: Any = field(default=None, repr=False, compare=False)  # ConfigFiles that the command can name
 
+    def awaits_config(self, resume: str) -> bool:
+        """Return whether the config is still to come from the run to resume; checks of it are made again then."""
+        return (self.continues or resume not in ("", "none", "auto")) and not self.merged
+
     def awaits_model(self, resume: str) -> bool:
-        """Return whether the model is still to come from the checkpoint to resume; checks of it are made again then."""
-        given = any(key.partition(".")[0] == "model" for key in self.explicit)
-        return resume not in ("", "none", "auto") and not self.merged and not given
+        """Return whether the model is still to come from there."""
+        return self.awaits_config(resume) and not any(key.partition(".")[0] == "model" for key in self.explicit)
 
     def command(
         self, changes: Mapping[str, object] | None = None, without: Collection[str] = (), task: str | None = None

@@ -141,12 +141,13 @@ class GRPOConfig(ObjectiveConfig):
     @rule
     def _writes_completions(self, others: Any) -> Iterator[str]:
         train, count, most = others.train, self.num_generations, self.max_completion_length
+        if others.source.awaits_config(others.resume):
+            return
         if train.batch_size % count:
             yield f"train.batch_size={train.batch_size}: give a multiple of objective.num_generations={count}."
         if most >= getattr(others.model, "context", most + 1):
             yield f"objective.max_completion_length={most}: no prompt fits into model.context beside it. Give fewer."
-        unknown = not others.lora.rank and self.frozen_source(others) is None
-        if self.beta and unknown and not others.source.awaits_model(others.resume):
+        if self.beta and not others.lora.rank and self.frozen_source(others) is None:
             told = "needs a model that training starts from. Give train.init_from, model.from or lora.rank"
             yield f"objective.beta={self.beta:g}: {told}, or objective.beta=0."
         if train.steps is None or train.batch_schedule or others.task.name == "lr_finder":
