@@ -71,6 +71,7 @@ def stepped(parts: int, slices: int, engine: str) -> tuple[StepResult, dict[str,
 class Held:
     """Rows of random numbers."""
 
+    fields = {"targets": TensorSpec((1,))}
     val_samples = ROWS
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:

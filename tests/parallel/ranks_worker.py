@@ -19,7 +19,7 @@ from tests.models.session import initial_values
 from tests.ttnn.runs import agillm, gpt, llama
 from ttrain.config import build
 from ttrain.config.schema import Config
-from ttrain.core.spec import DType
+from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Device
 from ttrain.device.torch.device import TorchDevice
 from ttrain.engine.settings import EngineConfig
@@ -103,6 +103,7 @@ class Samples:
     As of documents, not every held-out token is a target; in one batch of an evaluation none is.
     """
 
+    fields = {"targets": TensorSpec((SIZE["context"],), DType.INT64)}
     val_samples = 21  # the last batch is not full
 
     def batch(self, split: str, seed: int, first: int, rows: int) -> dict[str, np.ndarray]:

@@ -123,6 +123,7 @@ class Cycles:
     """Sequences that mostly count upwards; a fifth of the targets are missing. Remembers what it was asked for."""
 
     context = 8
+    fields = {"targets": TensorSpec((context,), DType.INT64)}
 
     def __init__(self) -> None:
         self.description = {"source": "cycles"}
