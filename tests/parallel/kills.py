@@ -28,8 +28,8 @@ SETTINGS = [
 ]  # fmt: skip
 LONG = 900.0  # seconds for an attempt that nobody disturbs
 WORDS = ["def", "return", "self", "for", "in", "if", "else", "import", "class", "None"]
-MODES = (
-    ("none", 1), ("ddp", 2), ("zero3", 4), ("zero1", 4), ("ddp", 1), ("zero3", 2), ("zero1", 2), ("ddp", 4),
+MODES = (  # the fifth is that in which a test of four kills ends
+    ("none", 1), ("ddp", 2), ("zero3", 4), ("ddp", 1), ("zero1", 2), ("zero3", 2), ("zero1", 4), ("ddp", 4),
 )  # fmt: skip
 
 

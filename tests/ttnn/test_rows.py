@@ -24,7 +24,20 @@ EXCHANGES = {
     "collectives_done",
     "all_gather_state",
 }
-NOT_RECORDED = {*EXCHANGES, "block_norms", "token_windows"}  # by a step of a mesh: of ranks, and of ids that lie there
+REFUSED = {  # with the option that a model asks for them by: lora.base, model.experts
+    "int8_matmul",
+    "nf4_matmul",
+    "present",
+    "largest",
+    "sort_by_expert",
+    "dispatch",
+    "combine",
+    "row_products",
+    "grouped_matmul",
+    "grouped_outer",
+}
+# By a step of a mesh: of ranks, of ids that lie there, and what boards refuse.
+NOT_RECORDED = {*EXCHANGES, *REFUSED, "block_norms", "token_windows"}
 FACTOR = 8.0  # of what is allowed elsewhere: products and sums of a card go other ways
 CASES = all_cases(DType.FP32, where=lambda op: not op.view and op.name not in NOT_RECORDED)
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import psutil
@@ -100,16 +99,21 @@ class Measured:
 def reason(error: BaseException) -> str:
     """Return the innermost cause that says something, as one line; a missing C++ compiler is named as such."""
     if isinstance(error, TtrainError):
-        return shorten(str(error), _LONGEST)
+        return _short(str(error))
     causes = [error]
     while (inner := causes[-1].__cause__ or getattr(causes[-1], "inner_exception", None)) and inner not in causes:
         causes.append(inner)
     text = " ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
     if any(name in text for name in _NO_COMPILER):
         first = next(line for cause in reversed(causes) for line in str(cause).splitlines() if line.strip())
-        return shorten(f"no working C++ compiler: {first}", _LONGEST)
+        return _short(f"no working C++ compiler: {first}")
     lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
-    return shorten(f"{type(causes[-1]).__name__}: {lines[0] if lines else 'no message'}", _LONGEST)
+    return _short(f"{type(causes[-1]).__name__}: {lines[0] if lines else 'no message'}")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
 
 
 def main() -> None:
