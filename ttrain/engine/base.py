@@ -21,7 +21,8 @@ from ttrain.plan.plan import Plan
 Trace = Callable[[Graph], None]  # records one step: declares inputs and state, marks outputs
 Look = Callable[[Node, Callable[[Value], np.ndarray]], bool]  # (a node that has run, how to read values): no further?
 HostValue = np.ndarray | float | int
-_TAKEN = {"f": "fiub", "i": "iub", "u": "ub", "b": "b"}  # kind of a declared dtype -> kinds that numpy casts to it as the same
+# Kind of a declared dtype -> kinds that numpy casts to it as the same.
+_TAKEN = {"f": "fiub", "i": "iub", "u": "ub", "b": "b"}
 
 
 @dataclass

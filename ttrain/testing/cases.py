@@ -188,7 +188,7 @@ def draw(op: Op, case: Case, dtype: DType) -> Arrays:
             values = generator.integers(0, case.integers[name], spec.shape)
             if name in case.holes:
                 values.reshape(-1)[::3] = -1
-            arrays[name] = values
+            arrays[name] = values.astype(spec.dtype.in_torch)
         else:
             positive = name in case.positive
             drawn = generator.uniform(0.5, 1.5, spec.shape) if positive else generator.normal(size=spec.shape)
