@@ -26,6 +26,8 @@ from ttrain.engine.settings import EngineConfig
 from ttrain.graph import Kind
 from ttrain.models.base import preparation
 from ttrain.models.gpt import GPT
+from ttrain.nn.lora import attach
+from ttrain.nn.settings import LoraConfig
 from ttrain.objectives.base import Objective
 from ttrain.optim.settings import AdamWConfig, MuonConfig
 from ttrain.parallel.distributed import DistributedWorld
@@ -60,8 +62,18 @@ class Case:
 
 _gpt, _plain_gpt = partial(gpt, dropout=0.2, **SIZE), partial(gpt, dropout=0.0, bias=False, **SIZE)
 _llama, _agillm = partial(llama, kv_heads=1, hidden=64, **SIZE), partial(agillm, rank=8, pad_vocabulary=1, **SIZE)
-_moe = partial(_llama, experts=3, experts_per_token=2, expert_width=20, router="biased", router_z_weight=0.01)
+_moe = partial(
+    _llama, experts=3, experts_per_token=2, expert_width=20, router="biased", router_z_weight=0.01, shared_experts=1
+)
 _deep_gpt, _deep_llama = partial(_gpt, layers=2), partial(_llama, layers=2)  # their weights are gathered twice
+
+
+def _moe_with_adapters(compute: DType) -> Any:
+    model = _moe(compute)
+    attach(model, LoraConfig(rank=16))
+    return model
+
+
 BF16 = DType.BF16
 STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
 SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
@@ -79,6 +91,9 @@ CASES = [
     Case("moe-ddp", _moe),
     Case("moe-zero1", _moe, "traced", shards=True),
     Case("moe-muon-zero1", _moe, "traced", BF16, MuonConfig(lr=1e-2), shards=True, gradient_accumulation=1),
+    Case("moe-zero3", partial(_moe, layers=2), divides=True),
+    Case("moe-muon-zero3", _moe, "traced", BF16, MuonConfig(lr=1e-2), divides=True, gradient_accumulation=1),
+    Case("moe-lora-zero3", _moe_with_adapters, divides=True),
     Case("gpt-static-zero3", _deep_gpt, divides=True, gradient_accumulation=1),
     Case("gpt-traced-zero3", _deep_gpt, "traced", divides=True),
     Case("gpt-muon-zero3", _gpt, "static", BF16, MuonConfig(lr=1e-2), divides=True, ema=0.9, gradient_accumulation=1),
@@ -86,6 +101,7 @@ CASES = [
     Case("gpt-bf16-zero3", _deep_gpt, "traced", BF16, divides=True, guarded=True, gradient_accumulation=1),
 ]  # fmt: skip
 FOUR = ("gpt-static-zero1", "gpt-traced-zero1", "gpt-static-zero3", "gpt-bf16-zero3")
+FOUR += ("moe-ddp", "moe-zero1", "moe-zero3", "moe-muon-zero3", "moe-lora-zero3")
 
 
 def cases_of(count: int) -> list[Case]:

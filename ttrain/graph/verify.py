@@ -76,7 +76,7 @@ def follow(
             for output in node.outputs:
                 meant[output] = held[owner_of(output)] = output
         changed = [] if node.op.view else [node.outputs[index] for index in node.op.aliases(node)]
-        newest.update((owner_of(output), output) for output in changed)
+        newest.update((owner_of(output), output) for output in changed if owner_of(output).kind.is_state)
     for state, value in newest.items():
         expect(value, f"the next step's {state.name}", state)
     for name, value in graph.outputs.items():
