@@ -68,7 +68,9 @@ def build_dataset(config: Config, first: Callable[[Dataset], None] = lambda _: N
         objective = made("objective", config.objective)
         if getattr(config.model, "from_", None) is not None and hasattr(objective, "labels_of"):
             objective.labels_of(read_config(find_folder(config.model.from_)))
-        sizes = replace(data_sizes(config.model), rows=objective if config.objective.reads_rows else None)
+        stored = config.objective if getattr(config.objective, "top_k", None) else None
+        rows = objective if config.objective.reads_rows else None
+        sizes = replace(data_sizes(config.model), rows=rows, stored=stored)
         dataset: Dataset = made("data", config.data, sizes)
     first(dataset)
     if problems := data_problems(dataset, config):

@@ -40,6 +40,7 @@ class Sizes:
     inputs: int | None = None
     outputs: int | None = None
     rows: Any = None  # the objective that reads rows, see data/examples.py
+    stored: Any = None  # the config of an objective that learns stored distributions, see data/sequences/taught.py
 
 
 class Baseline(NamedTuple):
@@ -185,11 +186,19 @@ class TokenDataset(TokenSequences):
             starts = self.indices(seed, first, rows)
         else:
             starts = held_out(sample_numbers(first, rows), self.val_samples) * np.uint64(self.context)
+        return self.read(split, starts)
+
+    def read(self, split: Split, starts: Words) -> Batch:
+        """Return the sequences that begin at these places in a split. Raises DataError for a bad id."""
         ids = self._splits[split]
         rows_read = ids[(starts[:, None] + np.arange(self.context + 1, dtype=np.uint64)) % np.uint64(len(ids))]
         if self._check:
             require_ids(rows_read, self._ids, starts, f"the {split} split")
         return {"tokens": rows_read[:, :-1].astype(np.int64), "targets": rows_read[:, 1:].astype(np.int64)}
+
+    def tokens(self, split: Split) -> int:
+        """Return the number of tokens of a split."""
+        return len(self._splits[split])
 
     @property
     def val_samples(self) -> int:

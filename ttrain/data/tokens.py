@@ -25,6 +25,7 @@ from ttrain.core.files import new_folder, write_synced
 from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, require_ids
 from ttrain.data.library_tokenizer import read_tokenizer
+from ttrain.data.sequences.taught import VERIFIED_BYTES, TaughtTokens
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
 from ttrain.data.text import named_tokenizer, require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
@@ -35,7 +36,6 @@ ENDS_FILE = {"train": "train.ends", "val": "val.ends"}
 MARKS_FILE = {"train": "train.marks", "val": "val.marks"}
 HEADER_FORMAT = "ttrain tokens 1"
 
-_VERIFIED_BYTES = 256 << 20  # files up to this size are read whole at the start, in well under a second
 _SCAN_TOKENS = 1 << 22
 
 
@@ -51,7 +51,7 @@ class TokenFiles:
     header: dict[str, Any] | None
 
 
-def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
+def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset | TaughtTokens:
     """Open the dataset of token files. Raises DataError for files that can't be used; see TokenDataset."""
     context = require_context(config.name, sizes)
     files = find_token_files(config)
@@ -74,7 +74,7 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
         description = with_notices(description, files.header["corpus"].get("notices", ()))
     if files.tokenizer is not None:
         description["tokenizer"] = files.tokenizer.description
-    return TokenDataset(
+    dataset = TokenDataset(
         train,
         val,
         context,
@@ -85,6 +85,7 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset:
         check_batches=not whole,
         held_out_advice=None if files.val is None else "Prepare the tokens anew with a larger data.held_out",
     )
+    return dataset if sizes.stored is None else TaughtTokens(dataset, files.train.parent, sizes.stored, config)
 
 
 def find_token_files(config: TokensConfig) -> TokenFiles:
@@ -162,7 +163,7 @@ def open_split(files: TokenFiles, split: str, verify: bool) -> tuple[Ids, dict[s
     known = None if files.header is None else files.header["splits"][split]
     if known is not None and known["tokens"] != len(ids):
         raise DataError(f"{file} has {len(ids)} tokens, but {HEADER_FILE} says {known['tokens']}. Prepare them again.")
-    if not verify and ids.nbytes > _VERIFIED_BYTES:
+    if not verify and ids.nbytes > VERIFIED_BYTES:
         return ids, {split: known and known["sha256"]}, False
     digest = hashlib.sha256(ids.data).hexdigest()
     if known is not None and known["sha256"] != digest:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.data.sequences.taught import IDS, LOG_PROBS, OF_TARGETS, taught_fields
 from ttrain.graph import Case, Graph, Node, Value, cases, composite
 from ttrain.models.base import LOSS_WEIGHT, SCALAR
 from ttrain.models.cache import POSITIONS
 from ttrain.objectives.base import Objective
+
+REST = "rest"  # output of record_top: the last column of LOG_PROBS
 
 _AT_ONCE = 1 << 24  # logits of each model that exist at a time
 
@@ -69,40 +72,112 @@ def _kl(p: Value, q: Value) -> Value:
     return ops.reduce_sum(ops.exp(p) * (p - q), [1])
 
 
+class Teacher(NamedTuple):
+    """A teacher of N rows of tokens."""
+
+    log_probs: Callable[[Value], Value]  # targets [N] -> log-probabilities [N]
+    compared: Callable[[Value, range], Value]  # the student's logits [n, V] of some rows -> divergence [n]
+
+
 class Distillation(Objective):
     """Batches of next-token prediction; the loss is the mean over the positions that have a target.
 
-    The logits of both models, [N, V], exist for some rows at a time; backward computes them again.
+    The teacher's distributions are computed in the step, or with `top_k` are fields of the batch, see data/sequences/taught.py.
+    Logits, [N, V], exist for some rows at a time; backward computes them again.
     """
+
+    def fields(self, model: Any, rows: int) -> dict[str, TensorSpec]:
+        top_k = self.config.top_k
+        return model.batch_specs(rows) | ({} if top_k is None else taught_fields(rows, model.length, top_k))
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """Return the loss, and in nats the cross-entropies of student and teacher: student/ce, teacher/ce."""
-        teacher = self.frozen.beside(model)
-        places = range(model.length), TensorSpec((rows, model.length), DType.INT64)
-        positions = graph.input(POSITIONS, places[1], places[0]) if POSITIONS in model.batch_specs(rows) else None
-        hidden = model.hidden(graph, rows, training, positions)
-        with graph.scope("teacher"):
-            taught = teacher.hidden(graph, rows, False, positions)
-        targets = ops.reshape(graph.input("targets", places[1]), hidden.shape[:1])
-        count, found = targets.shape[0], list[Value]()
-        size = -(-count // -(-count * model.vocabulary // _AT_ONCE))
+        positions = _positions(model, graph, rows)
+        hidden = model.hidden(graph, rows, training, positions)  # [N, width]
+        targets = ops.reshape(graph.input("targets", self.fields(model, rows)["targets"]), hidden.shape[:1])
+        teacher = self._stored(model, graph, rows) if self.config.top_k else self._computed(model, graph, rows)
+        found, parts = list[Value](), _parts(targets.shape[0], model.vocabulary)
         with graph.scope("loss"):
             weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
-            own, its = model.log_probs(hidden, targets)[0], teacher.log_probs(taught, targets)[0]  # [N]
+            own, its = model.log_probs(hidden, targets)[0], teacher.log_probs(targets)  # [N]
             counts = counted(own, its)  # fp32, as not every device can select rows of integers
-            for chosen in (range(start, min(start + size, count)) for start in range(0, count, size)):
-                with graph.segment(training and size < count):
-                    scores = model.scores(_some(hidden, chosen)), teacher.scores(_some(taught, chosen))
-                    found.append(ops.reduce_sum(_some(counts, chosen) * self._divergence(*scores), [0]))
+            for chosen in parts:
+                with graph.segment(training and len(parts) > 1):
+                    each = teacher.compared(model.scores(_some(hidden, chosen)), chosen)
+                    found.append(ops.reduce_sum(_some(counts, chosen) * each, [0]))
             loss = reduce(ops.add, found) * weight
             ce, its_ce = (-(ops.reduce_sum(each, [0]) * weight) for each in (own, its))
         return (1 - share) * loss + share * ce if share else loss, {"student/ce": ce, "teacher/ce": its_ce}
+
+    def _computed(self, model: Any, graph: Graph, rows: int) -> Teacher:
+        teacher = self.frozen.at_length(model.length)
+        with graph.scope("teacher"):
+            taught = teacher.hidden(graph, rows, False, _positions(model, graph, rows))
+        return Teacher(
+            lambda targets: teacher.log_probs(taught, targets)[0],
+            lambda scores, chosen: self._divergence(scores, teacher.scores(_some(taught, chosen))),
+        )
+
+    def _stored(self, model: Any, graph: Graph, rows: int) -> Teacher:
+        specs = taught_fields(rows, model.length, self.config.top_k)
+        flat = {name: (rows * model.length, *spec.shape[2:]) for name, spec in specs.items()}
+        own = {name: ops.reshape(graph.input(name, spec), flat[name]) for name, spec in specs.items()}
+        return Teacher(
+            lambda targets: own[OF_TARGETS],
+            lambda scores, chosen: self._of_top(scores, _some(own[IDS], chosen), _some(own[LOG_PROBS], chosen)),
+        )
 
     def _divergence(self, *scores: Value) -> Value:
         """Divergence of student and teacher by their logits [n, V]: [n]."""
         live = min(each.shape[1] for each in scores)  # a model may have more ids than the tokenizer
         soft = [log_softmax(_some(each, range(live), 1) * (1 / self.config.temperature)) for each in scores]
         return divergence(soft[0], soft[1], self.config.beta)
+
+    def _of_top(self, scores: Value, ids: Value, kept: Value) -> Value:
+        """Divergence over K tokens and all others as one: logits [n, V], ids [n, K], log-probabilities [n, K + 1]."""
+        count, beta = ids.shape[1], self.config.beta
+        own = top(scores, self.config.temperature, ids)
+        its = _some(kept, range(count), 1), _some(kept, range(count, count + 1), 1)
+        return divergence(own[0], its[0], beta) + divergence(own[1], its[1], beta)
+
+    def record_top(self, graph: Graph, teacher: Any, rows: int, vocabulary: int) -> None:
+        """Record the teacher alone. Its outputs are the fields of data/sequences/taught.py, in parts: `<field>.<number>`.
+
+        Ids of the teacher from `vocabulary` on, which the tokenizer lacks, count for nothing.
+        """
+        hidden = teacher.hidden(graph, rows, False, _positions(teacher, graph, rows))
+        targets = ops.reshape(graph.input("targets", teacher.batch_specs(rows)["targets"]), hidden.shape[:1])
+        graph.output(f"{OF_TARGETS}.0", teacher.log_probs(hidden, targets)[0])
+        live = range(min(vocabulary, teacher.vocabulary))
+        for number, chosen in enumerate(_parts(hidden.shape[0], teacher.vocabulary)):
+            scores = _some(teacher.scores(_some(hidden, chosen)), live, 1)
+            ids = ops.largest(scores, self.config.top_k)
+            found, rest = top(scores, self.config.temperature, ids)
+            for name, value in ((IDS, ids), (LOG_PROBS, found), (REST, rest)):
+                graph.output(f"{name}.{number}", value)
+
+
+def top(scores: Value, temperature: float, ids: Value) -> tuple[Value, Value]:
+    """Return the log-probabilities [n, K] of some ids [n, K] by logits [n, V], and that of all other ids [n, 1].
+
+    Probabilities of others are taken to be at least 1e-30 together.
+    """
+    logs = log_softmax(scores * (1 / temperature))
+    ones = ops.full(scores.graph, logs.spec.with_shape(*ids.shape), 1.0)
+    others = ops.reduce_sum(ops.exp(logs) * (1.0 - ops.put(ones, ids, logs.shape[1])), [1])
+    return ops.pick(logs, ids), ops.reshape(ops.log(ops.at_least(others, 1e-30)), (ids.shape[0], 1))
+
+
+def _positions(model: Any, graph: Graph, rows: int) -> Value | None:
+    """Return the step input of positions, int64 [rows, length], which models of documents have."""
+    spec = TensorSpec((rows, model.length), DType.INT64)
+    return graph.input(POSITIONS, spec, range(model.length)) if POSITIONS in model.batch_specs(rows) else None
+
+
+def _parts(count: int, vocabulary: int) -> list[range]:
+    """Return ranges of `count` rows whose logits exist at the same time."""
+    size = -(-count // -(-count * vocabulary // _AT_ONCE))
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _some(x: Value, chosen: range, axis: int = 0) -> Value:

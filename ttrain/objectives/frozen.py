@@ -27,21 +27,21 @@ class FrozenModel:
         for tensor in (*self.parameters, *self.buffers):
             tensor.path = prefix + tensor.path  # type: ignore[attr-defined]
 
-    def beside(self, model: Any) -> Any:
-        """Return the model for sequences as long as those of `model`. Raises ConfigError where it can't read them."""
-        if not hasattr(self.model, "at_length") or self.model.context < model.length:
-            config, wanted = self.model.config, f"expected a llama or gpt that reads {model.length}"
+    def at_length(self, length: int) -> Any:
+        """Return the model for sequences of so many tokens. Raises ConfigError where it can't read them."""
+        if not hasattr(self.model, "at_length") or self.model.context < length:
+            config, wanted = self.model.config, f"expected a llama or gpt that reads {length}"
             told = f"is a {config.name} that reads {config.context} tokens, {wanted}"
             raise ConfigError(f"{self._key}: {told}. Give another, or a smaller model.context.")
-        return self.model.at_length(model.length)
+        return self.model.at_length(length)
 
-    def check(self, known: str | None, tokenizer: Any, model: Any) -> str:
-        """Return the SHA-256 of the weights. `tokenizer` is that of the data of the trained `model`.
+    def check(self, known: str | None, tokenizer: Any, length: int) -> str:
+        """Return the SHA-256 of the weights. `tokenizer` is that of the data, whose sequences have `length` tokens.
 
-        Raises ConfigError where the SHA-256 is not the `known` one, where the frozen model can't read the sequences of
-        the trained one, or where its tokenizer has other ids.
+        Raises ConfigError where the SHA-256 is not the `known` one, where the frozen model can't read such sequences,
+        or where its tokenizer has other ids.
         """
-        self.beside(model)
+        self.at_length(length)
         if not self._source.has_ids_of(tokenizer):
             told = "its tokenizer gives tokens other ids than that of the data"
             raise ConfigError(f"{self._key}: {told}. Give its tokenizer as data.tokenizer, or another model.")

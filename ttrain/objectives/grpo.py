@@ -82,7 +82,8 @@ class GRPO(RowObjective):
             metrics["sampling/sampling_logp_difference/mean"] = ops.maximum(change, -change)
             if config.beta:
                 with without_adapters(model):
-                    further = by_token(model if self.frozen is None else self.frozen.beside(model), False)[0] - new
+                    reference = model if self.frozen is None else self.frozen.at_length(model.length)
+                    further = by_token(reference, False)[0] - new
                 metrics["policy/kl"] = ops.expm1(further) - further
                 losses = losses + config.beta * metrics["policy/kl"]
             weight, mask = graph.input(LOSS_WEIGHT, SCALAR), ops.greater(weights, ops.full(graph, SCALAR, 0.0))

@@ -77,6 +77,11 @@ class DistillationConfig(ObjectiveConfig):
     name: str = option("distillation", "registered name of the objective")
     teacher: str | None = option(None, "folder of Transformers, hub name, run or checkpoint of the teacher", path=True)
     frozen_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
+    top_k: int | None = option(
+        None,
+        "likeliest tokens of each distribution that task=prepare stores; null stores none",
+        minimum=1,
+    )
     beta: float = option(
         0.5, "0 is KL(teacher || student), 1 the reverse, between them is GKD's divergence", minimum=0, maximum=1
     )
@@ -88,8 +93,17 @@ class DistillationConfig(ObjectiveConfig):
 
     @rule
     def _has_teacher(self, others: Any) -> Iterator[str]:
-        if self.teacher is None:
+        stores, key = others.task.name == "prepare", f"objective.top_k={self.top_k}"
+        if self.teacher is None and (self.top_k is None or stores):
             yield "objective.teacher=null: there is nobody to learn from. Give a folder, a run or a checkpoint."
+        elif stores and self.top_k is None:
+            yield "objective.top_k=null: task=prepare stores a teacher's likeliest tokens. Give how many, such as 64."
+        elif self.top_k and not stores and self.teacher is not None:
+            yield f"{key}: the teacher's distributions are in data.path. Leave objective.teacher out, or top_k."
+        elif self.top_k and not stores and others.data.name != "tokens":
+            yield f"{key}: task=prepare stores them. Give data=tokens data.path=<folder of task=prepare>."
+        if self.top_k and others.train.length_schedule:
+            yield f"train.length_schedule: {key} has sequences of one length. Leave one of the two out."
         if others.source.awaits_model(others.resume):
             return
         if others.model.name not in ("gpt", "llama"):

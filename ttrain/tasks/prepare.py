@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
+
+from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
 from ttrain.core.folders import at_home
-from ttrain.core.units import format_count
+from ttrain.core.units import format_bytes, format_count
+from ttrain.core.waiting import Waiting, waited_for
+from ttrain.data.batches import Batch, Sizes, Split, TokenDataset
 from ttrain.data.corpus import Corpus
 from ttrain.data.document_files import fill_documents
-from ttrain.data.settings import DocumentsConfig, TextConfig
+from ttrain.data.sequences.taught import LOG_PROBS, taught_fields, write_description, write_taught
+from ttrain.data.settings import DocumentsConfig, TextConfig, TokensConfig
 from ttrain.data.sources import find_sources
 from ttrain.data.text import encode_corpus
-from ttrain.data.tokens import split_writers, write_folder, write_header
+from ttrain.data.tokens import open_tokens, split_writers, write_folder, write_header
+from ttrain.objectives.distillation import REST, Distillation
+from ttrain.objectives.settings import DistillationConfig
 
 _ADVICE = "Make room or name another folder: prepare.dir=<folder>."
 
 
 def run(config: Config) -> None:
-    """Tokenize the corpus of `data` into `prepare.dir`, and say how to train on it."""
+    """Tokenize the corpus of `data` into `prepare.dir`, with a teacher's distributions, and say how to train on it."""
     # The config's checks hold it so.
     assert isinstance(config.data, TextConfig | DocumentsConfig) and config.prepare.dir is not None
-    header = prepare(config.data, config.prepare.dir)
+    teacher = None if config.objective.frozen_source(config) is None else Teacher(config)
+    header = prepare(config.data, config.prepare.dir, finish=teacher)
     for notice in header["corpus"].get("notices", ()):
         print(f"WARNING: {notice}")
     counts = ", ".join(f"{split} {format_count(part['tokens'])}" for split, part in header["splits"].items())
     print(f"{config.prepare.dir}: {counts} tokens of {header['vocabulary']} ids")
     keys: dict[str, object] = {"data": "tokens", "data.path": config.prepare.dir}
-    if isinstance(config.data, DocumentsConfig):
+    if isinstance(config.data, DocumentsConfig) and teacher is None:
         keys["data.order"] = "sequential"
     fewest, context = min(part["tokens"] for part in header["splits"].values()), getattr(config.model, "context", None)
-    if context is not None and fewest <= context:
+    if context is not None and fewest <= context and teacher is None:
         keys["model.context"] = max(1, fewest - 1)
-    print(f"train on it: {config.source.command(keys, without=['data', 'prepare'], task='train')}")
+    dropped = ["data", "prepare", "objective.teacher"]
+    print(f"train on it: {config.source.command(keys, without=dropped, task='train')}")
 
 
-def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, progress: bool = True) -> dict[str, Any]:
+def prepare(
+    config: TextConfig | DocumentsConfig, destination: Path | str, *, progress: bool = True,
+    finish: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Tokenize a corpus into a folder that data=tokens reads, and return the content of its `tokens.json`.
 
     data=text, or data=documents, makes the same tokens and splits of the same config. Memory does not grow with the
     text, except for the word counts while BPE is learned and for some bytes per document. The folder appears once it is
-    complete. Raises DataError where the corpus can't be used, and where the destination exists or can't be written.
+    complete; `finish` may add files before. Raises DataError where the corpus can't be used, and where the destination
+    exists or can't be written.
     """
     final, delay = at_home(destination), 0.0 if progress else None
     if final.exists():
@@ -50,9 +68,17 @@ def prepare(config: TextConfig | DocumentsConfig, destination: Path | str, *, pr
     if isinstance(config, DocumentsConfig):
         sources = find_sources(config)
         told = [notice for source in sources for notice in source.notices]
-        return write_folder(final, lambda folder: fill_documents(folder, config, sources, delay, told), _ADVICE)
-    corpus = Corpus(config)
-    return write_folder(final, lambda folder: _fill(folder, corpus, config, delay), _ADVICE)
+        fill = partial(fill_documents, config=config, sources=sources, delay=delay, told=told)
+    else:
+        fill = partial(_fill, corpus=Corpus(config), config=config, delay=delay)
+
+    def filled(folder: Path) -> dict[str, Any]:
+        header: dict[str, Any] = fill(folder)
+        if finish is not None:
+            finish(folder)
+        return header
+
+    return write_folder(final, filled, _ADVICE)
 
 
 def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None) -> dict[str, Any]:
@@ -64,3 +90,66 @@ def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None)
                 raise DataError(f"the {split} split of {corpus.found.given} has no tokens. {more}")
         splits = {split: writer.finish() for split, writer in writers.items()}
     return write_header(folder, tokenizer, splits, described)
+
+
+class Teacher:
+    """The teacher of a config. It reads the folder that it is called with, and adds its distributions."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises UserError where there is no such model, or it can't read model.context tokens."""
+        asked = config.objective
+        # The config's checks hold it so.
+        assert isinstance(asked, DistillationConfig) and asked.teacher is not None and asked.top_k is not None
+        self._config, self._asked, self._top_k, self._context = config, asked, asked.top_k, config.model.context
+        self._frozen = build.open_frozen("objective.teacher", asked.teacher, config)
+        self._model = self._frozen.at_length(self._context)
+        for parameter in self._frozen.parameters:
+            parameter.trainable = True  # a session wants something to train, though nothing is trained here
+
+    def __call__(self, folder: Path) -> None:
+        """Add the teacher's files. Raises ConfigError for other ids, and DataError where there is no room."""
+        asked, context = self._asked, self._context
+        tokens = cast(TokenDataset, open_tokens(TokensConfig(path=str(folder)), Sizes(context=context)))
+        digest = self._frozen.check(asked.frozen_hash, tokens.tokenizer, context)
+        vocabulary = cast(int, tokens.vocabulary)
+        counts: dict[Split, int] = {"train": (tokens.tokens("train") - 1) // context, "val": tokens.val_samples}
+        self._check_room(folder, sum(counts.values()), vocabulary)
+        said = {"context": context, "top_k": asked.top_k, "temperature": asked.temperature, "teacher": asked.teacher}
+        hashes: dict[str, dict[str, str]] = {}
+        with (
+            closing(build.build_device(self._config.device, self._config.precision)) as device,
+            closing(build.build_session(self._model, device, self._config, training=False)) as session,
+        ):
+            with Waiting("Loading the teacher"):
+                self._frozen.write(session.state)
+            rows, objective = session.graph.rows, cast(Distillation, build.made("objective", asked))
+            record = partial(objective.record_top, teacher=self._model, rows=rows, vocabulary=vocabulary)
+            step = session.engine.build("teacher", record)
+            for split, count in counts.items():
+                read = self._read(step, tokens, split, count, rows)
+                hashes[split] = write_taught(folder, split, count, taught_fields(1, context, self._top_k), read)
+        write_description(folder, {**said, "teacher_sha256": digest, "sequences": counts, "sha256": hashes})
+
+    def _check_room(self, folder: Path, sequences: int, vocabulary: int) -> None:
+        ids = min(vocabulary, self._model.vocabulary)
+        if self._top_k > ids:
+            raise DataError(f"objective.top_k={self._top_k}: the tokenizer has {ids} ids. Give fewer.")
+        needed = 4 * sequences * sum(spec.size for spec in taught_fields(1, self._context, self._top_k).values())
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            few = f"the teacher's distributions take {format_bytes(needed)}, and {format_bytes(free)} are free"
+            advice = f"Make room, give another prepare.dir, or a smaller objective.top_k than {self._top_k}"
+            raise DataError(f"{few}. {advice}.")
+
+    def _read(self, step: Any, tokens: TokenDataset, split: Split, count: int, rows: int) -> Iterator[Batch]:
+        """Yield the teacher's fields for the sequences of a split."""
+        specs = taught_fields(rows, self._context, self._top_k)
+        for first in waited_for(range(0, count, rows), f"The teacher reads the {split} split, in batches of {rows}"):
+            places = np.arange(first, first + rows) % count
+            batch = tokens.read(split, (places * self._context).astype(np.uint64))
+            parts: dict[str, list[Any]] = {}
+            for name, array in step({key: batch[key] for key in step.inputs}).items():
+                parts.setdefault(name.partition(".")[0], []).append(array)
+            found = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+            found[LOG_PROBS] = np.concatenate([found[LOG_PROBS], found.pop(REST)], axis=1)
+            yield {name: found[name].reshape(spec.shape)[: count - first] for name, spec in specs.items()}

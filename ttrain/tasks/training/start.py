@@ -128,7 +128,7 @@ def check_all(
         dataset.objective = cast("Any", objective)
     if objective.frozen is not None:
         known = stored["objective"].get("frozen_hash")
-        stored["objective"]["frozen_hash"] = objective.frozen.check(known, dataset.tokenizer, model)
+        stored["objective"]["frozen_hash"] = objective.frozen.check(known, dataset.tokenizer, cast("Any", model).length)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
     evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads or world.ranks.dividing else RunEvals([])
