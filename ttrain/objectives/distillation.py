@@ -82,8 +82,8 @@ class Teacher(NamedTuple):
 class Distillation(Objective):
     """Batches of next-token prediction; the loss is the mean over the positions that have a target.
 
-    The teacher's distributions are computed in the step, or with `top_k` are fields of the batch, see data/sequences/taught.py.
-    Logits, [N, V], exist for some rows at a time; backward computes them again.
+    The teacher's distributions are computed in the step. With `top_k` they are fields of the batch, which
+    data/sequences/taught.py reads. Logits, [N, V], exist for some rows at a time; backward computes them again.
     """
 
     def fields(self, model: Any, rows: int) -> dict[str, TensorSpec]:
@@ -141,7 +141,7 @@ class Distillation(Objective):
         return divergence(own[0], its[0], beta) + divergence(own[1], its[1], beta)
 
     def record_top(self, graph: Graph, teacher: Any, rows: int, vocabulary: int) -> None:
-        """Record the teacher alone. Its outputs are the fields of data/sequences/taught.py, in parts: `<field>.<number>`.
+        """Record the teacher alone. Its outputs are parts of what `taught_fields` names: `<field>.<number>`.
 
         Ids of the teacher from `vocabulary` on, which the tokenizer lacks, count for nothing.
         """
