@@ -283,6 +283,15 @@ def test_changed_documents_are_refused_and_other_ones_are_not(documents: None, t
     assert "; data: sha256: " in error
 
 
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_own_kernels_have_the_same_bits_on_any_number_of_threads(documents: None, told: Told) -> None:
+    words = [*DATA, *QUIET, *TINY, "engine=traced", "device.matmul=own", "schedule.steps=4"]
+    assert main([*words, "run.dir=one", "train.steps=4", "device.threads=1"]) == 0
+    assert main([*words, "run.dir=two", "train.steps=2", "device.threads=1"]) == 0
+    assert "kernels ran with" not in told("run.dir=two", "resume=auto", "train.steps=4", "device.threads=2")
+    assert tensors("one") == tensors("two")
+
+
 def test_touched_but_equal_documents_go_on_and_other_bits_are_told(documents: None, told: Told) -> None:
     assert main([*DATA, *QUIET, *TINY, "run.dir=run", "train.steps=2"]) == 0
     os.utime("a.jsonl", ns=(1, 1))
