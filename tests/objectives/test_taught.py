@@ -61,7 +61,7 @@ def test_prepare_stores_what_transformers_computes() -> None:
         count = (len(stream) - 1) // 16
         sequences = np.stack([stream[16 * at : 16 * at + 17] for at in range(count)])
         logits = logits_of_run(sequences[:, :-1].copy())[..., : header["vocabulary"]].detach()
-        stored = {name: np.load(f"tokens/{split}.{name}.npy") for name in (IDS, LOG_PROBS, OF_TARGETS)}
+        stored = np.load(f"tokens/{split}.teacher.npy")
         logs = (logits / HEAT).log_softmax(-1)
         ids = torch.from_numpy(stored[IDS].astype(np.int64))
         assert stored[IDS].shape == (count, 16, TOP)
@@ -148,13 +148,13 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([*LEARN, "objective.top_k=4"], "objective.top_k=4: tokens/teacher.json says 3"),
-        ([*LEARN, "objective.temperature=1"], "objective.temperature=1.0: tokens/teacher.json says 0.7"),
-        ([*LEARN, "model.context=8"], "model.context=8: tokens/teacher.json says 16"),
+        ([*LEARN, "objective.top_k=4"], "objective.top_k=4: the teacher of tokens has 3"),
+        ([*LEARN, "objective.temperature=1"], "objective.temperature=1.0: the teacher of tokens has 0.7"),
+        ([*LEARN, "model.context=8"], "model.context=8: the teacher of tokens has 16"),
         ([*LEARN, "objective.teacher=run"], "Leave objective.teacher out, or top_k"),
         ([*LEARN, "data=text", "data.path=text.txt"], "Give data=tokens data.path="),
-        ([*LEARN, "data.path=plain"], "has no teacher.json"),
-        ([*LEARN, "data.path=broken"], "train.teacher_ids.npy is damaged"),
+        ([*LEARN, "data.path=plain"], "data.path=plain: no teacher read it"),
+        ([*LEARN, "data.path=broken"], "train.teacher.npy is damaged"),
         ([*LEARN, "train.length_schedule=[8,16]"], "has sequences of one length"),
         ([*PREPARE, "prepare.dir=new", "objective.top_k=null"], "objective.top_k=null"),
         ([*PREPARE, "prepare.dir=new", "model.context=64"], "objective.teacher: is a gpt that reads 16 tokens"),
@@ -167,9 +167,10 @@ def test_bad_input_ends_in_one_line(words: list[str], told: str, capsys: pytest.
     if not Path("broken").exists():
         for name in ("plain", "broken"):
             shutil.copytree("tokens", name)
-        Path("plain/teacher.json").unlink()
-        whole = Path("broken/train.teacher_ids.npy").read_bytes()
-        Path("broken/train.teacher_ids.npy").write_bytes(whole[:-5])
+        header = json.loads(Path("plain/tokens.json").read_text())
+        Path("plain/tokens.json").write_text(json.dumps({key: header[key] for key in header if key != "teacher"}))
+        whole = Path("broken/train.teacher.npy").read_bytes()
+        Path("broken/train.teacher.npy").write_bytes(whole[:-5])
     assert main([*words, "run.dir=none", "train.steps=1"]) == 2
     assert told in capsys.readouterr().err
     assert not Path("new").exists() and not Path("none").exists()

@@ -25,7 +25,7 @@ from ttrain.core.files import new_folder, write_synced
 from ttrain.core.folders import at_home
 from ttrain.data.batches import Sizes, TokenDataset, require_ids
 from ttrain.data.library_tokenizer import read_tokenizer
-from ttrain.data.sequences.taught import VERIFIED_BYTES, TaughtTokens
+from ttrain.data.sequences.taught import ENTRY, VERIFIED_BYTES, TaughtTokens
 from ttrain.data.settings import TOKEN_DTYPES, TokensConfig
 from ttrain.data.text import named_tokenizer, require_context, with_notices
 from ttrain.data.tokenizer import Ids, Tokenizer
@@ -85,7 +85,9 @@ def open_tokens(config: TokensConfig, sizes: Sizes) -> TokenDataset | TaughtToke
         check_batches=not whole,
         held_out_advice=None if files.val is None else "Prepare the tokens anew with a larger data.held_out",
     )
-    return dataset if sizes.stored is None else TaughtTokens(dataset, files.train.parent, sizes.stored, config)
+    if sizes.stored is None:
+        return dataset
+    return TaughtTokens(dataset, files.train.parent, (files.header or {}).get(ENTRY), sizes.stored, config)
 
 
 def find_token_files(config: TokensConfig) -> TokenFiles:

@@ -140,20 +140,20 @@ class Distillation(Objective):
         its = _some(kept, range(count), 1), _some(kept, range(count, count + 1), 1)
         return divergence(own[0], its[0], beta) + divergence(own[1], its[1], beta)
 
-    def record_top(self, graph: Graph, teacher: Any, rows: int, vocabulary: int) -> None:
+    def record_top(self, graph: Graph, teacher: Any, rows: int, ids: int) -> None:
         """Record the teacher alone. Its outputs are parts of what `taught_fields` names: `<field>.<number>`.
 
-        Ids of the teacher from `vocabulary` on, which the tokenizer lacks, count for nothing.
+        Ids of the teacher from `ids` on, which the tokenizer lacks, count for nothing.
         """
         hidden = teacher.hidden(graph, rows, False, _positions(teacher, graph, rows))
         targets = ops.reshape(graph.input("targets", teacher.batch_specs(rows)["targets"]), hidden.shape[:1])
         graph.output(f"{OF_TARGETS}.0", teacher.log_probs(hidden, targets)[0])
-        live = range(min(vocabulary, teacher.vocabulary))
+        live = range(ids)
         for number, chosen in enumerate(_parts(hidden.shape[0], teacher.vocabulary)):
             scores = _some(teacher.scores(_some(hidden, chosen)), live, 1)
-            ids = ops.largest(scores, self.config.top_k)
-            found, rest = top(scores, self.config.temperature, ids)
-            for name, value in ((IDS, ids), (LOG_PROBS, found), (REST, rest)):
+            best = ops.largest(scores, self.config.top_k)
+            found, rest = top(scores, self.config.temperature, best)
+            for name, value in ((IDS, best), (LOG_PROBS, found), (REST, rest)):
                 graph.output(f"{name}.{number}", value)
 
 

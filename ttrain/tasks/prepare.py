@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,17 +15,18 @@ import numpy as np
 from ttrain.config import build
 from ttrain.config.schema import Config
 from ttrain.core.errors import DataError
+from ttrain.core.files import replace_file, sha256_file
 from ttrain.core.folders import at_home
 from ttrain.core.units import format_bytes, format_count
 from ttrain.core.waiting import Waiting, waited_for
-from ttrain.data.batches import Batch, Sizes, Split, TokenDataset
+from ttrain.data.batches import Sizes, Split, TokenDataset
 from ttrain.data.corpus import Corpus
 from ttrain.data.document_files import fill_documents
-from ttrain.data.sequences.taught import LOG_PROBS, taught_fields, write_description, write_taught
+from ttrain.data.sequences.taught import ENTRY, LOG_PROBS, taught_file, taught_type
 from ttrain.data.settings import DocumentsConfig, TextConfig, TokensConfig
 from ttrain.data.sources import find_sources
 from ttrain.data.text import encode_corpus
-from ttrain.data.tokens import open_tokens, split_writers, write_folder, write_header
+from ttrain.data.tokens import HEADER_FILE, open_tokens, split_writers, write_folder, write_header
 from ttrain.objectives.distillation import REST, Distillation
 from ttrain.objectives.settings import DistillationConfig
 
@@ -53,14 +55,14 @@ def run(config: Config) -> None:
 
 def prepare(
     config: TextConfig | DocumentsConfig, destination: Path | str, *, progress: bool = True,
-    finish: Callable[[Path], None] | None = None,
+    finish: Callable[[Path, dict[str, Any]], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Tokenize a corpus into a folder that data=tokens reads, and return the content of its `tokens.json`.
 
     data=text, or data=documents, makes the same tokens and splits of the same config. Memory does not grow with the
     text, except for the word counts while BPE is learned and for some bytes per document. The folder appears once it is
-    complete; `finish` may add files before. Raises DataError where the corpus can't be used, and where the destination
-    exists or can't be written.
+    complete; `finish` may add files and to the content before. Raises DataError where the corpus can't be used, and
+    where the destination exists or can't be written.
     """
     final, delay = at_home(destination), 0.0 if progress else None
     if final.exists():
@@ -71,14 +73,7 @@ def prepare(
         fill = partial(fill_documents, config=config, sources=sources, delay=delay, told=told)
     else:
         fill = partial(_fill, corpus=Corpus(config), config=config, delay=delay)
-
-    def filled(folder: Path) -> dict[str, Any]:
-        header: dict[str, Any] = fill(folder)
-        if finish is not None:
-            finish(folder)
-        return header
-
-    return write_folder(final, filled, _ADVICE)
+    return write_folder(final, lambda folder: finish(folder, fill(folder)) if finish else fill(folder), _ADVICE)
 
 
 def _fill(folder: Path, corpus: Corpus, config: TextConfig, delay: float | None) -> dict[str, Any]:
@@ -106,16 +101,22 @@ class Teacher:
         for parameter in self._frozen.parameters:
             parameter.trainable = True  # a session wants something to train, though nothing is trained here
 
-    def __call__(self, folder: Path) -> None:
-        """Add the teacher's files. Raises ConfigError for other ids, and DataError where there is no room."""
+    def __call__(self, folder: Path, header: dict[str, Any]) -> dict[str, Any]:
+        """Add the teacher's files, and return the `header` of the folder with the entry on them.
+
+        Raises ConfigError where the teacher has other ids, and DataError where there is no room.
+        """
         asked, context = self._asked, self._context
         tokens = cast(TokenDataset, open_tokens(TokensConfig(path=str(folder)), Sizes(context=context)))
         digest = self._frozen.check(asked.frozen_hash, tokens.tokenizer, context)
-        vocabulary = cast(int, tokens.vocabulary)
+        ids = min(cast(int, tokens.vocabulary), self._model.vocabulary)
+        if self._top_k > ids:
+            raise DataError(f"objective.top_k={self._top_k}: the tokenizer has {ids} ids. Give fewer.")
         counts: dict[Split, int] = {"train": (tokens.tokens("train") - 1) // context, "val": tokens.val_samples}
-        self._check_room(folder, sum(counts.values()), vocabulary)
-        said = {"context": context, "top_k": asked.top_k, "temperature": asked.temperature, "teacher": asked.teacher}
-        hashes: dict[str, dict[str, str]] = {}
+        needed = sum(counts.values()) * context * taught_type(self._top_k).itemsize
+        if needed > (free := shutil.disk_usage(folder).free):  # a mapped file can't tell
+            few = f"the teacher's distributions take {format_bytes(needed)}, and {format_bytes(free)} are free"
+            raise DataError(f"{few}. {_ADVICE[:-1]}, or a smaller objective.top_k than {self._top_k}.")
         with (
             closing(build.build_device(self._config.device, self._config.precision)) as device,
             closing(build.build_session(self._model, device, self._config, training=False)) as session,
@@ -123,33 +124,31 @@ class Teacher:
             with Waiting("Loading the teacher"):
                 self._frozen.write(session.state)
             rows, objective = session.graph.rows, cast(Distillation, build.made("objective", asked))
-            record = partial(objective.record_top, teacher=self._model, rows=rows, vocabulary=vocabulary)
+            record = partial(objective.record_top, teacher=self._model, rows=rows, ids=ids)
             step = session.engine.build("teacher", record)
             for split, count in counts.items():
-                read = self._read(step, tokens, split, count, rows)
-                hashes[split] = write_taught(folder, split, count, taught_fields(1, context, self._top_k), read)
-        write_description(folder, {**said, "teacher_sha256": digest, "sequences": counts, "sha256": hashes})
+                self._write(folder, step, tokens, split, count, rows)
+        said = {"context": context, "top_k": asked.top_k, "temperature": asked.temperature, "teacher": asked.teacher}
+        said |= {
+            "teacher_sha256": digest,
+            "sha256": {split: sha256_file(taught_file(folder, split)) for split in counts},
+        }
+        replace_file(folder / HEADER_FILE, json.dumps({**header, ENTRY: said}, indent=2))
+        return {**header, ENTRY: said}
 
-    def _check_room(self, folder: Path, sequences: int, vocabulary: int) -> None:
-        ids = min(vocabulary, self._model.vocabulary)
-        if self._top_k > ids:
-            raise DataError(f"objective.top_k={self._top_k}: the tokenizer has {ids} ids. Give fewer.")
-        needed = 4 * sequences * sum(spec.size for spec in taught_fields(1, self._context, self._top_k).values())
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            few = f"the teacher's distributions take {format_bytes(needed)}, and {format_bytes(free)} are free"
-            advice = f"Make room, give another prepare.dir, or a smaller objective.top_k than {self._top_k}"
-            raise DataError(f"{few}. {advice}.")
-
-    def _read(self, step: Any, tokens: TokenDataset, split: Split, count: int, rows: int) -> Iterator[Batch]:
-        """Yield the teacher's fields for the sequences of a split."""
-        specs = taught_fields(rows, self._context, self._top_k)
+    def _write(self, folder: Path, step: Any, tokens: TokenDataset, split: Split, count: int, rows: int) -> None:
+        """Write the array of a split, a batch of `rows` of its `count` sequences at a time."""
+        kind, shape = taught_type(self._top_k), (count, self._context)
+        array = np.lib.format.open_memmap(taught_file(folder, split), "w+", kind, shape)  # type: ignore[no-untyped-call]
         for first in waited_for(range(0, count, rows), f"The teacher reads the {split} split, in batches of {rows}"):
             places = np.arange(first, first + rows) % count
             batch = tokens.read(split, (places * self._context).astype(np.uint64))
-            parts: dict[str, list[Any]] = {}
-            for name, array in step({key: batch[key] for key in step.inputs}).items():
-                parts.setdefault(name.partition(".")[0], []).append(array)
-            found = {name: np.concatenate(arrays) for name, arrays in parts.items()}
-            found[LOG_PROBS] = np.concatenate([found[LOG_PROBS], found.pop(REST)], axis=1)
-            yield {name: found[name].reshape(spec.shape)[: count - first] for name, spec in specs.items()}
+            found: dict[str, list[Any]] = {}
+            for name, part in step({key: batch[key] for key in step.inputs}).items():
+                found.setdefault(name.partition(".")[0], []).append(part)
+            whole = {name: np.concatenate(parts) for name, parts in found.items()}
+            whole[LOG_PROBS] = np.concatenate([whole[LOG_PROBS], whole.pop(REST)], axis=1)
+            for name, values in whole.items():
+                live = array[name][first : first + rows]
+                live[:] = values.reshape(rows, *live.shape[1:])[: len(live)]
+        array.flush()
