@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
+from ttrain.core.files import read_table
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Old key, section or `key=option` -> the new one, or a sentence that says what to do.
-RENAMED: dict[str, str] = yaml.load(Path(__file__).with_suffix(".yaml").read_text("utf-8"), _LOADER)
+RENAMED: dict[str, str] = read_table(Path(__file__).with_suffix(".yaml"))
 
 
 def instead(old: str) -> str:

@@ -64,6 +64,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def read_table(path: Path) -> Any:
+    """Return the content of a YAML file that lies beside a module of ttrain."""
+    import yaml
+
+    return yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}.tmp")
 

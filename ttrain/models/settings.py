@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
 from ttrain.core.errors import ConfigError
+from ttrain.core.files import read_table
 from ttrain.core.names import did_you_mean, nearest_divisor
 from ttrain.core.options import option, rule
 from ttrain.data.settings import RegressionConfig
 
 Preset = dict[str, Any]  # values of a config's fields
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-PUBLISHED = yaml.load(Path(__file__).with_name("published.yaml").read_text("utf-8"), _LOADER)  # presets, and names
+PUBLISHED = read_table(Path(__file__).with_name("published.yaml"))  # presets, and names
 _SIZES = ("layers", "heads", "width", "rank", "hidden", "context")  # of those, the ones that a model has
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu", "relu_squared", "tanh", "silu")
 

@@ -10,29 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
+from ttrain.core.files import read_table
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import GivenSpecs, Specs
 
 Step = tuple[str, tuple[int, ...], tuple[tuple[str, Any], ...]]
 Spell = Callable[[float], str]  # of a number in the language of a generator
 
-# Expression per op, {0} {1} ... its operands; words in braces are attributes. C++ and Triton read these alike, and each
-# has functions of these names. Ops for which the two differ are in the tables of the generators.
-EXPRESSIONS = {
-    "add": "{0} + {1}",
-    "subtract": "{0} - {1}",
-    "multiply": "{0} * {1}",
-    "divide": "{0} / {1}",
-    "scale": "{0} * {factor}",
-    "tanh": "v_tanh({0})",
-    "silu_grad": "v_silu_grad({0}, {1})",
-    "gelu": "v_gelu{form}({0})",
-    "gelu_grad": "v_gelu{form}_grad({0}, {1})",
-    "cast": "{0}",
-    "expand": "{0}",
-}
+_EXPRESSIONS: dict[str, dict[str, Any]] = read_table(Path(__file__).with_suffix(".yaml"))  # by op and language
+COSTS: dict[str, int] = {op: told["cost"] for op, told in _EXPRESSIONS.items() if "cost" in told}
+
+
+def expressions(*languages: str) -> dict[str, str]:
+    """Return the expression of each op that has one in these languages, in the first of them."""
+    found = {op: [told[each] for each in languages if each in told] for op, told in _EXPRESSIONS.items()}
+    return {op: texts[0] for op, texts in found.items() if texts}
 
 
 def spelled(made: Step, table: Mapping[str, str], number: Spell, operands: Iterable[str], **words: Any) -> str:

@@ -6,37 +6,10 @@ from math import prod
 
 from ttrain.core.random_bits import keep_threshold
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.torch.loops import EXPRESSIONS as SHARED
-from ttrain.device.torch.loops import LoopNest, spelled
+from ttrain.device.torch.loops import COSTS, LoopNest, expressions, spelled
 from ttrain.device.torch.native.codegen import c_float, c_type
 
-EXPRESSIONS = {
-    **SHARED,
-    "exp": "v_exp({0})",
-    "log": "v_log({0})",
-    "sqrt": "v_sqrt({0})",
-    "maximum": "v_max({0}, {1})",
-    "greater": "v_greater({0}, {1})",
-    "sign": "v_sign({0})",
-    "relu": "v_relu({0})",
-    "relu_grad": "v_relu_grad({0}, {1})",
-    "tanh_grad": "v_tanh_grad({0}, {1})",
-    "silu": "v_silu({0})",
-    "sigmoid": "1.0f / (1.0f + v_exp(-{0}))",
-    "full": "splat({value})",
-    "accumulate": "{0} + {1}",
-    "assign": "{1}",
-    "squared_error_grad": "2.0f * {2} * ({0} - {1})",
-    "clip_factor": "v_clip({limit} / ({0} + 1e-6f))",
-    "dropout": "mask{step}({0}, {index})",
-    "dropout_mask": "mask{step}(splat(1.0f), {index})",
-    "embedding": 'known{step} ? load(row{step} + {at}, group.lanes) : splat(__builtin_nanf(""))',
-}
-# Relative to an addition.
-_COSTS = {
-    "exp": 6, "sigmoid": 8, "log": 8, "tanh": 10, "gelu": 10, "gelu_grad": 14, "sqrt": 3, "divide": 3, "dropout": 5,
-    "dropout_mask": 5, "silu": 8, "silu_grad": 10,
-}  # fmt: skip
+EXPRESSIONS = expressions("cpp", "both")
 UNSUITED = ("dropout", "dropout_mask", "embedding", "accumulate", "assign", "expand")  # for loops over lists of tensors
 
 
@@ -58,7 +31,7 @@ class CppNest(LoopNest):
     @property
     def cost(self) -> float:
         """Work, in additions of one element."""
-        each = 1 + sum(_COSTS.get(name, 1) for name, _, _ in self.program)
+        each = 1 + sum(COSTS.get(name, 1) for name, _, _ in self.program)
         return each * prod(self.shape)
 
     def source(self, threads: int) -> str:

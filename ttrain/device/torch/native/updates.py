@@ -12,7 +12,7 @@ import numpy as np
 
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch, split_update
-from ttrain.device.torch.loops import spelled
+from ttrain.device.torch.loops import expressions, spelled
 from ttrain.device.torch.native.codegen import Request, c_double, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
@@ -48,12 +48,7 @@ def _one_dtype(specs: Sequence[TensorSpec | None]) -> DType | None:
     return found.pop() if len(found) == 1 and found <= {DType.FP32, DType.BF16, DType.INT16} else None
 
 
-_SCALAR = {
-    "add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}", "divide": "{0} / {1}",
-    "scale": "{0} * {factor}", "full": "{value}", "exp": "__builtin_exp({0})", "expm1": "__builtin_expm1({0})",
-    "log": "__builtin_log({0})", "sqrt": "__builtin_sqrt({0})", "maximum": "{0} > {1} ? {0} : {1}", "cast": "{0}",
-}  # fmt: skip
-_PRODUCTS = {"multiply": "product({0}, {1})", "scale": "product({0}, {factor})"}  # as the rows of torch round them
+_SCALAR, _EXACT = expressions("double"), expressions("exact", "cpp", "both")
 
 
 def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]] | None:
@@ -69,7 +64,7 @@ def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]
     lines: tuple[list[str], list[str]] = ([], [])
     for number, step in enumerate(steps, start=vectors + 2):
         (name, operands, _), alone = step, scalar[number]
-        table = _SCALAR if alone else {**EXPRESSIONS, **(_PRODUCTS if exact else {})}
+        table = _SCALAR if alone else _EXACT if exact else EXPRESSIONS
         if name not in table or (not alone and name in UNSUITED):
             return None
         values = [f"v{item}" if alone or not scalar[item] else f"splat(float(v{item}))" for item in operands]

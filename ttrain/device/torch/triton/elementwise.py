@@ -8,28 +8,9 @@ from typing import Any
 
 from ttrain.core.random_bits import keep_threshold, mix
 from ttrain.device.torch import loops
-from ttrain.device.torch.loops import EXPRESSIONS as SHARED
-from ttrain.device.torch.loops import LoopNest, Step
+from ttrain.device.torch.loops import LoopNest, Step, expressions
 
-EXPRESSIONS = {
-    **SHARED,
-    "exp": "tl.exp({0})",
-    "log": "tl.log({0})",
-    "sqrt": "tl.sqrt({0})",
-    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",  # a NaN of either passes
-    "greater": "tl.where({0} > {1}, 1.0, 0.0)",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, {0}))",
-    "relu": "tl.where({0} < 0, 0.0, {0})",
-    "relu_grad": "tl.where({1} > 0, {0}, 0.0)",
-    "tanh_grad": "{0} * (1.0 - {1} * {1})",
-    "silu": "{0} * v_sigmoid({0})",
-    "sigmoid": "v_sigmoid({0})",
-    "squared_error_grad": "2.0 * {2} * ({0} - {1})",
-    "clip_factor": "tl.where({0} + 1e-6 <= {limit}, 1.0, {limit} / ({0} + 1e-6))",  # a NaN passes
-    "dropout": "v_dropout({0}, seed{step}, e, {random})",
-    "dropout_mask": "v_dropout(1.0, seed{step}, e, {random})",
-    "embedding": "row{step}",
-}
+EXPRESSIONS = expressions("triton", "both")
 BLOCK = 1024  # elements of a program
 
 
