@@ -13,7 +13,7 @@ from ttrain.data.chat.conversation import Chat
 from ttrain.tasks.opening import OpenedModel
 from ttrain.tasks.sample import ending_of, opened_model
 from ttrain.train.sampling.source import TokenSource
-from ttrain.train.sampling.stream import print_text, stream_text
+from ttrain.train.sampling.stream import TextStream, print_text
 
 
 def run(config: Config) -> None:
@@ -70,7 +70,7 @@ class _Conversation:
             print(f"ttrain: {error}", file=sys.stderr)
             return
         drawn = self._source.tokens(prompt, self._replies)
-        reply = stream_text(self._tokenizer, prompt, drawn, print_text, self._stop, echo=False)
+        reply = TextStream(self._tokenizer, prompt, print_text, self._stop, echo=False).follow(drawn)
         print(flush=True)
         self._replies += 1
         self._messages.append({"role": "assistant", "content": reply.strip()})

@@ -42,7 +42,7 @@ from ttrain.train.sampling.draw import (
     whole_text_scores,
 )
 from ttrain.train.sampling.source import StepsByLength, TokenSource, check_sampling, print_source, sampling_traces
-from ttrain.train.sampling.stream import Stop, stream_text
+from ttrain.train.sampling.stream import Stop, TextStream
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.train.task_settings import SampleConfig
@@ -450,7 +450,7 @@ def test_a_tokenizer_without_line_breaks_starts_from_no_text_that_is_shown(
     tokenizer = LibraryTokenizer(library.to_str())
     prompt = encode_prompt(tokenizer, None)
     assert prompt == [expected]
-    text = stream_text(tokenizer, prompt, iter([3, 4]), lambda text: None, Stop.of(tokenizer, []), True)
+    text = TextStream(tokenizer, prompt, lambda text: None, Stop.of(tokenizer, []), True).follow(iter([3, 4]))
     assert text.split() == ["a", "b"]
 
 
@@ -467,7 +467,7 @@ def test_an_empty_prompt_is_the_end_of_a_document_where_the_tokenizer_has_one() 
 def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
     for tokenizer in (ByteTokenizer(), CharTokenizer(text), train_bpe(["ab ab äö"], 260)):
         ids, written = tokenizer.encode(text), []
-        whole = stream_text(tokenizer, ids[:2], iter(ids[2:]), written.append, Stop(), True)
+        whole = TextStream(tokenizer, ids[:2], written.append, Stop(), True).follow(iter(ids[2:]))
         # A prompt that ends within a character can only be shown as far as it goes.
         if "\ufffd" not in tokenizer.decode(ids[:2]):
             assert whole == "".join(written) == text
@@ -477,7 +477,7 @@ def test_text_is_streamed_whole_and_in_valid_pieces(text: str) -> None:
 
 def test_bytes_that_end_within_a_character() -> None:
     written: list[str] = []
-    assert stream_text(ByteTokenizer(), [97], iter([0xE2, 0x82]), written.append, Stop(), True) == "a\ufffd"
+    assert TextStream(ByteTokenizer(), [97], written.append, Stop(), True).follow(iter([0xE2, 0x82])) == "a\ufffd"
     assert written == ["a", "\ufffd"]
 
 
@@ -574,7 +574,7 @@ def test_a_text_ends_before_its_first_stop_however_it_comes(stops: list[str]) ->
 
     for _ in range(50):
         ids, written = [int(i) for i in generator.integers(0, len(overrides), 12)], []
-        whole = stream_text(Words(), [0], iter(ids), written.append, Stop(texts=tuple(stops)), True)
+        whole = TextStream(Words(), [0], written.append, Stop(texts=tuple(stops)), True).follow(iter(ids))
         assert whole == "".join(written) == overrides[0] + cut_at("".join(overrides[i] for i in ids), stops)
 
 
@@ -584,9 +584,9 @@ def test_a_sample_ends_at_the_end_of_a_document_or_at_a_named_token() -> None:
     plain, named = Stop.of(tokenizer, []), Stop.of(tokenizer, ["<|user|>", "b"])
     assert (plain, named) == (Stop(frozenset([end])), Stop(frozenset([end, user]), ("b",)))
     drawn = [*tokenizer.encode("ab"), end, *tokenizer.encode("ab")]
-    assert stream_text(tokenizer, tokenizer.encode("a"), iter(drawn), lambda text: None, plain, True) == "aab"
-    assert stream_text(tokenizer, tokenizer.encode("a"), iter([user, end]), lambda text: None, named, True) == "a"
-    assert stream_text(tokenizer, [end], iter(drawn), lambda text: None, plain, True) == "ab"  # an empty prompt
+    assert TextStream(tokenizer, tokenizer.encode("a"), lambda text: None, plain, True).follow(iter(drawn)) == "aab"
+    assert TextStream(tokenizer, tokenizer.encode("a"), lambda text: None, named, True).follow(iter([user, end])) == "a"
+    assert TextStream(tokenizer, [end], lambda text: None, plain, True).follow(iter(drawn)) == "ab"  # an empty prompt
     assert Stop.of(CharTokenizer("ab"), ["<|user|>"]) == Stop(texts=("<|user|>",))  # no token of it
     assert Stop.of(CharTokenizer("ab"), [r"a\n"]) == Stop(texts=("a\n",))  # as a command line passes a line break on
 
@@ -602,7 +602,7 @@ def test_nothing_is_drawn_after_a_stop(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "--- sample 1 of 2 ---\nabc\n--- sample 2 of 2 ---\nabc\n"
     asked: list[int] = []
     drawn = (asked.append(token) or token for token in range(1, 8))
-    told = stream_text(tokenizer, [0], drawn, lambda text: None, Stop(frozenset([3])), True)
+    told = TextStream(tokenizer, [0], lambda text: None, Stop(frozenset([3])), True).follow(drawn)
     assert told == "abc" and asked == [1, 2, 3]
 
 

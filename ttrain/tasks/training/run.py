@@ -41,7 +41,7 @@ from ttrain.train.runs.summary import extent_line, mixture_table
 from ttrain.train.runs.warm_start import Origin
 from ttrain.train.sampling.draw import ContextWindow, Continuation, Sampler, encode_prompt, whole_text_scores
 from ttrain.train.sampling.source import length_class
-from ttrain.train.sampling.stream import Stop, end_id, print_text, special_tokens, stream_text
+from ttrain.train.sampling.stream import Stop, TextStream, end_id, print_text, special_tokens
 from ttrain.train.steps.phases import BatchReader, PhaseSchedule, Position
 from ttrain.train.steps.resident import IndexBatches, choose_resident
 from ttrain.train.steps.session import Session
@@ -292,7 +292,7 @@ class Run:
         window = ContextWindow.of(logits.inputs["tokens"].shape[1], sample.slide)
         text = Continuation(self.prompt, window, Sampler(sample), sample.tokens)
         drawn = text.drawn(whole_text_scores(logits, tokenizer.vocabulary))
-        stream_text(tokenizer, self.prompt, drawn, print_text, stop, echo=False)
+        TextStream(tokenizer, self.prompt, print_text, stop, echo=False).follow(drawn)
         print(flush=True)
         return True
 

@@ -21,7 +21,7 @@ from ttrain.train.protocols import Array
 from ttrain.train.sampling import draw
 from ttrain.train.sampling.batch import BatchSource, Ends
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
-from ttrain.train.sampling.stream import Stop, TextStream, print_text, stream_text
+from ttrain.train.sampling.stream import Stop, TextStream, print_text
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
 from ttrain.train.task_settings import SampleConfig
@@ -189,10 +189,13 @@ class TokenSource:
 
 def written(
     source: TokenSource, tokenizer: Tokenizer, prompts: Sequence[tuple[list[int], Stop]], numbers: Sequence[int],
-    echo: bool = False, on_token: Callable[[], object] = lambda: None,
+    echo: bool = False, on_token: Callable[[], object] = lambda: None, write: Callable[[str], object] = len,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield the text after each prompt in turn, with `echo` behind the prompt; `on_token` is called for every token."""
-    streams = [TextStream(tokenizer, ids, lambda _: None, stop, echo) for ids, stop in prompts]
+    """Yield the text after each prompt in turn, with `echo` behind the prompt.
+
+    `on_token` is called for every token; `write` gets each text while it is written.
+    """
+    streams = [TextStream(tokenizer, ids, write, stop, echo) for ids, stop in prompts]
 
     def ends(number: int, token: int) -> bool:
         on_token()
@@ -213,15 +216,10 @@ def print_source(
     """
     count, texts, times = source.config.count, [], list[float]()
     note: Callable[[], object] = lambda: times.append(time.perf_counter())  # noqa: E731
-    if count == 1:
-        drawn = (token for token in source.tokens(prompt, 0) if note() is None)
-        texts.append(stream_text(tokenizer, prompt, drawn, print_text, stop, echo=True))
-        print(flush=True)
-    else:
-        for text in written(source, tokenizer, [(prompt, stop)] * count, range(count), True, note):
-            texts.append(text)
-            print(f"--- sample {len(texts)} of {count} ---")
-            print_text(f"{text}\n")
+    given = [(prompt, stop)] * count, range(count), True, note
+    for text in written(source, tokenizer, *given, print_text if count == 1 else len):
+        texts.append(text)
+        print_text("\n" if count == 1 else f"--- sample {len(texts)} of {count} ---\n{text}\n")
     # The first token comes after reading the prompt, and after compiling.
     tokens, taken = max(len(times) - 1, 0), times[-1] - times[0] if times else 0.0
     accepted, drafted = source.counts["accepted"], source.counts["drafted"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,11 @@ class TextStream:
             self._recent, self._known = [token], self._tokenizer.decode([token])
         return self._ended
 
+    def follow(self, drawn: Iterable[int]) -> str:
+        """Take in tokens as they are drawn, up to the first that ends the text, and return it as `close` does."""
+        any(map(self.push, drawn))
+        return self.close()
+
     def close(self) -> str:
         """Write what was held back, and return the text, after an echo with its prompt."""
         if not self._ended:
@@ -105,20 +110,6 @@ class TextStream:
         self._written = max(size, self._written)
         if self._ended:
             self._whole = self._whole[:size]
-
-
-def stream_text(
-    tokenizer: Tokenizer,
-    prompt: list[int],
-    drawn: Iterator[int],
-    write: Callable[[str], object],
-    stop: Stop,
-    echo: bool,
-) -> str:
-    """Write a text as its tokens are drawn, and return it; see TextStream."""
-    stream = TextStream(tokenizer, prompt, write, stop, echo)
-    any(map(stream.push, drawn))  # up to the first that ends it
-    return stream.close()
 
 
 def print_text(text: str) -> None:

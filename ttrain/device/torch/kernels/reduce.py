@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 
@@ -113,14 +113,12 @@ def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
     exchanges, first = Call(call.context, (), (), {}, ()), (call.outs if reduces else call.ins)[0]
     # The run that begins with the first tensor, as one vector with its gaps; parts of it may follow in the list.
     run = first.as_strided((bounds[-1][-1],), (1,), first.storage_offset())
-    others = [other for other in range(group.count) if other != group.rank]
     for bucket in bounds:
-        shards = [run[start:stop] for start, stop in pairwise(bucket)]
+        shards = [[run[start:stop]] for start, stop in pairwise(bucket)]
         if reduces:
-            _reduce(exchanges, group, shards, others, call.outs[-1])
-        if gathers:  # every shard <- what its owner holds there
-            sends = [(other, shards[group.rank]) for other in others]
-            exchanges.emit(group.exchange(sends, [(other, shards[other]) for other in others]))
+            _reduce(exchanges, group, shards, call.outs[-1], shards[group.rank])
+        if gathers:
+            exchanges.emit(_gathered(group, shards))
     call.emit(group.start(exchanges.launches))
     if not reduces:
         call.emit(group.finish)
@@ -140,10 +138,7 @@ def _all_gather(call: Call) -> None:
     for piece, own in zip(pieces[rank], call.ins, strict=True):
         call.emit(piece.copy_, own.view(-1))
     if group is not None:
-        others = [other for other in range(group.count) if other != rank]
-        sends = [(other, piece) for other in others for piece in pieces[rank]]
-        receives = [(other, piece) for other in others for piece in pieces[other]]
-        _start(call, group, [group.exchange(sends, receives)])
+        _start(call, group, [_gathered(group, pieces)])
 
 
 @row("reduce_scatter")
@@ -151,21 +146,12 @@ def _reduce_scatter(call: Call) -> None:
     """Parts of each tensor, those that this rank has, <- their sums over ranks."""
     call.begin()
     pieces, rank, group = _pieces_of(call.ins, call.attributes["owners"]), call.attributes["rank"], call.context.group
-    own = pieces[rank]
     if group is None:
-        for part, piece in zip(call.outs, own, strict=False):
+        for part, piece in zip(call.outs, pieces[rank], strict=False):
             call.emit(part.view(-1).copy_, piece)
         return
-    exchanges, others = Call(call.context, (), (), {}, ()), [other for other in range(group.count) if other != rank]
-    sizes = [piece.numel() for piece in own]
-    received = call.outs[-1][: len(others) * sum(sizes)].split(sizes * len(others)) if own else ()
-    given = [received[place * len(own) : (place + 1) * len(own)] for place in range(len(others))]
-    sends = [(other, piece) for other in others for piece in pieces[other]]
-    receives = [(other, piece) for other, theirs in zip(others, given, strict=True) for piece in theirs]
-    exchanges.emit(group.exchange(sends, receives))
-    given.insert(rank, own)
-    for part, *shares in zip(call.outs, *given, strict=False):
-        _tree(exchanges, shares, rank, part.view(-1))
+    exchanges = Call(call.context, (), (), {}, ())
+    _reduce(exchanges, group, pieces, call.outs[-1], call.outs[:-1])
     _start(call, group, exchanges.launches)
 
 
@@ -188,14 +174,29 @@ row("reduce_scatter_start")(partial(_exchange, True, False))
 row("all_gather_state", delivery=Delivery.INPLACE)(partial(_exchange, False, True))
 
 
-def _reduce(call: Call, group: Group, shards: Sequence[Tensor], others: Sequence[int], received: Tensor) -> None:
-    """Shard of this rank in a bucket <- its sum over ranks; `received` takes what the others send."""
-    own = shards[group.rank]
-    given: list[Tensor] = [own] * group.count
-    for place, other in enumerate(others if own.numel() else ()):
-        given[other] = received[place * own.numel() : (place + 1) * own.numel()]
-    call.emit(group.exchange([(other, shards[other]) for other in others], [(other, given[other]) for other in others]))
-    _tree(call, given, group.rank, own)
+def _gathered(group: Group, pieces: Sequence[Sequence[Tensor]]) -> Launch:
+    """Return what brings the pieces, by rank, from their owners to this rank."""
+    others = _others(group)
+    sends = [(other, piece) for other in others for piece in pieces[group.rank]]
+    return group.exchange(sends, [(other, piece) for other in others for piece in pieces[other]])
+
+
+def _reduce(
+    call: Call, group: Group, pieces: Sequence[Sequence[Tensor]], received: Tensor, targets: Sequence[Tensor]
+) -> None:
+    """Targets <- sums over ranks of this rank's pieces, given by rank; `received` takes what the others send."""
+    own, others = pieces[group.rank], _others(group)
+    sizes = [piece.numel() for piece in own] * len(others)
+    buffers = iter(received[: sum(sizes)].split(sizes) if own else ())
+    given = [own if rank == group.rank else [*islice(buffers, len(own))] for rank in range(group.count)]
+    sends = [(other, piece) for other in others for piece in pieces[other]]
+    call.emit(group.exchange(sends, [(other, piece) for other in others for piece in given[other]]))
+    for target, *shares in zip(targets, *given, strict=True):
+        _tree(call, shares, group.rank, target.view(-1))
+
+
+def _others(group: Group) -> list[int]:
+    return [other for other in range(group.count) if other != group.rank]
 
 
 def _tree(call: Call, given: Sequence[Tensor], rank: int, target: Tensor) -> None:
