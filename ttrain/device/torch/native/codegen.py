@@ -133,11 +133,6 @@ def c_float(value: float) -> str:
     return f"{rounded.hex()}f"
 
 
-def c_double(value: float) -> str:
-    """Return a number as an exact C++ literal."""
-    return float(value).hex()
-
-
 def template(name: str, *arguments: Any) -> str:
     """name<arguments>, booleans as C++ spells them."""
     spelled = (str(item).lower() if isinstance(item, bool) else str(item) for item in arguments)

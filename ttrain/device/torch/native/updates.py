@@ -13,7 +13,7 @@ import numpy as np
 from ttrain.core.spec import DType, TensorSpec, flat_offsets
 from ttrain.device.base import Launch, split_update
 from ttrain.device.torch.loops import expressions, spelled
-from ttrain.device.torch.native.codegen import Request, c_double, c_float, c_type, call, template
+from ttrain.device.torch.native.codegen import Request, c_float, c_type, call, template
 from ttrain.device.torch.native.elementwise import EXPRESSIONS, UNSUITED
 from ttrain.device.torch.native.native import Native, Rule, Sizing, address, fp32, launch
 
@@ -68,7 +68,7 @@ def _arithmetic(rule: Any, exact: bool) -> tuple[list[str], list[str], list[str]
         if name not in table or (not alone and name in UNSUITED):
             return None
         values = [f"v{item}" if alone or not scalar[item] else f"splat(float(v{item}))" for item in operands]
-        kind, spell = ("double", c_double) if alone else ("vf", c_float)
+        kind, spell = ("double", float.hex) if alone else ("vf", c_float)
         lines[not alone].append(f"const {kind} v{number} = {spelled(step, table, spell, values)};")
     return *lines, [f"v{vectors + 2 + result}" for result in results]
 

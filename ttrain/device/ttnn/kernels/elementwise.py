@@ -13,7 +13,7 @@ import numpy as np
 
 from ttrain.core.random_bits import MIX_MULTIPLIERS, MIX_SHIFTS, SIGN, keep_threshold, signed, stream_key
 from ttrain.device.base import Launch
-from ttrain.device.ttnn.kernels.common import Attributes, Context, Specs, Tensor, row
+from ttrain.device.ttnn.kernels.common import Attributes, Context, Tensor, row
 from ttrain.device.ttnn.tensors.device_tensor import IntegerInput
 from ttrain.device.ttnn.tensors.store import TileLayout, device_shape, dtype_name
 
@@ -64,12 +64,9 @@ def _elementwise(op: str, c: Context, *tensors: Tensor, **attributes: Any) -> La
     return lambda: call(*(x.t for x in ins), output_tensor=y.t)
 
 
-def _swiglu(specs: Specs, attributes: Attributes) -> bool:
-    return bool(attributes["function"] == "silu")
-
-
 for _op in CALLS:
-    row(_op, bound=True, supports=_swiglu if _op == "gated_activation" else None)(partial(_elementwise, _op))
+    _supports = (lambda _, given: given["function"] == "silu") if _op == "gated_activation" else None
+    row(_op, bound=True, supports=_supports)(partial(_elementwise, _op))
 
 
 def key_of(c: Context, seed: IntegerInput, stream: int, per_chip: bool = True) -> Any:
