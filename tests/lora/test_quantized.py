@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from tests.lora.test_adapters import CONTEXT, STEPS, VOCABULARY, Pair, losses_of, peft_losses
+from tests.parallel.forks import Forks
+from tests.parallel.kills import tensors as everything
 from tests.train.reading import arrays as tensors
 from ttrain.api import load_config
 from ttrain.cli import main
@@ -238,6 +242,51 @@ def test_sampling_and_evaluation_read_the_same_bits(code: str, capsys: pytest.Ca
         assert main(["task=sample", f"run.dir={each}", "sample.temperature=0", "sample.tokens=30"]) == 0
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
+
+
+def test_evaluation_and_sampling_are_those_of_the_values_in_torch(
+    code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers in fp64, with the values of the codes and the adapters added."""
+    import transformers
+
+    model, values = transformers.AutoModelForCausalLM.from_pretrained("source").double(), tensors(f"whole-{code}", 4)
+    ours: Any = build.build_model(load_config(*OURS[:7], "model.context=16", "device=cpu"), 20)
+    for path in ours.parameters():
+        if f"{path}/{code}" in values:
+            layer, parts = path.removesuffix(".weight"), {part: values[f"{path}/{part}"] for part in PARTS[code]}
+            b, a = (torch.from_numpy(values[f"{layer}.lora.{x}.weight"]).double() for x in "ba")
+            widened = torch.from_numpy(np.asarray(Quantized(code, parts))).double()
+            model.get_parameter(ours.original_name(path)).data = widened + 16 / 2 * b @ a
+    tokenizer = Tokenizer.from_file("source/tokenizer.json")
+    Path("part.txt").write_text(text := "hijk\nabcdefg hijk\nabc")
+    ids = torch.tensor(tokenizer.encode(text).ids)
+    with torch.no_grad():
+        scored = [model(ids[None, x : x + 16]).logits[0] for x in (0, len(ids) - 17)]
+    scores = torch.cat([scored[0], scored[1][33 - len(ids) :]])  # 16 tokens, and the others with 16 before each at most
+    expected = torch.nn.functional.cross_entropy(scores, ids[1:]).exp().item()
+    given = [f"run.dir=whole-{code}", "device=cpu", "device.threads=1"]
+    assert main(["task=eval", *given, "eval.text=[part.txt]", f"eval.out={code}.json"]) == 0
+    assert json.loads(Path(f"{code}.json").read_text())["text"]["perplexity"] == pytest.approx(expected, rel=1e-5)
+    texts = ids[:4]
+    with torch.no_grad():
+        for _ in range(12):
+            texts = torch.cat([texts, model(texts[None]).logits[0, -1:].argmax(-1)])
+    capsys.readouterr()
+    assert main(["task=sample", *given, f"sample.prompt={text[:4]}", "sample.temperature=0", "sample.tokens=12"]) == 0
+    assert capsys.readouterr().out.strip() == tokenizer.decode(texts.tolist()).strip()
+
+
+def test_ranks_go_on_with_the_bits_of_one_process(code: str) -> None:
+    words = ["model.from=source", "model.context=16", *RUN, f"lora.base={code}", "engine=static", "parallel.slices=4",
+             "train.batch_size=4"]  # fmt: skip
+    assert main([*words, "train.steps=6", f"run.dir=alone-{code}"]) == 0
+    for step, mode, count in ((2, "zero3", 4), (4, "zero1", 2), (5, "zero3", 2), (6, "none", 1)):
+        given = [*words, f"run.dir=ranks-{code}", "resume=auto", f"train.steps={step}", f"parallel={mode}"]
+        ranks = Forks([given] * count, Path(f"ranks-{code}-{step}"))
+        assert ranks.wait(240) and ranks.codes == [0] * count
+    alone, others = (everything(Path(f"{name}-{code}")) for name in ("alone", "ranks"))
+    assert alone.keys() == others.keys() and [name for name in alone if alone[name] != others[name]] == []
 
 
 def test_merged_weights_are_those_of_the_source(code: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,12 +68,15 @@ _moe = partial(
 _deep_gpt, _deep_llama = partial(_gpt, layers=2), partial(_llama, layers=2)  # their weights are gathered twice
 
 
-def _moe_with_adapters(compute: DType) -> Any:
-    model = _moe(compute)
-    attach(model, LoraConfig(rank=16))
+def _adapted(made: Callable[[DType], Any], lora: LoraConfig, compute: DType) -> Any:
+    model = made(compute)
+    attach(model, lora)
     return model
 
 
+_wide = partial(llama, **{**SIZE, "layers": 2, "width": 64, "hidden": 128, "kv_heads": 1})
+_moe_with_adapters = partial(_adapted, _moe, LoraConfig(rank=16))
+_int8, _nf4 = (partial(_adapted, _wide, LoraConfig(rank=4, base=base, dropout=0.2)) for base in ("int8", "nf4"))
 BF16 = DType.BF16
 STOCHASTIC = AdamWConfig(lr=1e-2, clip_norm=0.5, state_dtype="bf16")
 SCOPED = AdamWConfig(lr=1e-2, clip_norm=0.1, clip_scope=["blocks"])
@@ -99,9 +102,12 @@ CASES = [
     Case("gpt-muon-zero3", _gpt, "static", BF16, MuonConfig(lr=1e-2), divides=True, ema=0.9, gradient_accumulation=1),
     Case("llama-dynamic-zero3", _deep_llama, "dynamic", optimizer=SCOPED, divides=True, gradient_accumulation=1),
     Case("gpt-bf16-zero3", _deep_gpt, "traced", BF16, divides=True, guarded=True, gradient_accumulation=1),
+    Case("nf4-zero1", _nf4, shards=True),
+    Case("int8-zero3", _int8, divides=True),
+    Case("nf4-zero3", _nf4, "traced", BF16, divides=True, gradient_accumulation=1),
 ]  # fmt: skip
 FOUR = ("gpt-static-zero1", "gpt-traced-zero1", "gpt-static-zero3", "gpt-bf16-zero3")
-FOUR += ("moe-ddp", "moe-zero1", "moe-zero3", "moe-muon-zero3", "moe-lora-zero3")
+FOUR += ("moe-ddp", "moe-zero1", "moe-zero3", "moe-muon-zero3", "moe-lora-zero3", "nf4-zero3")
 
 
 def cases_of(count: int) -> list[Case]:
@@ -163,11 +169,11 @@ def trained(case: Case, world: World) -> dict[str, np.ndarray]:
         assert evaluated is not None and all(result.applied for result in results)
         found = {"losses": [(r.loss, r.grad_norm, r.activation_norm or 0.0, *r.metrics.values()) for r in results]}
         found["evaluation"] = [(evaluated.loss, *evaluated.metrics.values())]
-        kinds = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.COPY)
-        held = {kind.value: session.state.nbytes(kind) for kind in (Kind.PARAMETER, Kind.OPTIMIZER)}
+        kinds = (Kind.PARAMETER, Kind.OPTIMIZER, Kind.FROZEN, Kind.COPY)
+        held = [session.state.nbytes(kind) for kind in kinds[:3]]
         arrays = {name: session.state.read(name) for name in session.state.names(*kinds)}
-    held |= {"allocated": device.counters.allocated_bytes}
-    return {**{key: np.array(value) for key, value in found.items()}, **arrays, "held": np.array([*held.values()])}
+    held.append(device.counters.allocated_bytes)
+    return {**{key: np.array(value) for key, value in found.items()}, **arrays, "held": np.array(held)}
 
 
 class Plain(torch.nn.Module):

@@ -11,7 +11,7 @@ import numpy as np
 from ttrain.core.errors import GraphError
 from ttrain.core.names import did_you_mean
 from ttrain.core.spec import FLAT_ALIGNMENT, DType, Part, TensorSpec, flat_offsets, part_name, part_spec
-from ttrain.device.base import Arena, Buffer, Device
+from ttrain.device.base import NUMPY_DTYPES, Arena, Buffer, Device
 from ttrain.device.quantized import PARTS, Quantized, code_of
 from ttrain.graph import Graph, Kind
 from ttrain.plan.arena import GradientReuse
@@ -190,7 +190,7 @@ class State:
             values[first:end] = self._values(tensor, piece, first * stride - start, stride)[: max(end - first, 0)]
         if self.device.group is not None:
             self.device.group.join(values)
-        return values
+        return values.astype(NUMPY_DTYPES[self.spec(name).dtype], copy=False)
 
     def _values(self, tensor: StateTensor, name: str, first: int = 0, stride: int = 1) -> np.ndarray:
         """Return values of a tensor, or of its part of that name: every so many from the first on, in a row."""

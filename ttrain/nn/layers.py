@@ -39,7 +39,7 @@ class Linear(Module):
         if self.weight.code is None:
             y = ops.linear(x, use(x.graph, self.weight, compute), bias)
         else:
-            y = ops.quantized_linear(x, use_pieces(x.graph, self.weight), self.weight.code, bias)
+            y = ops.quantized_linear(x, use_pieces(x.graph, self.weight, compute), self.weight.code, bias)
         return y if self.lora is None else y + self.lora(x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -100,23 +100,26 @@ class Parameter:
         """Name of the rounded copy in the state."""
         return f"{self.path}/compute"
 
-    def read_from(self, compute: DType) -> tuple[str, TensorSpec, Kind]:
-        """Name, spec and kind of the state that layers read."""
+    def read_from(self, compute: DType) -> list[tuple[str, TensorSpec, Kind]]:
+        """Names, specs and kinds of the tensors of the state that layers read, as many as there are `pieces`."""
         if self.has_copy(compute):
-            return self.copy_name, self.read_spec(compute), Kind.COPY
-        return self.path, self.spec, self.kind
+            return [(self.copy_name, self.read_spec(compute), Kind.COPY)]
+        return [(name, spec, self.kind) for name, spec in self.pieces.items()]
 
     @property
-    def own_parts(self) -> tuple[Part, ...]:
-        """Return the parts that this rank has; none where it has all."""
-        return () if self.divided is None else self.divided.owners_of(self)[self.divided.rank]
+    def own_parts(self) -> list[tuple[Part, ...]]:
+        """Return the parts of each of the `pieces` that this rank has; none where it has all."""
+        if self.divided is None:
+            return [()] * len(self.pieces)
+        return [by_rank[self.divided.rank] for by_rank in self.divided.owners_of(self)]
 
 
 @dataclass(eq=False)
 class Divided:
     """Parameters of which every rank has parts, and which it gathers together: those of a block of the model.
 
-    `owners` are the parts by parameter and rank. `ahead` is the number of blocks before, see the op all_gather.
+    `owners` are the parts by rank, of all pieces of all parameters. `ahead` is the number of blocks before, see the op
+    all_gather.
     """
 
     parameters: tuple[Parameter, ...]
@@ -125,26 +128,27 @@ class Divided:
     ahead: int
 
     def __post_init__(self) -> None:
-        self._places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        self._places, end = dict[Parameter, slice](), 0
         for parameter in self.parameters:
+            self._places[parameter] = slice(end, end := end + len(parameter.pieces))
             parameter.divided = self
 
-    def owners_of(self, parameter: Parameter) -> tuple[tuple[Part, ...], ...]:
+    def owners_of(self, parameter: Parameter) -> Owners:
         return self.owners[self._places[parameter]]
 
-    def whole(self, graph: Graph, parameter: Parameter, compute: DType) -> Value:
-        """A parameter as layers read it. The gather of all is recorded once, outside of what is computed again."""
+    def whole(self, graph: Graph, parameter: Parameter, compute: DType) -> Sequence[Value]:
+        """The pieces that layers read. The gather of all is recorded once, outside of what is computed again."""
         if self not in graph.gathered:
-            read = [each.read_from(compute) for each in self.parameters]
+            read = [tensor for each in self.parameters for tensor in each.read_from(compute)]
             own = [
                 graph.state_value(part_name(name, part), part_spec(spec, part), kind)
-                for each, (name, spec, kind) in zip(self.parameters, read, strict=True) for part in each.own_parts
+                for (name, spec, kind), by_rank in zip(read, self.owners, strict=True) for part in by_rank[self.rank]
             ]  # fmt: skip
             specs, facts = tuple(spec for _, spec, _ in read), {"owners": self.owners, "rank": self.rank}
             with graph.within(segment=None, copy=0):
                 gathered = all_gather.record(*own, graph=graph, specs=specs, ahead=self.ahead, key="", **facts)
-            for each, value in zip(self.parameters, gathered, strict=True):
-                value.name = each.path
+            for (name, _, _), value in zip(read, gathered, strict=True):
+                value.name = name
             graph.gathered[self] = tuple(gathered)
         return graph.gathered[self][self._places[parameter]]
 
@@ -250,16 +254,16 @@ def use(graph: Graph, parameter: Parameter, compute: DType) -> Value:
 
     Raises GraphError for a parameter without a path: its model did not call `name_parameters`.
     """
+    (value,) = use_pieces(graph, parameter, compute)
+    return value
+
+
+def use_pieces(graph: Graph, parameter: Parameter, compute: DType) -> Sequence[Value]:
+    """The tensors that layers read of a parameter, likewise: one, or the parts of its code."""
     _require_path(parameter)
     if parameter.divided is not None:
         return parameter.divided.whole(graph, parameter, compute)
-    return graph.state_value(*parameter.read_from(compute))
-
-
-def use_pieces(graph: Graph, parameter: Parameter) -> list[Value]:
-    """The tensors of a parameter that a code keeps. Raises GraphError for one without a path, likewise."""
-    _require_path(parameter)
-    return [graph.state_value(name, spec, parameter.kind) for name, spec in parameter.pieces.items()]
+    return [graph.state_value(*tensor) for tensor in parameter.read_from(compute)]
 
 
 def use_buffer(graph: Graph, buffer: Buffer) -> Value:

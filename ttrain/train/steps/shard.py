@@ -14,6 +14,7 @@ from ttrain.core.spec import DType, Part, TensorSpec, flat_offsets, part_name, p
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Value
 from ttrain.nn.module import Divided, Parameter, use
+from ttrain.ops.collective import Owners
 from ttrain.optim.groups import FlatParameter
 from ttrain.parallel.ranks import BLOCK, Ranks, Sharding, sharding_of
 
@@ -58,8 +59,8 @@ class FlatShard:
     @property
     def owners(self) -> Sequence[tuple[tuple[Part, ...], ...]]:
         """Return the parts of each tensor's elements that a rank owns, by tensor and rank."""
-        found = [parameter.divided.owners_of(parameter) for parameter in self.flat.parameters if parameter.divided]
-        return found or self.sharding.parts
+        divided = [parameter for parameter in self.flat.parameters if parameter.divided]
+        return _owners(divided) or self.sharding.parts
 
     @property
     def blocks(self) -> int:
@@ -165,20 +166,23 @@ def summed_over_ranks(
 def divide(parameters: Sequence[Parameter], flats: Sequence[FlatParameter], ranks: Ranks) -> None:
     """Give each rank parts of the parameters, divided block by block, if ranks divide them; else all.
 
-    A block is a member of a list of modules, such as `blocks.3`; what is in none counts by its first name. A frozen one
-    in fewer bits stays whole.
+    A block is a member of a list of modules, such as `blocks.3`; what is in none counts by its first name.
     """
     whole = {parameter for flat in flats if flat.rule.whole for parameter in flat.parameters}
     blocks: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         parameter.divided = None
-        if parameter.code is not None:
-            continue
         found = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", parameter.path)
         blocks.setdefault(found[0] if found else parameter.path.partition(".")[0], []).append(parameter)
     for members in blocks.values() if ranks.dividing else ():
-        sharding = sharding_of([p.spec.size for p in members], ranks.count, [p in whole for p in members])
+        pieces = [(spec.size, p in whole) for p in members for spec in p.pieces.values()]
+        sharding = sharding_of([size for size, _ in pieces], ranks.count, [kept for _, kept in pieces])
         Divided(tuple(members), tuple(sharding.parts), ranks.rank, ranks.prefetch)
+
+
+def _owners(parameters: Sequence[Parameter]) -> Owners:
+    """Return the parts by trained parameter, all of which are divided, and rank."""
+    return tuple(owners for p in parameters if p.divided is not None for owners in p.divided.owners_of(p))
 
 
 def summed_into_parts(
@@ -193,7 +197,7 @@ def summed_into_parts(
     for block in reversed(dict.fromkeys(parameter.divided for parameter in gradients if parameter.divided)):
         members = [parameter for parameter in block.parameters if parameter in gradients]
         given = [gradients[parameter] for parameter in members]
-        owners, key = tuple(map(block.owners_of, members)), f"gradients of {members[0].path}"
+        owners, key = _owners(members), f"gradients of {members[0].path}"
         started.append((members, given, key, ops.collective.reduce_scatter(given, owners, block.rank, key)))
     sums: dict[Parameter, list[Value]] = {}
     buffers = [summed[-1] for *_, summed in started]
@@ -201,7 +205,8 @@ def summed_into_parts(
         # The receive buffer of the next exchange tells that it has been started.
         *done, _ = ops.collective.exchange_done([*summed, *given, *buffers[number : number + 1]], len(summed), key)
         for parameter in members:
-            sums[parameter], done = done[: len(parameter.own_parts)], done[len(parameter.own_parts) :]
+            (own,) = parameter.own_parts
+            sums[parameter], done = done[: len(own)], done[len(own) :]
     return [
         list(map(ops.assign, state_of(shard), (value for p in shard.flat.parameters for value in sums[p])))
         for shard in shards

@@ -7,7 +7,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -175,12 +175,13 @@ class StepGraph(UpdateGraph):
             copied = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
             spec_of, whole = partial(shard.weight_spec, low_bits=self.low_bits), not (copied or self.ranks.dividing)
             found += shard.tensors("", spec_of, Kind.PARAMETER, whole)
-        pieces = ((p, name, spec) for p in frozen for name, spec in p.pieces.items())
-        found += [_frozen_tensor(p, name, spec, p.kind) for p, name, spec in pieces]
+        for p in frozen:
+            found += _frozen_tensors(p, [(name, spec, p.kind) for name, spec in p.pieces.items()])
         for shard in self.shards:
             if shard.flat.parameters[0].has_copy(compute):
                 found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, not self.ranks.dividing)
-        found += [_frozen_tensor(p, *p.read_from(compute)) for p in frozen if p.has_copy(compute)]
+        for p in frozen:
+            found += _frozen_tensors(p, p.read_from(compute)) if p.has_copy(compute) else []
         if training:
             found += self._training_tensors()
         buffers = [*self.model.buffers().values(), *([] if second is None else second.buffers)]
@@ -216,7 +217,8 @@ class StepGraph(UpdateGraph):
             return [store(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
 
 
-def _frozen_tensor(parameter: Parameter, name: str, spec: TensorSpec, kind: Kind) -> StateTensor:
-    """Return a tensor of a parameter that stays as it is: whole, or the parts that this rank has."""
-    padding, whole = parameter.padding, parameter.divided is None
-    return StateTensor(name, spec, kind, "frozen", padding, parts=parameter.own_parts, everywhere=whole)
+def _frozen_tensors(parameter: Parameter, tensors: Sequence[tuple[str, TensorSpec, Kind]]) -> Iterator[StateTensor]:
+    """Yield tensors of a parameter that stays as it is: whole, or the parts that this rank has."""
+    whole = parameter.divided is None
+    for (name, spec, kind), parts in zip(tensors, parameter.own_parts, strict=True):
+        yield StateTensor(name, spec, kind, "frozen", parameter.padding, parts=parts, everywhere=whole)
