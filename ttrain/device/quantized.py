@@ -17,7 +17,6 @@ from ttrain.core.spec import DType, TensorSpec
 
 # The tensors of a weight by code; the codes are the first, under the name of the code.
 PARTS = {"int8": ("int8", "absmax"), "nf4": ("nf4", "absmax", "absmax_absmax", "absmax_mean")}
-CODES = tuple(PARTS)
 BLOCK, GROUP = 64, 256  # weights that share a scale of NF4, and scales that share one of theirs
 INVERSE = 7.874015718698502e-3  # 1/127 as bitsandbytes writes it
 _LEAST = np.float32(1e-36)  # that a scale is divided by, for weights that are all zero
@@ -65,7 +64,7 @@ def part_specs(code: str, shape: tuple[int, ...]) -> dict[str, TensorSpec]:
 
 def code_of(path: str, names: Container[str]) -> str | None:
     """The code of a weight whose parts are among `names` of tensors; None where it is kept as it is."""
-    return next((code for code in CODES if f"{path}/{code}" in names), None)
+    return next((code for code in PARTS if f"{path}/{code}" in names), None)
 
 
 @dataclass(frozen=True, eq=False)

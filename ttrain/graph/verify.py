@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 
 from ttrain.core.errors import GraphError
@@ -29,15 +30,13 @@ def verify(graph: Graph, stage: str) -> Graph:
         given, made = node.specs
         if (specs := node.op.infer_outputs(given, node.attributes)) != made:
             raise broken(f"{node!r} has outputs that its op does not infer: {specs}.")
-        changed = node.overwritten
-        for value in changed:
-            root = roots[value]
+        for root, times in Counter(roots[value] for value in node.overwritten).items():
             if not root.kind.is_state and not node.op.joint:
-                raise broken(f"{node!r} overwrites {value!r}, which is not state.")
+                raise broken(f"{node!r} overwrites {root!r}, which is not state.")
             if root.kind is Kind.CONSTANT:
                 raise broken(f"{node!r} overwrites {root!r}, a derived buffer. Declare it with saved=True.")
-            if [roots[other] for other in changed].count(root) > 1:
-                raise broken(f"{node!r} overwrites {value!r} twice.")
+            if times > 1:
+                raise broken(f"{node!r} overwrites {root!r} twice.")
     return graph
 
 

@@ -156,8 +156,7 @@ class Weights(UserDict[str, Array]):
         """Arrays or tensors of any floating dtype as fp32, but for those in fewer bits."""
 
         def read(name: str) -> Any:
-            value = given[name]
-            return value if isinstance(value, Quantized) else as_fp32(value)
+            return value if isinstance(value := given[name], Quantized) else as_fp32(value)
 
         return cls(given, read)
 

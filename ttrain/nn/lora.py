@@ -83,8 +83,7 @@ def attach(model: Module, config: LoraConfig) -> None:
 
 def starts_bare(model: Module) -> bool:
     """Return whether a model has adapters and began as it is without them: they are not those of lora.from."""
-    held = [layer.lora for _, layer in model.modules() if isinstance(layer, Linear)]
-    return any(isinstance(adapter, Adapter) and adapter.new for adapter in held)
+    return any(isinstance(module, Adapter) and module.new for _, module in model.modules())
 
 
 @contextmanager

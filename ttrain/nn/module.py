@@ -95,23 +95,17 @@ class Parameter:
         """True if layers read a rounded copy instead of the master values."""
         return self.code is None and self.read_spec(compute) != self.spec
 
-    @property
-    def copy_name(self) -> str:
-        """Name of the rounded copy in the state."""
-        return f"{self.path}/compute"
-
     def read_from(self, compute: DType) -> list[tuple[str, TensorSpec, Kind]]:
         """Names, specs and kinds of the tensors of the state that layers read, as many as there are `pieces`."""
         if self.has_copy(compute):
-            return [(self.copy_name, self.read_spec(compute), Kind.COPY)]
+            return [(f"{self.path}/compute", self.read_spec(compute), Kind.COPY)]
         return [(name, spec, self.kind) for name, spec in self.pieces.items()]
 
     @property
     def own_parts(self) -> list[tuple[Part, ...]]:
         """Return the parts of each of the `pieces` that this rank has; none where it has all."""
-        if self.divided is None:
-            return [()] * len(self.pieces)
-        return [by_rank[self.divided.rank] for by_rank in self.divided.owners_of(self)]
+        block = self.divided
+        return [()] * len(self.pieces) if block is None else [parts[block.rank] for parts in block.owners_of(self)]
 
 
 @dataclass(eq=False)

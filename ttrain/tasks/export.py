@@ -128,19 +128,17 @@ def _from_file(config: Config) -> OpenedModel:
 
 
 def _from_run(config: Config) -> OpenedModel:
-    given = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
-    given.origin = f"step {given.step} of {given.origin}"
-    whole = getattr(given.config.model, "from_", None) is not None
-    in_bits = given.values
-    given.values, told = unrounded(given.values, given.model, given.base, whole)
+    kept = of_run(config, config.export, ("export", "run", "device", "engine", "logger"))
+    kept.origin = f"step {kept.step} of {kept.origin}"
+    values, told = unrounded(kept.values, kept.model, kept.base, getattr(kept.config.model, "from_", None) is not None)
+    given = dataclasses.replace(kept, values=values)
     if told is not None and config.export.form != "peft":
         print(f"WARNING: {told}", file=sys.stderr)
     if given.config.lora.rank and config.export.merge and config.export.form != "peft":
         alone = dataclasses.replace(given.config, lora=LoraConfig())
-        kept = given
         given = dataclasses.replace(given, values=merged(given.values, given.config.lora.scale), config=alone)
         if kept.config.lora.base is not None and type(kept.config.objective) is ObjectiveConfig:
-            print(_compared(dataclasses.replace(kept, values=in_bits), given))
+            print(_compared(kept, given))
     return given
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,13 @@ from ttrain.config.compose import load
 from ttrain.data.chat.jinja import tokenizer_settings
 from ttrain.data.gguf_file import gguf_tokenizer, open_gguf
 from ttrain.data.library_tokenizer import parse_tokenizer, read_tokenizer
+from ttrain.models.settings import LlamaConfig
 from ttrain.optim.settings import SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.tasks.opening import of_folder
 from ttrain.train.checkpoint.gguf_model import gguf_tensors
 from ttrain.train.checkpoint.hub_folder import read_architecture
+from ttrain.train.runs.export_gguf import gguf_problem
 
 KINDS = gguf.GGMLQuantizationType
 MODELS: dict[str, Callable[[], Any]] = {
@@ -193,9 +196,19 @@ def test_rotary_scaling_of_llama_3_follows_from_its_factors(factor: float) -> No
     assert 1 == factors[0] < factors[2] < factors[3] == pytest.approx(factor)
     save(decoder("Llama", rope_theta=5e5)(), Path("plain"))
     export("model.from=plain", "export.file=plain.gguf")
-    file = copied("plain.gguf", "scaled.gguf", tensors={"rope_freqs.weight": (factors, KINDS.F32)})
-    assert read_architecture(Path(file)) == pytest.approx(read_architecture(folder))
-    assert np.abs(our_logits(file) - their_logits(folder, tokens_of())).max() < 1e-4
+    export(f"model.from={folder}", "export.file=ours.gguf")
+    made = {tensor.name: tensor.data for tensor in gguf.GGUFReader("ours.gguf").tensors}["rope_freqs.weight"]
+    assert made.dtype == np.float32 and np.allclose(made, factors, rtol=1e-6)
+    for file in ("ours.gguf", copied("plain.gguf", "scaled.gguf", tensors={"rope_freqs.weight": (factors, KINDS.F32)})):
+        assert read_architecture(Path(file)) == pytest.approx(read_architecture(folder))
+        assert np.abs(our_logits(file) - their_logits(folder, tokens_of())).max() < 1e-4
+
+
+@pytest.mark.parametrize("key", ["qk_norm", "qkv_bias"])
+def test_factors_are_written_in_llamas_form_alone(key: str) -> None:
+    config = LlamaConfig(rotary_scaling="llama3", **{key: True})
+    assert f"model.rotary_scaling=llama3 beside model.{key}=true" in str(gguf_problem(config))
+    assert gguf_problem(replace(config, rotary_scaling="linear")) is None
 
 
 def test_rotary_positions_are_stretched_as_the_metadata_says() -> None:
@@ -204,8 +217,12 @@ def test_rotary_positions_are_stretched_as_the_metadata_says() -> None:
     file = copied(
         "llama-fp32.gguf", "linear.gguf", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     )
+    export(f"model.from={folder}", "export.file=stretched.gguf")
+    said = gguf.GGUFReader("stretched.gguf").fields
+    assert [said[f"llama.rope.scaling.{key}"].contents() for key in ("type", "factor")] == ["linear", 4.0]
     expected = their_logits(folder, tokens_of())
-    assert np.abs(our_logits(file) - expected).max() < 1e-4
+    for each in (file, "stretched.gguf"):
+        assert np.abs(our_logits(each) - expected).max() < 1e-4
     assert np.abs(our_logits("llama-fp32.gguf") - expected).max() > 1e-2
 
 
@@ -431,6 +448,14 @@ def test_llama_cpp_computes_the_same(name: str) -> None:
     ours = log_probabilities(plain)
     divergence = (ours.exp() * (ours - log_probabilities(their_scores(f"{name}-q8_0.gguf")[1]))).sum(-1).mean()
     assert 0 < divergence < 0.01
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_llama_cpp_stretches_positions_likewise(kind: str) -> None:
+    scaling = {**LLAMA3, "rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    folder = save(decoder("Llama", rope_parameters=scaling)(), Path(f"stretched-{kind}"))
+    export(f"model.from={folder}", f"export.file={kind}.gguf")
+    assert np.abs(their_scores(f"{kind}.gguf")[1] - their_logits(folder, tokens_of())[0]).max() < 1e-3
 
 
 def test_a_file_of_q4_k_m_is_read_as_llama_cpp_reads_it() -> None:

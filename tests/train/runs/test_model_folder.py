@@ -181,10 +181,12 @@ def test_a_file_of_gguf_is_the_same_model(folder: Path, refused: Told) -> None:
 
     name = folder.name
     words = ["task=export", f"model.from={folder}", *GGUF]
-    if name in ("llama", "qwen3_moe"):
-        refused("model.rotary_scaling=llama3" if name == "llama" else "model.experts=3", *words)
+    if name == "qwen3_moe":
+        refused("model.experts=3", *words)
         return
     assert main(words) == 0
+    if name == "llama":  # whose biases and stretching they leave out
+        return
     sizes = {"gpt2": {"n_positions": CONTEXT}, "qwen3": {"head_dim": 16}}.get(name, {})
     model = AutoModelForCausalLM.from_pretrained(".", gguf_file="made.gguf", **sizes)
     logits = model.eval()(torch.from_numpy(tokens_of())).logits.detach().numpy()
@@ -201,7 +203,7 @@ def test_biases_that_a_reader_of_gguf_leaves_out_are_told(key: str, biases: int,
     from gguf import GGUFReader
 
     save(decoder("Llama", **{key: True})(), Path("hub"))
-    assert "WARNING: llama.cpp reads the biases" in told("task=export", "model.from=hub", *GGUF)
+    assert "WARNING: llama.cpp reads biases" in told("task=export", "model.from=hub", *GGUF)
     assert sum(tensor.name.endswith(".bias") for tensor in GGUFReader("made.gguf").tensors) == biases
     save(decoder("Qwen3", attention_bias=True)(), Path("normed"))
     refused("model.qk_norm=true beside model.qkv_bias=true", "task=export", "model.from=normed", *GGUF)

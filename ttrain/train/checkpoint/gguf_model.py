@@ -61,10 +61,15 @@ def _scaling(given: dict[str, Any], factors: Any) -> dict[str, Any]:
         return {"rope_type": "default" if kind == "none" else kind, "factor": given.get("rope.scaling.factor")}
     values, base = np.array(factors.data, np.float64), given["rope.freq_base"]
     config = LlamaConfig(rotary_base=base, rotary_scaling="llama3", rotary_factor=float(values.max(initial=1)))
-    plain = frequencies(LlamaConfig(rotary_base=base, rotary_scaling="none"), values.size)
-    if not np.allclose(plain / frequencies(config, values.size), values, rtol=1e-4):
+    if not np.allclose(factors_of(config, values.size), values, rtol=1e-4):
         raise CheckpointError(f"its {FACTORS} has other factors than Llama 3's. {_ADVICE}")
     return {"rope_type": "llama3", **{theirs: getattr(config, ours) for ours, theirs in _LLAMA3.items()}}
+
+
+def factors_of(config: LlamaConfig, pairs: int) -> NDArray[np.float32]:
+    """Factors of the wavelengths, fp32 [pairs]."""
+    plain = LlamaConfig(rotary_base=config.rotary_base, rotary_scaling="none")
+    return frequencies(plain, pairs) / frequencies(config, pairs)
 
 
 def gguf_tensors(path: Path) -> dict[str, LazyTensor]:

@@ -17,6 +17,7 @@ from ttrain.data.library_tokenizer import LibraryTokenizer
 from ttrain.data.tokenizer import visible_bytes
 from ttrain.models.settings import PUBLISHED
 from ttrain.models.weight_checks import TOKENS
+from ttrain.train.checkpoint.gguf_model import FACTORS, factors_of
 from ttrain.train.checkpoint.hub_folder import is_known, written_config
 from ttrain.train.checkpoint.weights_file import write_file
 from ttrain.train.protocols import Array
@@ -45,13 +46,14 @@ def export_problem(model: Any, file: Path | None, form: str) -> str | None:
 
 def gguf_problem(config: Any) -> str | None:
     """Return why no file of GGUF computes what this model does; None where one does."""
-    expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "rotary_scaling": "none", "window": None}
-    given = {key: getattr(config, key, expected[key]) for key in expected}
-    other = [f"model.{key}={value}" for key, value in given.items() if value != expected[key]]
-    if getattr(config, "experts", None):
-        other.append(f"model.experts={config.experts}")
+    expected = {"activation": "gelu_tanh" if config.name == "gpt" else "silu", "window": None, "experts": None}
+    given = ((key, getattr(config, key, None)) for key in expected)
+    other = [f"model.{key}={value}" for key, value in given if value and value != expected[key]]
     if getattr(config, "qk_norm", False) and config.qkv_bias:
         other.append("model.qk_norm=true beside model.qkv_bias=true")
+    of_qwen = config.name != "gpt" and (config.qk_norm or (config.qkv_bias and not config.projection_bias))
+    if of_qwen and config.rotary_scaling == "llama3":  # which llama.cpp reads in Llama's form alone
+        other.append(f"model.rotary_scaling=llama3 beside model.{'qk_norm' if config.qk_norm else 'qkv_bias'}=true")
     switches = config.switched_on()
     advice = "Give export.form=ttrain." if switches else _ADVICE  # nor has Transformers such switches
     problem = f"export.form=gguf: is not written with {', '.join(other + switches)}. {advice}"
@@ -60,8 +62,9 @@ def gguf_problem(config: Any) -> str | None:
 
 def gguf_notices(model: Any, dtype: str) -> Iterator[str]:
     """Yield what to tell of a file whose model not every program reads whole, or whose matrices have several types."""
-    if model.config.name != "gpt" and (model.config.projection_bias or model.config.feed_forward_bias):
-        yield "llama.cpp reads the biases of this model, and Transformers leaves them out when it reads GGUF."
+    config, stretched = model.config, getattr(model.config, "rotary_scaling", None) == "llama3"
+    if stretched or (config.name != "gpt" and (config.projection_bias or config.feed_forward_bias)):
+        yield "llama.cpp reads biases and Llama 3's stretching, and Transformers leaves them out when it reads GGUF."
     odd = [path for path, spec in model.specs().items() if len(spec.shape) > 1 and spec.shape[-1] % 32]
     if dtype != "fp32" and odd:
         yield f"{len(odd)} matrices are written as fp16, since blocks of 32 don't fill their rows: {listed(odd)}."
@@ -91,9 +94,9 @@ def write_gguf(file: Path, written: Written, dtype: str) -> None:
         writer = gguf.GGUFWriter(beside, gguf.MODEL_ARCH_NAMES[architecture])
         writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "fp32" else f"MOSTLY_{wanted.name}"])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        adds: Any = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
         for key, value in _sizes(config, described).items():
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add(f"{gguf.MODEL_ARCH_NAMES[architecture]}.{key}", value)
+            adds[type(value)](f"{gguf.MODEL_ARCH_NAMES[architecture]}.{key}", value)
         for key, value in said.items():
             getattr(writer, f"add_{key}")(value)
         for name, weight in _tensors(written, described):
@@ -115,6 +118,8 @@ def _sizes(config: Any, described: Mapping[str, Any]) -> dict[str, Any]:
     if config.name != "gpt":
         keys = PUBLISHED["keys"]["gguf"]
         more = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config.head_width)
+        if config.rotary_scaling == "linear":
+            more |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rotary_factor)}
     return {key: described[theirs] for key, theirs in keys.items()} | more
 
 
@@ -132,6 +137,8 @@ def _tensors(written: Written, described: Mapping[str, Any]) -> Iterator[tuple[s
             halves = weight.reshape(described[heads[module]], 2, -1, *weight.shape[1:])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
         yield name, np.ascontiguousarray(weight, np.float32)
+    if (described.get("rope_scaling") or {}).get("rope_type") == "llama3":
+        yield FACTORS, factors_of(written.model.config, described["head_dim"] // 2)
 
 
 def _special(tokenizer: LibraryTokenizer, written: Written) -> dict[str, Any]:

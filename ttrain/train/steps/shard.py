@@ -59,8 +59,7 @@ class FlatShard:
     @property
     def owners(self) -> Sequence[tuple[tuple[Part, ...], ...]]:
         """Return the parts of each tensor's elements that a rank owns, by tensor and rank."""
-        divided = [parameter for parameter in self.flat.parameters if parameter.divided]
-        return _owners(divided) or self.sharding.parts
+        return _owners(self.flat.parameters) or self.sharding.parts
 
     @property
     def blocks(self) -> int:
@@ -181,7 +180,7 @@ def divide(parameters: Sequence[Parameter], flats: Sequence[FlatParameter], rank
 
 
 def _owners(parameters: Sequence[Parameter]) -> Owners:
-    """Return the parts by trained parameter, all of which are divided, and rank."""
+    """Return the parts by parameter and rank of those that are divided; each is one piece."""
     return tuple(owners for p in parameters if p.divided is not None for owners in p.divided.owners_of(p))
 
 
@@ -204,9 +203,8 @@ def summed_into_parts(
     for number, (members, given, key, summed) in enumerate(started, 1):
         # The receive buffer of the next exchange tells that it has been started.
         *done, _ = ops.collective.exchange_done([*summed, *given, *buffers[number : number + 1]], len(summed), key)
-        for parameter in members:
-            (own,) = parameter.own_parts
-            sums[parameter], done = done[: len(own)], done[len(own) :]
+        left = iter(done)
+        sums |= {parameter: list(islice(left, len(parameter.own_parts[0]))) for parameter in members}
     return [
         list(map(ops.assign, state_of(shard), (value for p in shard.flat.parameters for value in sums[p])))
         for shard in shards

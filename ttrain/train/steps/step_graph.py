@@ -7,7 +7,7 @@ Names of the state: a parameter's path; `<path>/compute` for its copy in the com
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -15,7 +15,7 @@ from typing import cast
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core.errors import ConfigError
-from ttrain.core.spec import TensorSpec
+from ttrain.core.spec import DType
 from ttrain.engine.base import Trace
 from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind, Stage, Value
@@ -175,13 +175,10 @@ class StepGraph(UpdateGraph):
             copied = shard.flat.parameters[0].has_copy(compute)  # all are read in one dtype
             spec_of, whole = partial(shard.weight_spec, low_bits=self.low_bits), not (copied or self.ranks.dividing)
             found += shard.tensors("", spec_of, Kind.PARAMETER, whole)
-        for p in frozen:
-            found += _frozen_tensors(p, [(name, spec, p.kind) for name, spec in p.pieces.items()])
+        found += [tensor for p in frozen for tensor in _frozen_tensors(p, compute)]
         for shard in self.shards:
             if shard.flat.parameters[0].has_copy(compute):
                 found += shard.tensors(COPY, lambda p: p.read_spec(compute), Kind.COPY, not self.ranks.dividing)
-        for p in frozen:
-            found += _frozen_tensors(p, p.read_from(compute)) if p.has_copy(compute) else []
         if training:
             found += self._training_tensors()
         buffers = [*self.model.buffers().values(), *([] if second is None else second.buffers)]
@@ -217,8 +214,9 @@ class StepGraph(UpdateGraph):
             return [store(self._gradient(graph, p), g) for p, g in zip(self.parameters, gradients, strict=True)]
 
 
-def _frozen_tensors(parameter: Parameter, tensors: Sequence[tuple[str, TensorSpec, Kind]]) -> Iterator[StateTensor]:
-    """Yield tensors of a parameter that stays as it is: whole, or the parts that this rank has."""
-    whole = parameter.divided is None
-    for (name, spec, kind), parts in zip(tensors, parameter.own_parts, strict=True):
-        yield StateTensor(name, spec, kind, "frozen", parameter.padding, parts=parts, everywhere=whole)
+def _frozen_tensors(parameter: Parameter, compute: DType) -> Iterator[StateTensor]:
+    """Yield what holds a parameter that stays as it is, and its copy: whole, or the parts that this rank has."""
+    masters = [(name, spec, parameter.kind) for name, spec in parameter.pieces.items()]
+    for tensors in (masters, parameter.read_from(compute)) if parameter.has_copy(compute) else (masters,):
+        for (name, spec, kind), parts in zip(tensors, parameter.own_parts, strict=True):
+            yield StateTensor(name, spec, kind, "frozen", parameter.padding, None, parts, parameter.divided is None)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ttrain.device.base import Launch
-from ttrain.device.quantized import BLOCK, CODES, GROUP, INVERSE, NF4, scale_values
+from ttrain.device.quantized import BLOCK, GROUP, INVERSE, NF4, PARTS, scale_values
 from ttrain.device.torch.kernels import common
 from ttrain.device.torch.kernels.common import DTYPES, ROWS, TORCH_DTYPES, Call, Tensor, row, rows_of, spec_of
 from ttrain.device.torch.kernels.costs import fastest
@@ -207,5 +207,5 @@ def _nf4(call: Call, size: int, wide: torch.dtype) -> Callable[[slice, slice, Te
     return widen
 
 
-for _code in CODES:
+for _code in PARTS:
     row(f"{_code}_matmul", widens=True)(partial(_quantized, _code))

@@ -99,12 +99,6 @@ def _all_reduce_state(call: Call) -> None:
     """There are no chips."""
 
 
-@row("collectives_done", delivery=Delivery.INPLACE)
-def _collectives_done(call: Call) -> None:
-    if call.context.group is not None:
-        call.emit(call.context.group.finish)
-
-
 def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
     """Begin to sum the shards of buckets, or to gather them on every rank, or both, while the device continues."""
     bounds, group = call.attributes.get("bounds"), call.context.group
@@ -124,10 +118,11 @@ def _exchange(reduces: bool, gathers: bool, call: Call) -> None:
         call.emit(group.finish)
 
 
+@row("collectives_done", delivery=Delivery.INPLACE)
 @row("exchange_done", delivery=Delivery.INPLACE)
 def _exchange_done(call: Call) -> None:
     if call.context.group is not None:
-        call.emit(call.context.group.finish, call.attributes["key"])
+        call.emit(call.context.group.finish, call.attributes.get("key"))
 
 
 @row("all_gather")
