@@ -79,6 +79,33 @@ def test_a_rank_of_zero3_keeps_its_shard_and_gathers_the_rest(count: int, tmp_pa
     assert sent["all_gather"]["calls"] == layers + 3 and sent["all_gather"]["early"] == sent["all_gather"]["nbytes"]
 
 
+@pytest.mark.parametrize(("mode", "copies", "sent"), [("ddp", 4, 2), ("zero1", 2.5, 2), ("zero3", 1, 3)])
+def test_the_plan_tells_what_divided_experts_would_take(
+    mode: str, copies: float, sent: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six experts, of which one of four ranks would have two. `copies` of their weights are what a rank holds now, with
+    gradients and two moments. Now it sends gradients to sum them, then sums or weights, and zero3 weights twice.
+    """
+    experts, tokens = 6, 16 * 8 // 4
+    words = ["model=llama", "model.preset=null", f"model.layers={LAYERS}", "model.heads=2", f"model.width={WIDTH}"]
+    words += ["model.hidden=32", "model.context=8", "model.vocabulary=40", f"model.experts={experts}"]
+    words += ["model.experts_per_token=2", f"model.expert_width={WIDTH}", "train.batch_size=16", "optimizer=adamw"]
+    words += ["task=plan", "device=cpu", "plan.time=false", "plan.limits=false", f"plan.json={tmp_path / 'plan.json'}"]
+    assert main([*words, f"parallel={mode}", "parallel.world=4"]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())["experts_over_ranks"]
+    nbytes = 4 * LAYERS * 3 * experts * WIDTH * WIDTH
+    assert found["rows"] == 4 * LAYERS * (2 * tokens * WIDTH * 4) * 3 // 4  # forward and backward, there and back
+    assert found["weights"] == sent * nbytes * 3 // 4
+    assert found["held"] == copies * nbytes
+    assert found["divided"] == 4 * nbytes * 2 // experts
+    assert "With experts divided, by all-to-all (not built), it would send" in capsys.readouterr().out
+
+
+def test_no_more_micro_batches_than_rows_of_a_slice_are_proposed(tmp_path: Path) -> None:
+    found = planned(tmp_path, "parallel=ddp", "parallel.world=8", "train.batch_size=8", "plan.memory_gb=0.00001")
+    assert not found["fits"]["fits"] and not [keys for keys in found["smaller"] if "accumulation" in keys]
+
+
 def test_auto_takes_the_fastest_mode_that_fits(tmp_path: Path) -> None:
     given = ["parallel=auto", "parallel.world=4", "model.layers=6"]
     found = planned(tmp_path, *given)

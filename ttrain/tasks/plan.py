@@ -29,7 +29,7 @@ from ttrain.tasks.training.modes import memory_to_fit, with_mode
 from ttrain.train.forecast.limits import fit_text, largest, limit_text, shrinking_keys
 from ttrain.train.forecast.plan_report import PlanReport, op_table, padding, plan_report
 from ttrain.train.forecast.show import product_ways, save_picture, show, show_plan, show_ways
-from ttrain.train.forecast.step_cost import collectives, communication_table
+from ttrain.train.forecast.step_cost import collectives, communication_table, experts_over_ranks
 from ttrain.train.runs.summary import mixture_table
 from ttrain.train.steps.resident import resident_by_default
 from ttrain.train.steps.session import Session
@@ -174,7 +174,7 @@ class _Extra:
             needed += padding["state_padded_bytes"] - padding["state_bytes"]
         self.values["fits"] = {"fits": needed <= known[0], "available_bytes": known[0], "source": known[1]}
         parts = (config.train, model, config.precision.name, config.engine.name, config.optimizer)
-        keys = shrinking_keys(*parts, chips=self.device.chips)
+        keys = shrinking_keys(*parts, chips=self.device.chips * self.session.graph.ranks.slices)
         keys[-1:-1] = info_of(config.device).smaller_keys(config.device, hasattr(model, "vocabulary"))
         self.smaller = [key.partition(" ")[0] for key in keys if "=" in key]
         return "\n" + fit_text(needed, *known, keys)
@@ -207,9 +207,10 @@ class _Extra:
 
     def _communication(self) -> None:
         ranks = self.session.graph.ranks
-        found = collectives(Work.of(self.steps, self.report.per_step), ranks)
-        self.values["communication"] = found
-        self.tables.append(communication_table(found, ranks, self.config.parallel.link_gbps))
+        work = Work.of(self.steps, self.report.per_step)
+        found, experts = collectives(work, ranks), experts_over_ranks(work, ranks, self.session.state)
+        self.values |= {"communication": found, **({"experts_over_ranks": experts} if experts else {})}
+        self.tables.append(communication_table(found, experts, ranks, self.config.parallel.link_gbps))
 
     def _time(self) -> list[Table]:
         config = self.config

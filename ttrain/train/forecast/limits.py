@@ -147,7 +147,7 @@ def shrinking_keys(
 def shrunk(train: TrainConfig, chips: int = 1) -> TrainConfig | None:
     """Half the micro-batch and twice the accumulation: the same sum of gradients.
 
-    None where it can't be halved, or shared by the chips then.
+    None where it can't be halved, or shared by the chips or slices then.
     """
     gradient_accumulation = 2 * train.gradient_accumulation
     if train.batch_size % (gradient_accumulation * chips):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ttrain.core.tables import Table
 from ttrain.core.units import format_bytes
 from ttrain.device.base import align
 from ttrain.device.timing import Work, duration
+from ttrain.engine.state import State
 from ttrain.graph import Graph, Kind, Node, Stage, Value
-from ttrain.parallel.ranks import Ranks
+from ttrain.parallel.ranks import Ranks, Sharding
 from ttrain.plan.arena import Block
 from ttrain.plan.lifetime import Placement
 from ttrain.plan.plan import Plan
@@ -178,30 +179,50 @@ def exposed_seconds(work: Work, ranks: Ranks, gbps: float, computing: float, wei
     return waited
 
 
-def sent_bytes(node: Node, ranks: Ranks) -> int:
-    """Bytes that this rank sends for a node; 0 where it is no collective.
+def sent_bytes(node: Node, ranks: Ranks, of_experts: bool = False) -> int:
+    """Bytes that this rank sends for a node, or ranks on average for matrices of experts; 0 where it is no collective.
 
     A sum over ranks sends every other rank's shard of a run to its owner, a gather its own shard to every other rank.
     A small tensor is taken to go round in a ring.
     """
-    name, others = node.op.name, ranks.count - 1
+    name, others, facts = node.op.name, ranks.count - 1, node.attributes
     if name == "all_reduce":
-        return 2 * node.values[0].spec.nbytes * others // ranks.count
-    bounds, owners = node.attributes.get("bounds", ()), node.attributes.get("owners", ())
-    if owners:
-        specs = node.attributes.get("specs") or [value.spec for value in node.values]
-        owned = [[sum(stop - start for start, stop in parts) for parts in each] for each in owners]
-        pairs = [(spec.dtype.itemsize, sizes) for spec, sizes in zip(specs, owned, strict=True)]
-        own, all_ = (sum(size * of(sizes) for size, sizes in pairs) for of in (lambda sizes: sizes[ranks.rank], sum))
-        return own * others if name == "all_gather" else all_ - own
-    if not bounds:
+        return 0 if of_experts else 2 * node.values[0].spec.nbytes * others // ranks.count
+    bounds, owners = facts.get("bounds", ()), facts.get("owners", ())
+    if not (bounds or owners):
         return 0
-    size = node.values[0].spec.dtype.itemsize
-    shards = [[stop - start for start, stop in pairwise(bucket)] for bucket in bounds]
-    own = sum(bucket[ranks.rank] for bucket in shards)
-    gathered, reduced = own * others, sum(map(sum, shards)) - own
-    sent = {"all_gather_state": gathered, "reduce_scatter_start": reduced, "all_reduce_start": gathered + reduced}
-    return size * sent.get(name, 0)
+    specs = facts.get("specs") or [value.spec for value in node.values[: facts.get("count")]]
+    owners = owners or Sharding(tuple(spec.size for spec in specs), bounds).parts
+    own = every = 0
+    for spec, of_ranks in zip(specs, owners, strict=True):
+        if spec.rank == 3 or not of_experts:
+            sizes = [spec.dtype.itemsize * sum(stop - start for start, stop in parts) for parts in of_ranks]
+            own += sum(sizes) // ranks.count if of_experts else sizes[ranks.rank]
+            every += sum(sizes)
+    sent = {"all_gather": own * others, "reduce_scatter": every - own, "all_reduce": every - own + own * others}
+    return sent[name.removesuffix("_state").removesuffix(_START)]
+
+
+def experts_over_ranks(work: Work, ranks: Ranks, state: State) -> dict[str, int]:
+    """Return what a rank would send and hold if each had some of the experts, in bytes on average; empty without.
+
+    In an optimizer step `rows` would go to the ranks of their experts and back, where loads are even, in the place of
+    `weights`, the weights and gradients of experts that it sends now. Of their state it holds `held`, and would hold
+    `divided`.
+    """
+    found = dict.fromkeys(("rows", "weights", "held", "divided"), 0)
+    for times, node in ((times, node) for times, nodes in work.nodes for node in nodes):
+        found["weights"] += times * sent_bytes(node, ranks, of_experts=True)
+        if node.op.name in ("dispatch", "combine"):
+            rows = max(value.spec.nbytes for value in (node.values[0], *node.outputs))
+            found["rows"] += times * rows * (ranks.count - 1) // ranks.count
+    for kind in Kind:
+        stacks = [tensor for tensor in map(state.tensor, state.names(kind)) if tensor.spec.rank == 3]
+        if any(tensor.placed for tensor in stacks):
+            experts = stacks[0].spec.shape[0]
+            found["held"] += sum(each.spec.nbytes // (1 if each.everywhere else ranks.count) for each in stacks)
+            found["divided"] += sum(tensor.spec.nbytes for tensor in stacks) * -(-experts // ranks.count) // experts
+    return found if found["rows"] else {}
 
 
 def link_seconds(nbytes: int, gbps: float) -> float:
@@ -209,8 +230,10 @@ def link_seconds(nbytes: int, gbps: float) -> float:
     return 8 * nbytes / (1e9 * gbps)
 
 
-def communication_table(found: Mapping[str, Mapping[str, int]], ranks: Ranks, gbps: float) -> Table:
-    """Return a table for people."""
+def communication_table(
+    found: Mapping[str, Mapping[str, int]], experts: Mapping[str, int], ranks: Ranks, gbps: float
+) -> Table:
+    """Return a table for people, with a line on `experts_over_ranks`."""
     total = {key: sum(sent[key] for sent in found.values()) for key in ("calls", "nbytes", "early")}
     rows = [
         (name, str(sent["calls"]), format_bytes(sent["nbytes"]), format_bytes(sent["early"]),
@@ -218,5 +241,11 @@ def communication_table(found: Mapping[str, Mapping[str, int]], ranks: Ranks, gb
         for name, sent in (*found.items(), ("all", total))
     ]  # fmt: skip
     title = f"Communication of one of {ranks.count} ranks per optimizer step"
-    note = f"At {gbps:g} Gbit/s (parallel.link_gbps); what is sent early goes on beside backward."
-    return Table(title, ("collective", "calls", "bytes sent", "early", "time"), rows, (note,))
+    notes = [f"At {gbps:g} Gbit/s (parallel.link_gbps); what is sent early goes on beside backward."]
+    if experts:
+        sizes = {name: format_bytes(nbytes) for name, nbytes in experts.items()}
+        told = (
+            "{rows} of rows instead of {weights} of their weights and gradients, and hold {divided} instead of {held}"
+        )
+        notes.append(f"With experts divided, by all-to-all (not built), it would send {told.format_map(sizes)}.")
+    return Table(title, ("collective", "calls", "bytes sent", "early", "time"), rows, tuple(notes))
