@@ -131,7 +131,7 @@ def test_sampling_export_and_a_warm_start_have_it(tmp_path: Path) -> None:
     assert np.array_equal(exported["mean"], session.state.read("mean"))
     save_file(dict(exported), tmp_path / "w.safetensors")
     start = open_warm_start(str(tmp_path / "w.safetensors"), Centred())
-    assert start.fitting == ("linear.weight", "linear.bias", "mean")
+    assert tuple(start.fitting) == ("linear.weight", "linear.bias", "mean")
     assert start.lines()[0].endswith("3 of 3 parameters (80 of 80 values) are taken.")
 
 

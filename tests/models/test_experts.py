@@ -355,7 +355,10 @@ def book(inside: Path) -> None:
 def test_a_dense_run_becomes_the_first_of_every_expert(book: None, told: Told) -> None:
     assert main([*TINY, "train.steps=2", "run.dir=dense"]) == 0
     warm = ["train.init_from=dense", "train.steps=1", "optimizer.lr=0", "run.dir=moe"]
-    assert "20 of 22 parameters" in told(*TINY, *MOE, *warm)
+    found = told(*TINY, *MOE, *warm)
+    assert "20 of 22 parameters" in found
+    assert "The feed-forward of blocks.0, blocks.1 becomes each of 3 experts." in found
+    assert "blocks.1.feed_forward.router.weight  [3, 16] starts anew: not in the source" in found
     dense, mixture = values_of("dense"), values_of("moe")
     for path, value in dense.items():
         assert np.array_equal(np.broadcast_to(value, mixture[path].shape), mixture[path]), path

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,13 +46,14 @@ _SHOWN = 20  # rows of the table of what does not fit
 class WarmStart:
     """Source of initial values, and the parameters that they fit. Values are read when they are needed.
 
-    Saved buffers count as parameters here. `fitting` are the parameters that are overwritten, in the model's order.
-    `others` maps each other parameter to the shape that the source has under its name, None where it has none.
+    Saved buffers count as parameters here. `fitting` maps the parameters that are overwritten, in the model's order, to
+    the shape in the source: a matrix there becomes each of a stack of experts (Komatsuzaki et al., 2023). `others` maps
+    each other parameter to the shape that the source has under its name, None where it has none.
     """
 
     source: Path
     model: Any
-    fitting: tuple[str, ...]
+    fitting: Mapping[str, tuple[int, ...]]
     others: Mapping[str, tuple[int, ...] | None]
     unused: tuple[str, ...]  # names of the source that no parameter has
     differences: tuple[str, ...] = ()  # reasons why taken values mean something else here
@@ -68,7 +69,8 @@ class WarmStart:
 
     def value(self, path: str) -> Any:
         """Return the source's own value of a fitting parameter."""
-        return _for_each_expert(self._values[path], self.model.persistent()[path].shape)
+        value, shape = self._values[path], self.model.persistent()[path].shape
+        return value if value.shape == shape else np.broadcast_to(value, shape)
 
     def check_frozen(self, trained: Container[str]) -> None:
         """Raises CheckpointError for parameters that start anew and are not `trained`: they would stay as drawn."""
@@ -93,6 +95,9 @@ class WarmStart:
         counts = f"{len(self.fitting)} of {len(shapes)} parameters"
         values = f"{format_count(taken)} of {format_count(sum(map(math.prod, shapes.values())))} values"
         lines = [f"Warm start from {self.source}: {counts} ({values}) are taken."]
+        if stacks := [path for path, shape in self.fitting.items() if shape != stored[path].shape]:
+            layers = listed(dict.fromkeys(path.partition(".feed_forward.")[0] for path in stacks))
+            lines[0] += f" The feed-forward of {layers} becomes each of {shapes[stacks[0]][0]} experts."
         width = max(map(len, self.others), default=0)
         for path, found in self.others.items():
             why = "not in the source" if found is None else f"has shape {list(found)} in the source"
@@ -168,25 +173,23 @@ def unrounded(
 
 def _compared(
     values: Mapping[str, Any], parameters: Mapping[str, Any], given: str
-) -> tuple[tuple[str, ...], dict[str, tuple[int, ...] | None]]:
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...] | None]]:
     """`fitting` and `others` of a WarmStart. Raises CheckpointError for NaN in what fits."""
-    shapes: dict[str, tuple[int, ...] | None] = {}
+    fitting: dict[str, tuple[int, ...]] = {}
+    others: dict[str, tuple[int, ...] | None] = {}
     for name, parameter in parameters.items():
         if name in values:
-            value = _for_each_expert(values[name], parameter.shape)
-            shapes[name] = value.shape
-            if value.shape == tuple(parameter.shape) and not np.isfinite(value).all():
-                raise CheckpointError(f"{given}: {name} holds NaN or infinity. Give another checkpoint.")
+            value, wanted = values[name], tuple(parameter.shape)
+            if value.shape == wanted or (len(wanted) == 3 and value.shape == wanted[1:]):
+                fitting[name] = value.shape
+                if not np.isfinite(value).all():
+                    raise CheckpointError(f"{given}: {name} holds NaN or infinity. Give another checkpoint.")
+            else:
+                others[name] = value.shape
             del value  # before the next one is read
         elif ADAPTER not in name:  # those begin anew beside any model
-            shapes[name] = None
-    fitting = tuple(name for name, shape in shapes.items() if shape == tuple(parameters[name].shape))
-    return fitting, {name: shape for name, shape in shapes.items() if name not in fitting}
-
-
-def _for_each_expert(value: Any, shape: Sequence[int]) -> Any:
-    """A matrix as often as a stack of this shape has experts (Komatsuzaki et al., 2023); other values as they are."""
-    return np.broadcast_to(value, shape) if len(shape) == 3 and value.shape == tuple(shape[1:]) else value
+            others[name] = None
+    return fitting, others
 
 
 def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any], Metadata]:
