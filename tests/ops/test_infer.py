@@ -73,7 +73,7 @@ REFUSED: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 3}, "a multiple of kv_heads"),
     ("attention", [*[fp32(2, 5, 8)] * 3, *NONE[2:]], {**HEADS, "kv_heads": 1}, "1 heads as wide as q's"),
     ("attention", [*[fp32(2, 5, 8)] * 3, fp32(2, 3, 5, 5), *NONE[3:]], HEADS, "[1 or 2, 1 or 2, 5, 5]"),
-    ("present", [fp32(4)], {}, "ids int64[N]"),
+    ("present", [fp32(4)], {}, "ids int64[...]"),
     ("largest", [fp32(4, 3)], {"count": 4}, "1 to 3"),
     ("put", [fp32(4, 2), int64(4, 3)], {"count": 5}, "int64[4, 2]"),
     ("pick", [fp32(4, 5), int64(3, 2)], {}, "int64[4, K]"),

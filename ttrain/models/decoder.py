@@ -18,7 +18,7 @@ from ttrain.graph import Graph, Value
 from ttrain.models.base import LOSS_WEIGHT, SCALAR, SEED, Batch, Prepare, prepare_plain, scored_positions
 from ttrain.models.cache import POSITIONS, Caches
 from ttrain.models.settings import DecoderConfig
-from ttrain.nn.experts import Routed, load_shares, loads, routing_loss
+from ttrain.nn.experts import Routed, loads, routing_loss
 from ttrain.nn.initialize import Constant, Normal
 from ttrain.nn.layers import Embedding, Linear, RMSNorm
 from ttrain.nn.module import Module, Parameter, Role, use
@@ -32,11 +32,6 @@ Angles = tuple[Value, Value]  # cos and sin of the places of tokens: [T, R], of 
 def linear(inputs: int, outputs: int, bias: bool | None, std: float = STD, role: Role = Role.HIDDEN) -> Linear:
     """A layer whose weights start as N(0, std)."""
     return Linear(inputs, outputs, bool(bias), Normal(std), Constant(0.0), role)
-
-
-def _present(targets: Value) -> Value:
-    """Return 1 where there is a target, else 0: int64 [B, T] -> fp32 [B, T]."""
-    return ops.reshape(ops.present(ops.reshape(targets, (targets.spec.size,))), targets.shape)
 
 
 def _with_future(batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
@@ -251,9 +246,8 @@ class Decoder(TokenModel):
         """Return terms of the loss, and numbers to log, in evaluations also the loads of experts."""
         if not routed:
             return [], {}
-        weight, present, config = targets.graph.input(LOSS_WEIGHT, SCALAR), _present(targets), self.config
-        terms, found = routing_loss(routed, present, weight, config.balance_weight, config.router_z_weight)
-        return terms, found if training else found | load_shares(routed, present, weight)
+        weights = targets.graph.input(LOSS_WEIGHT, SCALAR), self.config.balance_weight, self.config.router_z_weight
+        return routing_loss(routed, ops.present(targets), *weights, tells_loads=not training)
 
     def expert_loads(self, graph: Graph, rows: int) -> Value:
         """Count the pairs of each expert in each row that a step then trains on, fp32 [rows, E]."""
@@ -261,7 +255,7 @@ class Decoder(TokenModel):
         inputs = BlockInputs(positions=graph.input(POSITIONS, specs[POSITIONS]) if self.packed else None, routed=[])
         self.states(graph, rows, False, inputs)
         assert inputs.routed
-        return loads(inputs.routed, _present(graph.input("targets", specs["targets"])))
+        return loads(inputs.routed, ops.present(graph.input("targets", specs["targets"])))
 
     def _cross_entropy(self, hidden: Value, targets: Value) -> Value:
         targets, weight = ops.reshape(targets, hidden.shape[:1]), hidden.graph.input(LOSS_WEIGHT, SCALAR)

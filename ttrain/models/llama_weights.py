@@ -148,15 +148,11 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     Raises ConfigError naming every key with a value that none of Transformers' models has.
     """
     as_mistral = form == "mistral" and not (config.qkv_bias or config.feed_forward_bias)
-    plain = "mistral" if as_mistral or config.window is not None else "llama"
-    normed = "qwen3_moe" if config.experts else "qwen3"
-    kind = (
-        normed
-        if config.qk_norm or config.experts
-        else "qwen2"
-        if config.qkv_bias and not config.projection_bias
-        else plain
-    )
+    kind = "mistral" if as_mistral or config.window is not None else "llama"
+    if config.qk_norm or config.experts:
+        kind = "qwen3_moe" if config.experts else "qwen3"
+    elif config.qkv_bias and not config.projection_bias:
+        kind = "qwen2"
     scaling = None
     if config.rotary_scaling != "none":
         scaling = {theirs: getattr(config, ours) for ours, theirs in _KEYS[config.rotary_scaling].items()}

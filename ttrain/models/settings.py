@@ -299,14 +299,14 @@ class LlamaConfig(DecoderConfig):
 
     def expert_problems(self) -> Iterator[str]:
         """Problems of a mixture of experts by itself."""
-        given = {f"model.{key}": getattr(self, key) for key in ("experts_per_token", "expert_width")}
+        needed = "experts_per_token", "expert_width"
         if not self.experts:
-            spare = [f"{key}={value}" for key, value in given.items() if value is not None]
-            spare += [f"model.shared_experts={self.shared_experts}"] if self.shared_experts else []
-            if spare:
+            if spare := [
+                f"model.{key}={given}" for key in (*needed, "shared_experts") if (given := getattr(self, key))
+            ]:
                 yield f"{', '.join(spare)}: the model has no experts. Give model.experts, or leave it out."
             return
-        missing = [key for key, value in given.items() if value is None]
+        missing = [f"model.{key}" for key in needed if getattr(self, key) is None]
         if missing:
             yield f"{', '.join(missing)}: no value for model.experts={self.experts}. Give it, or take a model.preset."
         elif (self.experts_per_token or 0) > self.experts:

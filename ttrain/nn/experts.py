@@ -53,7 +53,7 @@ def loads(routed: Sequence[Routed], present: Value) -> Value:
 
 
 def routing_loss(
-    routed: Sequence[Routed], present: Value, weight: Value, balance: float, z: float
+    routed: Sequence[Routed], present: Value, weight: Value, balance: float, z: float, tells_loads: bool = False
 ) -> tuple[list[Value], dict[str, Value]]:
     """Return what routers add to the loss, and sums to log: present fp32 [rows, T], weight fp32 [] -> fp32 [] each.
 
@@ -61,7 +61,8 @@ def routing_loss(
     expert e per token f_e and its mean share p_e (Fedus et al., 2022), as in Transformers; f / K is the step input
     `SHARES` where that is declared. `router/z` is the mean square of the log-sum-exp of logits (Zoph et al., 2022).
     `router/entropy` is that of the shares, in nats. A bias gets the excess load of its expert as gradient; Wang et al.
-    (2024) take its sign. `router/dropped` is the share of pairs without a row, which is 0.
+    (2024) take its sign. `router/dropped` is the share of pairs without a row, which is 0. With
+    `tells_loads`, `load/<expert>` is the share of each expert in all pairs.
     """
     graph, (tokens, experts), count = weight.graph, routed[0].shares.shape, routed[0].ids.shape[1]
     mask, each = ops.reshape(present, (tokens, 1)), weight * (1 / len(routed))
@@ -87,15 +88,10 @@ def routing_loss(
             chosen = ops.reduce_sum(loads([layer], present), [0])
             excess = chosen - ops.reduce_sum(chosen, [0]) * (1 / experts)
             terms.append(ops.reduce_sum(layer.bias * excess, [0]) * weight)
+    if tells_loads:
+        columns = ops.reshape(own * (each * (1 / count)), (1, experts, 1))
+        found |= {f"load/{e}": ops.reshape(ops.index_select(columns, [e]), ()) for e in range(experts)}
     return terms, found
-
-
-def load_shares(routed: Sequence[Routed], present: Value, weight: Value) -> dict[str, Value]:
-    """Return the share of each expert in all pairs, to log: load/<expert>, fp32 [] each."""
-    own = ops.reduce_sum(loads(routed, present), [0]) * (weight * (1 / (len(routed) * routed[0].ids.shape[1])))
-    experts = own.shape[0]
-    columns = ops.reshape(own, (1, experts, 1))
-    return {f"load/{e}": ops.reshape(ops.index_select(columns, [e]), ()) for e in range(experts)}
 
 
 def _squared_log_sum_exp(logits: Value) -> Value:

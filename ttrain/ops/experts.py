@@ -8,7 +8,6 @@ begin is data of the device: no step waits to learn it, and no token is dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from ttrain.core.spec import DType, TensorSpec
@@ -19,9 +18,9 @@ from ttrain.ops.layout import reshape
 from ttrain.ops.reduce import reduce_sum
 
 
-@primitive("ids int64 [N]", flops=free, reference=lambda ids: (ids >= 0).double())
+@primitive("ids int64 [...]", flops=free, reference=lambda ids: (ids >= 0).double())
 def present(ids: Value) -> TensorSpec:
-    """y[n] = 1 where ids[n] >= 0, else 0: ids int64 [N] -> fp32 [N]."""
+    """Return 1 where ids >= 0, else 0: ids int64 [...] -> fp32 [...]."""
     return TensorSpec(ids.shape, DType.FP32)
 
 
@@ -125,15 +124,11 @@ def row_products(dy: Value, rows: Value, places: Value) -> TensorSpec:
     return TensorSpec(places.shape, dy.spec.dtype.accumulation)
 
 
-def _panels(offsets: Any) -> list[slice]:
-    return [slice(*ends) for ends in pairwise(offsets.tolist())]
-
-
 def _grouped_in_torch(rows: Any, weight: Any, offsets: Any, transpose: bool) -> Any:
     import torch
 
-    matrices = weight.mT if transpose else weight
-    return torch.cat([rows[panel] @ matrix for panel, matrix in zip(_panels(offsets), matrices, strict=True)])
+    panels, matrices = rows.split(offsets.diff().tolist()), weight.mT if transpose else weight
+    return torch.cat([panel @ matrix for panel, matrix in zip(panels, matrices, strict=True)])
 
 
 def _grouped_flops(node: Node) -> int:
@@ -168,7 +163,8 @@ def _(node: Node, dy: Value) -> Sequence[Value | None]:
 def _outer_in_torch(a: Any, b: Any, offsets: Any) -> Any:
     import torch
 
-    return torch.stack([a[panel].mT @ b[panel] for panel in _panels(offsets)])
+    panels = (x.split(offsets.diff().tolist()) for x in (a, b))
+    return torch.stack([left.mT @ right for left, right in zip(*panels, strict=True)])
 
 
 @primitive(

@@ -210,12 +210,11 @@ def experts_over_ranks(work: Work, ranks: Ranks, state: State) -> dict[str, int]
     `weights`, the weights and gradients of experts that it sends now. Of their state it holds `held`, and would hold
     `divided`.
     """
-    found = dict.fromkeys(("rows", "weights", "held", "divided"), 0)
-    for times, node in ((times, node) for times, nodes in work.nodes for node in nodes):
-        found["weights"] += times * sent_bytes(node, ranks, of_experts=True)
-        if node.op.name in ("dispatch", "combine"):
-            rows = max(value.spec.nbytes for value in (node.values[0], *node.outputs))
-            found["rows"] += times * rows * (ranks.count - 1) // ranks.count
+    launches = [(times, node) for times, nodes in work.nodes for node in nodes]
+    moves = [(times, node) for times, node in launches if node.op.name in ("dispatch", "combine")]
+    moved = sum(times * max(x.spec.nbytes for x in (node.values[0], *node.outputs)) for times, node in moves)
+    found = {"rows": moved * (ranks.count - 1) // ranks.count, "held": 0, "divided": 0}
+    found["weights"] = sum(times * sent_bytes(node, ranks, of_experts=True) for times, node in launches)
     for kind in Kind:
         stacks = [tensor for tensor in map(state.tensor, state.names(kind)) if tensor.spec.rank == 3]
         if any(tensor.placed for tensor in stacks):

@@ -175,8 +175,7 @@ def _compared(
     values: Mapping[str, Any], parameters: Mapping[str, Any], given: str
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...] | None]]:
     """`fitting` and `others` of a WarmStart. Raises CheckpointError for NaN in what fits."""
-    fitting: dict[str, tuple[int, ...]] = {}
-    others: dict[str, tuple[int, ...] | None] = {}
+    fitting, others = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...] | None]()
     for name, parameter in parameters.items():
         if name in values:
             value, wanted = values[name], tuple(parameter.shape)

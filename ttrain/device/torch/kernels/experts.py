@@ -6,11 +6,12 @@ expert multiplies all rows, of which those of others are zero: E/K times the wor
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import torch
 
-from ttrain.device.torch.kernels.common import Call, Tensor, constant_like, row
+from ttrain.device.torch.kernels.common import Call, constant_like, row
 
 _GROUPED = (9, 0)  # compute capability
 
@@ -99,66 +100,44 @@ def _row_products(call: Call) -> None:
         call.emit(torch.sum, term, 1, out=dweights[:, k])
 
 
-def _one_kernel(call: Call) -> bool:
-    """Tell whether torch multiplies all panels in one kernel; it wants rows of whole 16 bytes."""
-    context, a, b = call.context, *call.ins[:2]
-    served = a.dtype is torch.bfloat16 and not any(size % 8 for size in (a.shape[1], *b.shape[1:]))
-    call.way = "grouped" if served and context.kind == "cuda" and context.capability >= _GROUPED else "dense"
-    return call.way == "grouped"
-
-
-def _own_rows(call: Call, x: Tensor, offsets: Tensor) -> list[Tensor]:
-    """Columns [M, 1] of ones at the rows of each expert, and zeros elsewhere, which the first calls make."""
-    begun, mine = (call.scratch((len(x), count), torch.bool) for count in (len(offsets), len(offsets) - 1))
-    own = call.scratch(mine.shape, x.dtype)
-    call.begin()
-    call.emit(torch.ge, torch.arange(len(x), device=x.device)[:, None], offsets, out=begun)
-    call.emit(torch.logical_xor, begun[:, :-1], begun[:, 1:], out=mine)
-    call.emit(own.copy_, mine)
-    return [own[:, e : e + 1] for e in range(own.shape[1])]
-
-
-@row("grouped_matmul", widens=True, tells="cuda")
-def _grouped_matmul(call: Call) -> None:
-    (rows, weight, offsets), y = call.ins, call.outs[0]
-    matrices = weight.mT if call.attributes["transpose"] else weight
-    if call.context.on_cpu:
-
-        def launch() -> None:
-            for (begin, end), matrix in zip(pairwise(offsets.tolist()), matrices, strict=True):
-                if begin < end:
-                    torch.mm(rows[begin:end], matrix, out=y[begin:end])
-
-        call.emit(launch)
-    elif _one_kernel(call):
-        ends = call.scratch((len(weight),), torch.int32)
-        call.emit(ends.copy_, offsets[1:])
-        call.emit(lambda: y.copy_(torch._grouped_mm(rows, matrices, offs=ends)))
-    else:
-        masked = call.scratch(rows.shape, rows.dtype)
-        own = _own_rows(call, rows, offsets)
-        call.emit(y.zero_)
-        for column, matrix in zip(own, matrices, strict=True):
-            call.emit(torch.mul, rows, column, out=masked)
-            call.emit(y.addmm_, masked, matrix)
-
-
-@row("grouped_outer", widens=True, tells="cuda")
-def _grouped_outer(call: Call) -> None:
+def _grouped(outer: bool, call: Call) -> None:
+    """Multiply the panel of rows of each expert by its matrix, or with `outer` by the same rows of b."""
     (a, b, offsets), y = call.ins, call.outs[0]
+    if call.attributes.get("transpose"):
+        b = b.mT
     if call.context.on_cpu:
 
         def launch() -> None:
-            for (begin, end), matrix in zip(pairwise(offsets.tolist()), y, strict=True):
-                torch.mm(a[begin:end].t(), b[begin:end], out=matrix)
+            for e, (begin, end) in enumerate(pairwise(offsets.tolist())):
+                if outer:
+                    torch.mm(a[begin:end].t(), b[begin:end], out=y[e])
+                elif begin < end:
+                    torch.mm(a[begin:end], b[e], out=y[begin:end])
 
         call.emit(launch)
-    elif _one_kernel(call):
-        ends = call.scratch((len(y),), torch.int32)
+        return
+    served = a.dtype is torch.bfloat16 and not any(size % 8 for size in (a.shape[1], *b.shape[1:]))  # whole 16 bytes
+    call.way = "grouped" if served and call.context.kind == "cuda" and call.context.capability >= _GROUPED else "dense"
+    if call.way == "grouped":
+        left, ends = a.t() if outer else a, call.scratch((len(offsets) - 1,), torch.int32)
         call.emit(ends.copy_, offsets[1:])
-        call.emit(lambda: y.copy_(torch._grouped_mm(a.t(), b, offs=ends)))
+        call.emit(lambda: y.copy_(torch._grouped_mm(left, b, offs=ends)))
     else:
-        masked = call.scratch(a.shape, a.dtype)
-        for column, matrix in zip(_own_rows(call, a, offsets), y, strict=True):
-            call.emit(torch.mul, a, column, out=masked)
-            call.emit(torch.mm, masked.t(), b, out=matrix)
+        begun, mine = (call.scratch((len(a), count), torch.bool) for count in (len(offsets), len(offsets) - 1))
+        own, masked = call.scratch(mine.shape, a.dtype), call.scratch(a.shape, a.dtype)
+        call.begin()
+        call.emit(torch.ge, torch.arange(len(a), device=a.device)[:, None], offsets, out=begun)
+        call.emit(torch.logical_xor, begun[:, :-1], begun[:, 1:], out=mine)
+        call.emit(own.copy_, mine)  # ones at the rows of each expert, and zeros elsewhere
+        if not outer:
+            call.emit(y.zero_)
+        for e in range(len(offsets) - 1):
+            call.emit(torch.mul, a, own[:, e : e + 1], out=masked)
+            if outer:
+                call.emit(torch.mm, masked.t(), b, out=y[e])
+            else:
+                call.emit(y.addmm_, masked, b[e])
+
+
+for _name in ("grouped_matmul", "grouped_outer"):
+    row(_name, widens=True, tells="cuda")(partial(_grouped, _name == "grouped_outer"))
