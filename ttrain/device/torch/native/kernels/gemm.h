@@ -61,7 +61,8 @@ struct Inner<bf16> {
 template <class E>
 using Unit = typename Inner<E>::Unit;
 // The type in which elements are multiplied: bf16 in pairs if the hardware does so, else widened as they are packed.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED)
+#define PAIRS
 template <class E>
 using Operand = E;
 #else
@@ -146,7 +147,7 @@ struct Sizes {
 // The pair of elements at p and `next` further on; an odd inner axis ends with a pair of one. A vector of such.
 INLINE float unit_at(const float* p, i64, bool) { return *p; }
 INLINE vf units_at(const float* p, i64) { return load(p); }
-#if defined(__AVX512BF16__)
+#if defined(PAIRS)
 INLINE u32 unit_at(const bf16* p, i64 next, bool alone) { return u32(p->bits) | (alone ? 0 : u32(p[next].bits) << 16); }
 INLINE vu units_at(const bf16* p, i64 next) { return bits_as<vu>(load(p)) >> 16 | bits_as<vu>(load(p + next)); }
 #else
