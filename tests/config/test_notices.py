@@ -41,6 +41,8 @@ PAIRS = ("model=agillm", "model.preset=femto_1x")
         (("model=llama", "model.rotary_factor=4"), "model.rotary_factor=4.0 changes nothing"),
         (("model=llama", "model.rotary_scaling=linear", "model.rotary_low=2"), "model.rotary_scaling=linear does not"),
         (("model=llama", "model.rotary_scaling=linear", "model.rotary_factor=4"), None),
+        (("model=llama", "model.router=biased"), "model.router=biased changes nothing: the model has no experts"),
+        (("model=llama", "model.preset=moe-tiny", "model.router=sigmoid"), None),
         ((*PAIRS, "model.objective=ar_only", "model.sat_stride=2"), "model.sat_stride=2 changes nothing"),
         (("sample.temperature=0", "sample.top_k=5"), "sample.top_k=5 changes nothing"),
         (("sample.penalty_window=5",), "sample has no penalty"),

@@ -151,7 +151,7 @@ def test_bad_rows_are_told_before_training(tmp_path: Path, monkeypatch: pytest.M
     ("given", "words"),
     [
         (["train.batch_size=10"], "train.batch_size=10: give a multiple of objective.num_generations=4."),
-        (["objective.max_completion_length=12"], "no prompt fits into model.context beside it"),
+        (["objective.max_completion_length=12"], "must hold a prompt too"),
         (["objective.beta=0.1"], "objective.beta=0.1: needs a model that training starts from. Give train.init_from"),
         (["objective.reward=[exakt]"], "objective.reward=exakt: not registered. Did you mean 'exact'"),
         (["objective.reward_weights=[1]"], "give one or more, and one of reward_weights for each"),

@@ -37,7 +37,7 @@ class TaskConfig:
             return
         run, folder = others.run.dir, getattr(others.model, "from_", None)
         if run is None and folder is None:
-            yield f"task={self.name}: needs a trained model. Give run.dir=<run directory> or model.from=<model folder>."
+            yield f"task={self.name}: needs a trained model. Give run.dir=<run> or model.from=<model folder or .gguf>."
         elif run is not None and folder is not None and not others.source.merged:
             yield f"task={self.name}: run.dir and model.from both name a model. Give one of them."
 

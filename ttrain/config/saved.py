@@ -67,7 +67,7 @@ def with_model_folder(values: dict[Any, Any], source: Given, found: Findings) ->
     except UserError as error:
         found.add(f"model.from={given}: {error}", "model", "data")
         return values, source
-    for problem in _disagreeing(own, sizes, given):
+    for problem in _disagreeing(own, sizes, given, source.choices.get("model")):
         found.add(problem, "model")
     source = dataclasses.replace(source, choices={**source.choices, "model": Path(given).name})
     return {**values, "model": {**sizes, **own, "from": given}, "data": data}, source
@@ -99,7 +99,7 @@ def _saved(values: Mapping[Any, Any]) -> dict[str, Any]:
     return {}
 
 
-def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -> Iterator[str]:
+def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str, chosen: str | None) -> Iterator[str]:
     """One problem for each key of the user's that the folder says otherwise.
 
     A context may be shorter where no parameter depends on it.
@@ -116,7 +116,8 @@ def _disagreeing(own: Mapping[str, Any], sizes: Mapping[str, Any], given: str) -
         shorter = numbers and key == "context" and rules[key] != "shape" and value <= sizes[key]
         free = shorter or rules.get(key) == "nothing"
         if key in sizes and value != sizes[key] and not free:
-            yield f"model.{key}={value}: {given} has {sizes[key]}. Leave the key out, or give what the folder has."
+            told = f"model={chosen}" if key == "name" and chosen else f"model.{key}={value}"
+            yield f"{told}: {given} has {sizes[key]}. Leave it out, or give what the folder or file has."
 
 
 def _with_tokenizer(data: Any, folder: Path, source: Given) -> Any:

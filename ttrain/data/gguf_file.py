@@ -97,7 +97,8 @@ def _byte_level(said: Mapping[str, Any], split: str) -> str:
 
     texts = said[f"{_KEY}tokens"]
     types = said.get(f"{_KEY}token_type", [1] * len(texts))
-    vocabulary = {text: number for number, (text, _) in enumerate(zip(texts, types, strict=True))}
+    # A row of the embedding that no token has is of type 5, whatever name it gets.
+    vocabulary = {text: number for number, (text, kind) in enumerate(zip(texts, types, strict=True)) if kind != 5}
     merges = [(one, two) for one, two in (pair.split(" ") for pair in said[f"{_KEY}merges"]) if one + two in vocabulary]
     model: Any = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
     model.decoder = decoders.ByteLevel()

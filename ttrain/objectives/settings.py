@@ -75,12 +75,10 @@ class DistillationConfig(ObjectiveConfig):
     """A teacher's distribution of the next token is learned."""
 
     name: str = option("distillation", "registered name of the objective")
-    teacher: str | None = option(None, "folder of Transformers, hub name, run or checkpoint of the teacher", path=True)
+    teacher: str | None = option(None, "folder of Transformers, GGUF file, hub name, run or checkpoint", path=True)
     frozen_hash: str | None = option(None, "SHA-256 of the teacher's weights; a run notes it, null takes any")
     top_k: int | None = option(
-        None,
-        "likeliest tokens of each distribution that task=prepare stores; null stores none",
-        minimum=1,
+        None, "likeliest tokens of each distribution that task=prepare stores; null stores none", minimum=1
     )
     beta: float = option(
         0.5, "0 is KL(teacher || student), 1 the reverse, between them is GKD's divergence", minimum=0, maximum=1
@@ -95,7 +93,7 @@ class DistillationConfig(ObjectiveConfig):
     def _has_teacher(self, others: Any) -> Iterator[str]:
         stores, key = others.task.name == "prepare", f"objective.top_k={self.top_k}"
         if self.teacher is None and (self.top_k is None or stores):
-            yield "objective.teacher=null: there is nobody to learn from. Give a folder, a run or a checkpoint."
+            yield "objective.teacher=null: there is nobody to learn from. Give a folder, .gguf file, run or checkpoint."
         elif stores and self.top_k is None:
             yield "objective.top_k=null: task=prepare stores a teacher's likeliest tokens. Give how many, such as 64."
         elif self.top_k and not stores and self.teacher is not None:
@@ -159,8 +157,8 @@ class GRPOConfig(ObjectiveConfig):
             return
         if train.batch_size % count:
             yield f"train.batch_size={train.batch_size}: give a multiple of objective.num_generations={count}."
-        if most >= getattr(others.model, "context", most + 1):
-            yield f"objective.max_completion_length={most}: no prompt fits into model.context beside it. Give fewer."
+        if most >= (context := getattr(others.model, "context", most + 1)):
+            yield f"objective.max_completion_length={most}: model.context={context} must hold a prompt too. Give fewer."
         if self.beta and not others.lora.rank and self.frozen_source(others) is None:
             told = "needs a model that training starts from. Give train.init_from, model.from or lora.rank"
             yield f"objective.beta={self.beta:g}: {told}, or objective.beta=0."

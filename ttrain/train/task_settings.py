@@ -128,21 +128,21 @@ class ExportConfig(CheckpointConfig):
         if others.task.name != "export":
             return
         if self.source is None and run is None and getattr(others.model, "from_", None) is None:
-            yield "task=export: needs parameters. Give run.dir=<run directory>, or export.source=<file of weights>."
+            yield "task=export: needs parameters. Give run.dir=<run>, model.from=<folder> or export.source=<file>."
         elif self.source is not None and run is not None:
             yield ("task=export: run.dir and export.source both name parameters. Give one; a new run is export.dir.")
         if self.file is not None and self.file == self.source:
             yield f"export.file={self.file}: is export.source; all but the weights would be lost. Give another name."
         if others.logger.name == "wandb" and run is None:
             yield "logger=wandb: keeps an export with the W&B run of run.dir, which has no value. Leave it out."
-        if self.file is None and self.dir is None:
-            yield "task=export: nothing to write. Give export.file=<name>.safetensors or export.dir=<new folder>."
         if self.form == "gguf" and (self.dir is not None or not (self.file or "").endswith(".gguf")):
             yield "export.form=gguf: writes a file. Give export.file=<name>.gguf and no export.dir."
+        elif self.form in ("huggingface", "peft") and (self.dir is None or self.file is not None):
+            yield f"export.form={self.form}: writes a folder. Give export.dir=<new folder> and no export.file."
+        elif self.file is None and self.dir is None:
+            yield "task=export: nothing to write. Give export.file=<name>.safetensors or export.dir=<new folder>."
         if self.dtype != "fp32" and self.form != "gguf":
             yield f"export.dtype={self.dtype}: is a type of GGUF. Give export.form=gguf export.file=<name>.gguf."
-        if self.form in ("huggingface", "peft") and self.file is not None:
-            yield f"export.file={self.file}: export.form={self.form} writes a folder. Give export.dir=<new folder>."
 
 
 @dataclass

@@ -97,7 +97,9 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
     ("overrides", "message"),
     [
         (["run.dir=run"], "nothing to write. Give export.file"),
-        (["export.file=x.pt"], "needs parameters. Give run.dir"),
+        (["run.dir=run", "export.form=gguf"], "ttrain: export.form=gguf: writes a file. Give export.file="),
+        (["run.dir=run", "export.form=peft"], "ttrain: export.form=peft: writes a folder. Give export.dir="),
+        (["export.file=x.pt"], "needs parameters. Give run.dir=<run>, model.from="),
         (["run.dir=run", "export.file=x.bin"], "the name must end with .pt or .safetensors"),
         (["run.dir=run", "export.file=x.pt", "export.form=ttrain"], "Give export.file=x.safetensors"),
         (["run.dir=run", "export.file=x.pt", "export.form=huggingface"], "writes a folder. Give export.dir"),

@@ -276,6 +276,7 @@ def test_a_tokenizer_comes_back(name: str, start: bool) -> None:
     text = ODD + " 1234567 we're WE'RE e\u0301 <think>x</think>   \n\n y"
     expected = own.encode(text, add_special_tokens=False).ids
     assert found.encode(text) == expected and found.decode(expected) == own.decode(expected, skip_special_tokens=False)
+    assert found.vocabulary == own.get_vocab_size()  # rows without a token are none
     assert found.start == ([1] if start else [])
     assert tokenizer_settings(Path(file)) == {**said, "bos_token_id": 1, "eos_token_id": 0}
 

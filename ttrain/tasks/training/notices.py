@@ -42,10 +42,7 @@ def notices(config: Config) -> Iterator[str]:
     yield from _unequal_dropouts(config)
     characters = isinstance(config.data, TextConfig) and config.data.tokenizer == "char"
     if config.source.choices.get("model") == "gpt2" and characters and "data.tokenizer" not in config.source.explicit:
-        yield (
-            "model=gpt2 reads characters here, but is made for tokens of several characters. data.tokenizer=bpe trains "
-            "such a tokenizer on the text; data.vocabulary_size=50257 gives it as many tokens as GPT-2 has."
-        )
+        yield "model=gpt2 reads characters here. data.tokenizer=bpe data.vocabulary_size=50257 is like the original."
     schedules = [("train.length_schedule", train.length_schedule, "sequences of {} tokens")]
     schedules += [("train.batch_schedule", train.batch_schedule, "batches of {}")]
     for key, sizes, unit in (*schedules, ("data.sources", weights, "the weights {}")):
@@ -95,6 +92,8 @@ def _idle(config: Config) -> Iterator[tuple[str, bool, str]]:
     yield "train.init_anyway", train.init_from is None, "there is no train.init_from"
     for key in ("base_width", "base_head_width"):
         yield f"model.{key}", getattr(model, "parametrization", "") == "standard", "it is for model.parametrization=mup"
+    for key in ("expert_step", "router", "router_normalised", "balance_weight", "router_z_weight"):
+        yield f"model.{key}", not getattr(model, "experts", None), "the model has no experts"
     scaling = getattr(model, "rotary_scaling", None)
     for key in ("factor", "low", "high", "context"):
         unread = scaling in (None, "none") or (scaling == "linear" and key != "factor")

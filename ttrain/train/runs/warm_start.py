@@ -198,8 +198,8 @@ def _open(path: Path, model: Any, whole: bool = False) -> tuple[Mapping[str, Any
         metadata = read_metadata(path, content)  # first: of another architecture no name fits
         return Weights.widened(weights_of(path, model, content, strict=whole)), metadata
     if not path.exists():
-        give = "Give a run, a checkpoint, a folder of Transformers, or a .pt or .safetensors file"
-        raise CheckpointError(f"train.init_from={path} does not exist. {give}.")
+        ways = "Give a run, a checkpoint, a model folder or a file of weights"
+        raise CheckpointError(f"train.init_from={path} does not exist. {ways}.")
     try:
         point = find_resume_point(str(path), None)
     except CheckpointError as error:
