@@ -166,6 +166,11 @@ def test_what_transformers_has_not_is_refused_by_name(changes: dict[str, Any]) -
         config_to_transformers(replace(config, **changes))
 
 
+def test_a_mixture_of_which_nothing_is_said_goes_to_transformers() -> None:
+    """Weights of experts that are normalised because nothing is said are those of norm_topk_prob."""
+    assert config_to_transformers(small(qk_norm=True).config)["norm_topk_prob"] is True
+
+
 def small(**changes: Any) -> Llama:
     sizes: dict[str, Any] = {"layers": 2, "heads": 2, "width": 16, "hidden": 24, "context": CONTEXT}
     mixture = {"vocabulary": VOCABULARY, "experts": 4, "experts_per_token": 2, "expert_width": 12}

@@ -147,7 +147,7 @@ class Experts(FeedForward):
         bias = None if self.router.bias is None else use(y.graph, self.router.bias, DType.FP32)
         ids = ops.largest(scores if bias is None else scores + bias, self._count)  # [N, K]
         weights = ops.pick(scores, ids)
-        if config.router_normalised is not False:
+        if config.router_normalised:
             weights = weights / _row_sums(weights)
         if inputs.routed is not None:
             shares = scores if config.router == "softmax" else scores / _row_sums(scores)

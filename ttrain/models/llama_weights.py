@@ -172,7 +172,7 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     }
     if config.experts:
         made |= {theirs: getattr(config, ours) for ours, (theirs, *_) in _KEYS["qwen3_moe"].items()}
-        made |= {"norm_topk_prob": config.router_normalised is not False, "mlp_only_layers": []}
+        made |= {"norm_topk_prob": config.router_normalised, "mlp_only_layers": []}
     if kind in ("qwen2", *_NORMED):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}

@@ -211,7 +211,7 @@ class LlamaConfig(DecoderConfig):
     presets = PUBLISHED["presets"]["llama"]
     defaults = {
         "tied": True, "norm_eps": 1e-5, "qkv_bias": False, "qk_norm": False, "rotary_base": 1e4,
-        "rotary_scaling": "none",
+        "rotary_scaling": "none", "router_normalised": True,
     }  # fmt: skip
 
     name: str = option("llama", "registered name of the model")
