@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from tests.models.session import token_batch
 from tests.objectives.test_distillation import CONFIG, CONTEXT, ROWS, TRAIN, VOCABULARY, expected, folders  # noqa: F401
 from tests.train.reading import arrays
 from ttrain import Training, load_config
 from ttrain.cli import main
+from ttrain.data.sequences import taught
 from ttrain.data.sequences.taught import IDS, LOG_PROBS, OF_TARGETS
 from ttrain.objectives import distillation
 
@@ -155,6 +157,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
         ([*LEARN, "data=text", "data.path=text.txt"], "Give data=tokens data.path="),
         ([*LEARN, "data.path=plain"], "data.path=plain: no teacher read it"),
         ([*LEARN, "data.path=broken"], "train.teacher.npy is damaged"),
+        ([*LEARN, "data.path=empty"], "train.teacher.npy is damaged"),
+        ([*LEARN, "data.path=unlisted"], "train.teacher.npy is damaged"),
         ([*LEARN, "train.length_schedule=[8,16]"], "has sequences of one length"),
         ([*PREPARE, "prepare.dir=new", "objective.top_k=null"], "objective.top_k=null"),
         ([*PREPARE, "prepare.dir=new", "model.context=64"], "objective.teacher: is a gpt that reads 16 tokens"),
@@ -165,15 +169,38 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
 )
 def test_bad_input_ends_in_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     if not Path("broken").exists():
-        for name in ("plain", "broken"):
+        for name in ("plain", "broken", "empty", "unlisted"):
             shutil.copytree("tokens", name)
         header = json.loads(Path("plain/tokens.json").read_text())
         Path("plain/tokens.json").write_text(json.dumps({key: header[key] for key in header if key != "teacher"}))
         whole = Path("broken/train.teacher.npy").read_bytes()
         Path("broken/train.teacher.npy").write_bytes(whole[:-5])
+        Path("empty/train.teacher.npy").write_bytes(b"")
+        Path("unlisted/tokens.json").write_text(json.dumps({**header, "teacher": {**header["teacher"], "sha256": "x"}}))
     assert main([*words, "run.dir=none", "train.steps=1"]) == 2
     assert told in capsys.readouterr().err
     assert not Path("new").exists() and not Path("none").exists()
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4 an archive", b"\x93NUMPY\1\0\2\0{}"])
+def test_a_large_file_that_is_no_array_is_told(
+    data: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is too large to be verified."""
+    monkeypatch.setattr(taught, "VERIFIED_BYTES", -1)
+    shutil.copytree("tokens", "large", dirs_exist_ok=True)
+    Path("large/train.teacher.npy").write_bytes(data)
+    assert main([*LEARN, "data.path=large", "run.dir=none", "train.steps=1"]) == 2
+    assert "train.teacher.npy is damaged" in capsys.readouterr().err
+
+
+def test_a_teacher_whose_numbers_overflow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["task=export", "run.dir=run", "export.form=huggingface", "export.dir=huge"]) == 0
+    file = Path("huge/model.safetensors")
+    save_file({name: weight * np.float32(1e20) for name, weight in load_file(file).items()}, file, {"format": "pt"})
+    assert main([*PREPARE, "prepare.dir=new", "objective.teacher=huge"]) == 2
+    assert "objective.teacher=huge: computes NaN. Give another" in capsys.readouterr().err
+    assert not Path("new").exists()
 
 
 def test_a_full_disk_is_told_before_the_teacher_reads(

@@ -129,10 +129,8 @@ class Teacher:
             for split, count in counts.items():
                 self._write(folder, step, tokens, split, count, rows)
         said = {"context": context, "top_k": asked.top_k, "temperature": asked.temperature, "teacher": asked.teacher}
-        said |= {
-            "teacher_sha256": digest,
-            "sha256": {split: sha256_file(taught_file(folder, split)) for split in counts},
-        }
+        said["teacher_sha256"] = digest
+        said["sha256"] = {split: sha256_file(taught_file(folder, split)) for split in counts}
         replace_file(folder / HEADER_FILE, json.dumps({**header, ENTRY: said}, indent=2))
         return {**header, ENTRY: said}
 
@@ -149,6 +147,8 @@ class Teacher:
             whole = {name: np.concatenate(parts) for name, parts in found.items()}
             whole[LOG_PROBS] = np.concatenate([whole[LOG_PROBS], whole.pop(REST)], axis=1)
             for name, values in whole.items():
+                if not np.isfinite(values).all():
+                    raise DataError(f"objective.teacher={self._asked.teacher}: computes NaN. Give another.")
                 live = array[name][first : first + rows]
                 live[:] = values.reshape(rows, *live.shape[1:])[: len(live)]
         array.flush()

@@ -76,10 +76,10 @@ class TaughtTokens:
     def _open(self, folder: Path, split: Split, said: Mapping[str, Any]) -> NDArray[Any]:
         """Map the array of a split into memory."""
         file, verify = taught_file(folder, split), self._config.verify
-        with raised_as(DataError, f"{file} is damaged", "Prepare the tokens again.", (OSError, ValueError, KeyError)):
-            array = np.load(file, mmap_mode="r", allow_pickle=False)
-            if (verify or array.nbytes <= VERIFIED_BYTES) and sha256_file(file) != said["sha256"][split]:
+        with raised_as(DataError, f"{file} is damaged", "Prepare anew.", (OSError, ValueError, KeyError, TypeError)):
+            if (verify or file.stat().st_size <= VERIFIED_BYTES) and sha256_file(file) != said["sha256"][split]:
                 raise ValueError("its SHA-256 differs")
+            array: NDArray[Any] = np.lib.format.open_memmap(file, "r")  # type: ignore[no-untyped-call]
             if array.dtype != taught_type(said["top_k"]) or array.shape[1:] != (self.context,):
                 raise ValueError(f"it has {array.dtype}{list(array.shape)}")
         return array.view(np.ndarray)
