@@ -131,10 +131,11 @@ def _sentencepiece(said: Mapping[str, Any], path: Path) -> str:
 def gguf_settings(path: Path) -> dict[str, Any]:
     """Special tokens and chat template of a GGUF file, as `tokenizer_settings` gives those of a folder."""
     said, _ = open_gguf(path)
-    texts, template = said.get(f"{_KEY}tokens") or [], said.get("tokenizer.chat_template")
+    texts, template = said.get(f"{_KEY}tokens"), said.get("tokenizer.chat_template")
+    known = dict(enumerate(texts)) if isinstance(texts, list) else {}
     settings: dict[str, Any] = {"chat_template": template} if isinstance(template, str) else {}
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         number = said.get(f"{_KEY}{theirs}_token_id")
-        if type(number) is int and 0 <= number < len(texts):
-            settings |= {f"{ours}_token": texts[number], f"{ours}_token_id": number}
+        if type(number) is int and isinstance(known.get(number), str):
+            settings |= {f"{ours}_token": known[number], f"{ours}_token_id": number}
     return settings

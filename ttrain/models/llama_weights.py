@@ -148,11 +148,9 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     Raises ConfigError naming every key with a value that none of Transformers' models has.
     """
     as_mistral = form == "mistral" and not (config.qkv_bias or config.feed_forward_bias)
-    kind = "mistral" if as_mistral or config.window is not None else "llama"
-    if config.qk_norm or config.experts:
-        kind = "qwen3_moe" if config.experts else "qwen3"
-    elif config.qkv_bias and not config.projection_bias:
-        kind = "qwen2"
+    plain = "mistral" if as_mistral or config.window is not None else "llama"
+    biased = "qwen2" if config.qkv_bias and not config.projection_bias else plain
+    kind = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else biased
     scaling = None
     if config.rotary_scaling != "none":
         scaling = {theirs: getattr(config, ours) for ours, theirs in _KEYS[config.rotary_scaling].items()}
@@ -172,7 +170,6 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     }
     if config.experts:
         made |= {theirs: getattr(config, ours) for ours, (theirs, *_) in _KEYS["qwen3_moe"].items()}
-        made |= {"norm_topk_prob": config.router_normalised, "mlp_only_layers": []}
     if kind in ("qwen2", *_NORMED):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}

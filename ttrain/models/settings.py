@@ -211,7 +211,7 @@ class LlamaConfig(DecoderConfig):
     presets = PUBLISHED["presets"]["llama"]
     defaults = {
         "tied": True, "norm_eps": 1e-5, "qkv_bias": False, "qk_norm": False, "rotary_base": 1e4,
-        "rotary_scaling": "none", "router_normalised": True,
+        "rotary_scaling": "none",
     }  # fmt: skip
 
     name: str = option("llama", "registered name of the model")
@@ -327,7 +327,8 @@ class LlamaConfig(DecoderConfig):
         for name in (name for name, holds in of_preset.items() if name in self.filled and not holds):
             setattr(self, name, None)
         width, heads = self.width or 0, self.heads or 1
-        self._fill({"kv_heads": self.heads, "head_width": width // heads if width and width % heads == 0 else None})
+        each = width // heads if width and width % heads == 0 else None
+        self._fill({"kv_heads": self.heads, "head_width": each, "router_normalised": bool(self.experts) or None})
 
     def required_sizes(self) -> tuple[int, ...]:
         if problems := [*self.expert_problems()]:

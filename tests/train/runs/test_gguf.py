@@ -325,9 +325,9 @@ def _said(**said: Any) -> Callable[[], Any]:
     return lambda: copied("llama-fp32.gguf", "odd.gguf", given)
 
 
-def _tensor(name: str, *shape: int, kind: Any = KINDS.F32, value: int = 1) -> Callable[[], Any]:
+def _tensor(name: str, *shape: Any, kind: Any = KINDS.F32, value: int = 1) -> Callable[[], Any]:
     dtype = {KINDS.F32: np.float32, KINDS.I32: np.int32}[kind]
-    given = (np.full(shape, value, dtype), kind) if shape else None
+    given = (np.full(shape if shape != ((),) else (), value, dtype), kind) if shape else None
     return lambda: copied("llama-fp32.gguf", "odd.gguf", tensors={name: given})
 
 
@@ -362,6 +362,7 @@ ODD_FILES: list[tuple[Callable[[], Any], str]] = [
     (_said(llama__feed_forward_length=64), "mlp.down_proj.weight: got [32, 48], expected [32, 64]"),
     (_tensor("blk.0.attn_q.weight"), "q_proj.weight: missing"),
     (_tensor("token_embd.weight"), "config is damaged: no 'token_embd.weight'"),
+    (_tensor("token_embd.weight", ()), "config is damaged: tuple index out of range"),
     (_tensor("blk.0.attn_q.weight", 16, 32), "q_proj.weight: got [16, 32], expected [32, 32]"),
     (_tensor("blk.0.attn_q.weight", 32, 32, kind=KINDS.I32), "Dequantization for I32 is not yet implemented"),
     (_tensor("blk.0.strange.weight", 4), "blk.0.strange.weight: not a weight of this model"),
@@ -423,6 +424,13 @@ def test_an_unknown_tokenizer_can_be_given(refused: Told) -> None:
     file = copied("llama-fp32.gguf", "unknown.gguf", {"tokenizer.ggml.pre": "tekken"})
     assert main([*QUIET, f"model.from={file}", "data.tokenizer=llama/tokenizer.json", "run.dir=given"]) == 0
     refused("tokenizer.ggml.pre=tekken", "task=sample", f"model.from={file}", "sample.prompt=some")
+
+
+@pytest.mark.parametrize("tokens", [5, "abc"])
+def test_tokens_that_are_no_texts_end_no_document(tokens: Any) -> None:
+    said = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 2, "tokenizer.chat_template": "{{ x }}"}
+    file = copied("llama-fp32.gguf", "numbers.gguf", said)
+    assert tokenizer_settings(Path(file)) == {"chat_template": "{{ x }}"}
 
 
 def log_probabilities(logits: Any) -> Any:

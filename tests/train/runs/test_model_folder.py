@@ -471,6 +471,15 @@ def test_one_line_before_any_step(change: Any, overrides: list[str], message: st
         assert refused(message, *QUIET, "model.from=hub", "run.dir=run", *overrides).count("\n") == 1
 
 
+@pytest.mark.parametrize("key", ["num_experts", "moe_intermediate_size"])
+def test_a_config_with_more_experts_than_weights_is_refused(key: str, inside: Path, refused: Told) -> None:
+    """Before the names of so many experts are made."""
+    save(FAMILIES["qwen3_moe"](), Path("mixture"))
+    _changed(**{key: 10**12})(Path("mixture"))
+    told = refused("=1000000000000, but its weights are", *QUIET, "model.from=mixture", "run.dir=run")
+    assert told.count("\n") == 1
+
+
 @pytest.mark.parametrize(("ids", "advice"), [(VOCABULARY, "Name one of its own: "), (280, "data.end_token=<one of")])
 def test_a_folder_without_an_end_token_gets_the_advice_that_mends_it(
     ids: int, advice: str, gpt2: Path, refused: Told

@@ -26,7 +26,7 @@ _ADVICE = "Give the folder of Transformers that the file was made of."
 def gguf_config(path: Path) -> dict[str, Any]:
     """The config.json of the model in a GGUF file.
 
-    Raises CheckpointError naming what no model here has, and KeyError, TypeError or ArithmeticError for a damaged file.
+    Raises CheckpointError naming what no model here has; LookupError, TypeError or ArithmeticError for a damaged file.
     """
     said, tensors = open_gguf(path)
     kind, parts = said.get("general.architecture"), said.get("split.count", 0)

@@ -24,7 +24,7 @@ _FAMILIES: dict[str, tuple[str, Any]] = {  # model_type -> our model, and what r
     "gpt2": ("gpt", gpt_weights),
     **dict.fromkeys(llama_weights.ARCHITECTURES, ("llama", llama_weights)),
 }
-_DAMAGED = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)  # of a config with values of other kinds
+_DAMAGED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # of a config of other kinds
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -114,8 +114,9 @@ def _check_sizes(folder: Path, sizes: dict[str, Any]) -> None:
     except CheckpointError:
         return
     largest = max((number for tensor in tensors for number in tensor.shape), default=0)
-    for key in ("layers", "heads", "kv_heads", "head_width", "width", "hidden", "vocabulary"):
-        value, bound = sizes.get(key), len(tensors) if key == "layers" else 10 * largest
+    counts, widths = ("layers", "experts"), ("heads", "kv_heads", "head_width", "width", "hidden", "vocabulary")
+    for key in (*counts, *widths, "expert_width"):
+        value, bound = sizes.get(key), len(tensors) if key in counts else 10 * largest
         if isinstance(value, int) and value > bound:
             held = f"{len(tensors)} tensors of at most {largest} rows or columns"
             raise CheckpointError(f"its config makes model.{key}={value}, but its weights are {held}.")
