@@ -107,7 +107,7 @@ CASES = [
     Case("nf4-zero3", _nf4, "traced", BF16, divides=True, gradient_accumulation=1),
 ]  # fmt: skip
 FOUR = ("gpt-static-zero1", "gpt-traced-zero1", "gpt-static-zero3", "gpt-bf16-zero3")
-FOUR += ("moe-ddp", "moe-zero1", "moe-zero3", "moe-muon-zero3", "moe-lora-zero3", "nf4-zero3")
+FOUR += ("moe-zero1", "moe-zero3", "nf4-zero3")
 
 
 def cases_of(count: int) -> list[Case]:

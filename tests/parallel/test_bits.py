@@ -17,6 +17,7 @@ from ttrain.device.settings import DeviceConfig
 from ttrain.train.forecast.plan_report import plan_report
 
 COUNTS = (1, 2, 4)
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all runs
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(240)
+            rank.join(400)
         assert [rank.exitcode for rank in ranks] == [0] * count
     return folder
 
