@@ -140,7 +140,8 @@ def table(asked: argparse.Namespace, found: dict[str, Any]) -> Table:
         )
         for who, each in medians.items()
     ]
-    title = f"{asked.preset}, {asked.experts} experts, {asked.per_token} a token, {asked.rows} x {asked.tokens}, {asked.precision}"
+    title = f"{asked.preset}, {asked.experts} experts, {asked.per_token} a token"
+    title += f", {asked.rows} x {asked.tokens} tokens, {asked.precision}"
     return Table(title, ("contender", "forward and backward, ms (x moe)", "whole step, ms (x moe)", "peak GiB"), rows)
 
 
