@@ -373,7 +373,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position(
     config = config_of(raw_file(tmp_path / "all.bin", ids), dtype="uint16", vocabulary=50)
     with pytest.raises(DataError, match=r"token 60 of .*all\.bin has id 60, but the vocabulary has 50 ids"):
         open_tokens(config, SIZES)
-    monkeypatch.setattr(tokens_module, "_VERIFIED_BYTES", 100)
+    monkeypatch.setattr(tokens_module, "VERIFIED_BYTES", 100)
     data = open_tokens(config, SIZES)
     assert data.description["sha256"] == {"train": None}
     with pytest.raises(DataError, match=r"of the train split has id 60"):

@@ -185,7 +185,7 @@ WRONG = {  # what is added to a command that trains
     "resume=tuned lora.from=peft train.steps=9": "lora.from=peft: is for new runs",
     "run.dir=base resume=auto lora.rank=2 train.steps=9": "lora.rank: None there, 2 given",
     "task=export run.dir=base export.form=peft export.dir=p": "has no adapters",
-    "task=export run.dir=tuned export.form=peft export.file=p.safetensors": "export.form=peft writes a folder",
+    "task=export run.dir=tuned export.form=peft export.file=p.safetensors": "export.form=peft: writes a folder",
     "task=export run.dir=tuned export.merge=false export.file=x.safetensors": "a file of weights has no adapters",
 }
 

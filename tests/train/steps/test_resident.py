@@ -139,7 +139,7 @@ def test_an_id_outside_the_vocabulary_is_found_while_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     """The file is too large to be checked at the start; a device would read beyond its tables."""
-    monkeypatch.setattr("ttrain.data.tokens._VERIFIED_BYTES", 0)
+    monkeypatch.setattr("ttrain.data.tokens.VERIFIED_BYTES", 0)
     monkeypatch.setattr(resident, "TOKENS_AT_ONCE", 10)
     ids = np.arange(200, dtype="<u2") % 50
     ids[123] = 50
