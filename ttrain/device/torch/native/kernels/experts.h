@@ -89,34 +89,55 @@ INLINE void row_products(const T* dy, const T* rows, const i64* places, float* d
     });
 }
 
-// One panel by the matrix of its expert. Panels of few rows never pack it; matrix units add in another order, and a row
-// has the same bits in a panel of any height.
-template <bool TurnB, class E>
-INLINE void panel_product(Sizes s, const E* a, const E* b, E* c, float* scratch, i64 own, int threads) {
-    const E* none = nullptr;
-    if (!uses_amx<Operand<E>>() && s.M < 5) {
-        if (s.M == 1) few_rows<1, TurnB, false, After::nothing>(s, a, b, none, c, threads);
-        if (s.M == 2) few_rows<2, TurnB, false, After::nothing>(s, a, b, none, c, threads);
-        if (s.M == 3) few_rows<3, TurnB, false, After::nothing>(s, a, b, none, c, threads);
-        if (s.M == 4) few_rows<4, TurnB, false, After::nothing>(s, a, b, none, c, threads);
-    } else {
-        product<false, TurnB, false, false, After::nothing>(s, a, b, none, c, scratch, own, threads);
-    }
+// body(e, begin, end, seat) for the panels of all experts, cut into tiles of columns or rows of the result: begin .. end are
+// those of expert e that this call gets. A tile costs the rows of its panel, and as much as BESIDE rows to be begun, so all
+// chunks take equally long, however uneven the panels are.
+constexpr i64 BESIDE = 16;
+template <class Body>
+INLINE void over_panels(int threads, i64 experts, const i64* offsets, i64 tiles, const Body& body) {
+    const i64 all = tiles * (offsets[experts] + experts * BESIDE), chunks = chunks_of(experts * tiles, threads);
+    parallel(threads, chunks, [&](int chunk, int seat) {
+        for (i64 e = 0; e < experts; ++e) {
+            const i64 each = offsets[e + 1] - offsets[e] + BESIDE, before = tiles * (offsets[e] + e * BESIDE);
+            const auto tile = [&](i64 place) {
+                return place <= before ? 0 : place >= before + tiles * each ? tiles : (place - before + each - 1) / each;
+            };
+            const i64 begin = tile(share(all, chunk, chunks)), end = tile(share(all, chunk + 1, chunks));
+            if (begin < end) body(e, begin, end, seat);
+        }
+    });
 }
 
-// Work that is not worth waking another thread for, in multiplications.
-constexpr i64 LEAST_PANEL = 1 << 18;
+// Columns j0 .. j1 of a panel by the matrix of its expert. Panels of few rows never pack it; matrix units add in another
+// order, and a row has the same bits in a panel of any height.
+template <bool TurnB, class E>
+INLINE void panel_product(Sizes s, const E* a, const E* b, E* c, i64 j0, i64 j1, float* scratch) {
+    const E* none = nullptr;
+    if (!uses_amx<Operand<E>>() && s.M < 5) {
+        s.N = j1 - j0;
+        b += j0 * (TurnB ? s.b_row : 1);
+        if (s.M == 1) few_rows<1, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
+        if (s.M == 2) few_rows<2, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
+        if (s.M == 3) few_rows<3, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
+        if (s.M == 4) few_rows<4, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
+    } else {
+        nothing_packed(scratch);
+        product_part<false, TurnB, false, false, After::nothing>(s, a, b, none, c, 0, s.M, j0, j1, scratch);
+    }
+}
 
 // The rows of expert e, from offsets[e] up to offsets[e + 1], by its matrix B_e: [K, N], or [N, K] where TurnB.
 template <bool TurnB, class E>
 __attribute__((noinline)) void grouped_matmul(
     i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
-    for (i64 e = 0; e < experts; ++e) {
-        s.M = offsets[e + 1] - offsets[e];
+    over_panels(threads, experts, offsets, (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS, [&](i64 e, i64 begin, i64 end, int seat) {
+        Sizes panel = s;
+        panel.M = offsets[e + 1] - offsets[e];
+        const i64 j1 = end * TILE_COLUMNS < s.N ? end * TILE_COLUMNS : s.N;
         panel_product<TurnB>(
-            s, a + offsets[e] * s.K, b + e * s.N * s.K, c + offsets[e] * s.N, scratch, own,
-            s.M * s.N * s.K < LEAST_PANEL ? 1 : threads);
-    }
+            panel, a + offsets[e] * s.K, b + e * s.N * s.K, c + offsets[e] * s.N, begin * TILE_COLUMNS, j1,
+            scratch + seat * own);
+    });
 }
 
 // C_e [M, N] = A_e^T B_e over the rows of expert e; zero where it has none.
@@ -124,12 +145,15 @@ template <class E>
 __attribute__((noinline)) void grouped_outer(
     i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
     const E* none = nullptr;
-    for (i64 e = 0; e < experts; ++e, c += s.M * s.N) {
-        s.K = offsets[e + 1] - offsets[e];
-        if (s.K == 0) __builtin_memset(c, 0, s.M * s.N * sizeof(E));
+    over_panels(threads, experts, offsets, (s.M + EVEN - 1) / EVEN, [&](i64 e, i64 begin, i64 end, int seat) {
+        Sizes panel = s;
+        panel.K = offsets[e + 1] - offsets[e];
+        const i64 i0 = begin * EVEN, i1 = end * EVEN < s.M ? end * EVEN : s.M;
+        E* to = c + e * s.M * s.N;
+        nothing_packed(scratch + seat * own);
+        if (panel.K == 0) __builtin_memset(to + i0 * s.N, 0, (i1 - i0) * s.N * sizeof(E));
         else
-            product<true, false, false, false, After::nothing>(
-                s, a + offsets[e] * s.M, b + offsets[e] * s.N, none, c, scratch, own,
-                s.M * s.N * s.K < LEAST_PANEL ? 1 : threads);
-    }
+            product_part<true, false, false, false, After::nothing>(
+                panel, a + offsets[e] * s.M, b + offsets[e] * s.N, none, to, i0, i1, 0, s.N, scratch + seat * own);
+    });
 }

@@ -60,8 +60,10 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
-// The type in which elements are multiplied: bf16 in pairs if the hardware does so, else widened as they are packed.
-#if defined(__AVX512BF16__) || defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED)
+// The type in which elements are multiplied: bf16 in pairs if the hardware gains by it, else widened as they are packed.
+// Where Intel has no matrix units, it multiplies pairs at half the rate of fp32: one register of them takes four times as
+// long as one of fp32.
+#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || (defined(__AVX512BF16__) && !defined(__cooperlake__))
 #define PAIRS
 template <class E>
 using Operand = E;
@@ -379,8 +381,11 @@ constexpr i64 EVEN = TILE_ROWS == 6 ? 96 : 32;  // rows that make whole tiles, a
 constexpr i64 FEW = 128;
 INLINE i64 columns_packed(i64 inner, bool few = false) { return RIGHT / (few ? 8 : 1) / inner / 32 * 32; }
 
-// Rows i0 .. i1 and columns j0 .. j1 of C. Scratch begins with a line that tells which columns of B lie packed in it, -1
-// for none, where one block is the whole inner axis: the next rows of the same columns find them.
+// Scratch begins with a line that tells which columns of B lie packed in it, -1 for none, where one block is the whole inner
+// axis: the next rows of the same columns find them.
+INLINE void nothing_packed(float* scratch) { *reinterpret_cast<i64*>(scratch) = -1; }
+
+// Rows i0 .. i1 and columns j0 .. j1 of C.
 template <bool TurnA, bool TurnB, bool Bias, bool Adding, After What, class E, class Right, class C, class B>
 INLINE void product_part(
     Sizes s, const E* a, Right b, const B* bias, C* c, i64 i0, i64 i1, i64 j0, i64 j1, float* scratch) {
@@ -472,7 +477,7 @@ __attribute__((noinline)) void product(
     Sizes s, const E* a, Right b, const B* bias, C* c, float* scratch, i64 own, int threads) {
     const Cut cut = Cut::of<Operand<E>, TurnA>(s, threads);
     const i64 high = uses_amx<Operand<E>>() ? SQUARE : TILE_ROWS;
-    for (int seat = 0; seat < threads; ++seat) *reinterpret_cast<i64*>(scratch + seat * own) = -1;
+    for (int seat = 0; seat < threads; ++seat) nothing_packed(scratch + seat * own);
     parallel(threads, cut.across * cut.down, [&](int chunk, int seat) {
         const i64 j = chunk / cut.down, i = chunk % cut.down;
         product_part<TurnA, TurnB, Bias, Adding, What>(
