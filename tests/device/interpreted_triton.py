@@ -6,12 +6,13 @@ A process of its own, as Triton asks for its interpreter when it is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from triton import knobs
 from triton.runtime import interpreter
@@ -39,17 +40,24 @@ from ttrain.device.torch.triton.rows import RULES
 from ttrain.engine.base import examples
 from ttrain.graph import Case, Op, op
 from ttrain.ops.program import step
+from ttrain.testing.cases import record
 from ttrain.testing.compare import Tolerance
 
 DTYPES = (DType.FP32, DType.BF16)
 LONG, PARTS = (2, 75, 1025), 100  # more rows than parts of sums, in columns that a tile does not divide
 CHUNK = 8  # rows of a head whose logits are formed at a time
+IDS_OF_STEP = 31
 IDS = 9001  # more than a tile has columns
-STEP = (
-    "model=nano-gpt model.layers=1 model.context=8 model.width=24 model.heads=3 model.dropout=0.1 train.batch_size=2 "
-    "engine=static device=cpu"
+STEP = "model.layers=1 model.context=8 model.width=24 train.batch_size=2 device=cpu"
+GPT = f"{STEP} model=nano-gpt model.heads=3 model.dropout=0.1"
+MIXTURE = f"{STEP} model=llama model.heads=3 model.experts=4 model.experts_per_token=2 model.expert_width=20"
+PANELS = (  # heights of the panels of experts, about those of tiles, and widths that no tile divides
+    ([0, 64, 1, 0, 63, 65, 130, 0], 70, 131),
+    ([0, 0, 200, 0], 33, 64),
+    ([(7 * expert) % 5 for expert in range(64)], 64, 20),
+    ([3], 128, 129),
 )
-cut_off = interpreter._convert_float
+cut_off, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
 
 def rounding(data: np.ndarray, given: Any, wanted: Any, mode: Any) -> np.ndarray:
@@ -60,6 +68,17 @@ def rounding(data: np.ndarray, given: Any, wanted: Any, mode: Any) -> np.ndarray
         bits = np.where(finite, bits + 0x7FFF + (bits >> 16 & 1), bits).astype(np.uint32)
         return (bits >> 16).astype(np.uint16).reshape(data.shape)
     return cut_off(data, given, wanted, mode)
+
+
+def multiplying(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+    """A GPU multiplies numbers of bf16; the interpreter would multiply their bits."""
+    wide = [
+        interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if x.dtype == tl.bfloat16
+        else x
+        for x in (a, b)
+    ]
+    return multiply(builder, *wide, *others)
 
 
 def long_case(name: str) -> Case:
@@ -79,6 +98,36 @@ def wide_cases() -> dict[str, Case]:
         "cross_entropy_grad": Case((*given[:2], (17,), ()), {}, *drawn),
         "head_cross_entropy": Case(head, {"smoothing": 0.1, "live": IDS, "gradients": False}, *drawn),
     }
+
+
+def panel_cases() -> Iterator[tuple[Op, Case]]:
+    """Products of the panels of experts."""
+    for heights, inner, outer in PANELS:
+        rows, experts, values = sum(heights), len(heights), {"offsets": np.cumsum([0, *heights]).tolist()}
+        for transpose in (False, True):
+            shapes = (rows, inner), (experts, *((outer, inner) if transpose else (inner, outer))), (experts + 1,)
+            yield op("grouped_matmul"), Case(shapes, {"transpose": transpose}, values=values)
+        yield op("grouped_outer"), Case(((rows, inner), (rows, outer), (experts + 1,)), values=values)
+
+
+def panels(device: TorchDevice, op_: Op, case: Case, dtype: DType) -> None:
+    node, kernel = record(op_, case, dtype)[0].nodes[0], device.kernels[op_.name]
+    assert kernel.way is not None and kernel.way(*node.specs, node.attributes) == "triton"
+    assert_equals_reference(device, op_, case, dtype)
+
+
+def rows_alone(device: TorchDevice) -> None:
+    """A row has the same bits among others as alone."""
+    rows, weight = torch.randn(150, 70), torch.randn(3, 70, 40)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [rows.to(dtype), weight.to(dtype), torch.tensor([0, 20, 20, 150])]
+        launch, (among,) = bind_node(device, node_of("grouped_matmul", given, {"transpose": False}), given)
+        launch()
+        for row in (0, 19, 20, 149):
+            own = [given[0][row : row + 1], given[1], torch.tensor([0, int(row < 20), int(row < 20), 1])]
+            launch, (alone,) = bind_node(device, node_of("grouped_matmul", own, {"transpose": False}), own)
+            launch()
+            assert torch.equal(alone[0], among[row])
 
 
 def far_logits(device: TorchDevice) -> None:
@@ -129,23 +178,31 @@ def any_program(device: TorchDevice, case: tuple[list[torch.Tensor], dict[str, A
     fused(device, *case)
 
 
-def steps_alike(device: TorchDevice) -> None:
-    """A step in which the pass has grouped chains has the loss and the norm of gradients of the CPU's own."""
-    config, found = load(STEP.split()), []
-    for each in (device, TorchDevice("cpu", threads=1)):
-        session = build.build_session(build.build_model(config, 31), each, config)
+def steps_alike(device: TorchDevice, overrides: str) -> None:
+    """A step has the CPU's own loss and norm of gradients: where the pass has grouped chains, and without a plan."""
+    draw, found, inputs = np.random.default_rng(0), [], dict[str, np.ndarray]()
+    for each, engine in ((TorchDevice("cpu", threads=1), "static"), (device, "static"), (device, "dynamic")):
+        config = load([*overrides.split(), f"engine={engine}"])
+        session = build.build_session(build.build_model(config, IDS_OF_STEP), each, config)
         built = session.build_training(further=False)["train"]
-        assert built.plan is not None
-        names = {node.op.name for node in built.plan.graph.nodes}
-        assert ("fused" in names) == each.groups
-        found.append(built(examples(built.plan.graph)))
-    for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5)
+        if built.plan is not None:
+            names = {node.op.name for node in built.plan.graph.nodes}
+            assert ("fused" in names) == each.groups
+            inputs = inputs or {
+                name: draw.integers(0, IDS_OF_STEP, x.shape) if x.ndim == 2 else x
+                for name, x in examples(built.plan.graph).items()
+            }
+        found.append(built(inputs))
+    for step_of_device in found[1:]:
+        for name in ("loss", "grad_norm"):
+            np.testing.assert_allclose(step_of_device[name], found[0][name], rtol=1e-5)
 
 
 def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
     made: dict[str, Callable[[], Any]] = {
-        "a step": lambda: steps_alike(device),
+        "a step": lambda: steps_alike(device, GPT),
+        "a step with experts": lambda: steps_alike(device, MIXTURE),
+        "rows alone": lambda: rows_alone(device),
         "any program": lambda: any_program(device),  # type: ignore[call-arg]
         "far logits": lambda: far_logits(device),
     }
@@ -159,6 +216,8 @@ def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
         made[f"long {name}"] = lambda name=name: assert_equals_reference(device, op(name), long_case(name), DType.FP32)
     for of in ((op(name), case, dtype) for name, case in wide_cases().items() for dtype in DTYPES):
         made[f"wide {of[0].name} {of[2]}"] = lambda of=of: assert_equals_reference(device, *of)
+    for number, of in enumerate((*of, dtype) for of in panel_cases() for dtype in DTYPES):
+        made[f"panels {number} {of[0].name} {of[2]}"] = lambda of=of: panels(device, *of)
     for parameter in all_cases(*DTYPES, where=lambda op: op.name in EXPRESSIONS and op.name not in RULES):
         made[f"alone {parameter.id}"] = lambda of=parameter.values: alone(device, *of)
     return made
@@ -167,6 +226,7 @@ def checks(device: TorchDevice) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     assert knobs.runtime.interpret, "TRITON_INTERPRET=1 was not set"
     interpreter._convert_float, rows.PARTS = rounding, PARTS
+    interpreter.InterpreterBuilder.create_dot = multiplying
     device = TorchDevice("cpu", threads=1)
     device.context = replace(device.context, kind="cuda", explicit_up_to=10**6, logits=CHUNK, triton=True)
     device.groups = True

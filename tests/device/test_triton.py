@@ -56,6 +56,42 @@ def test_old_gpus_keep_the_rows_of_aten() -> None:
     assert lacking_triton((7, 0)) == "Triton wants compute capability 7.5"
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "size", "way"),
+    [
+        ((7, 5), DType.FP32, 64, "triton"),
+        ((7, 5), DType.FP16, 64, "dense"),
+        ((8, 0), DType.BF16, 64, "triton"),
+        ((9, 0), DType.BF16, 64, "grouped"),
+        ((9, 0), DType.BF16, 63, "triton"),
+        ((9, 0), DType.FP32, 64, "triton"),
+        ((10, 3), DType.BF16, 64, "grouped"),
+        ((12, 0), DType.BF16, 64, "triton"),
+        ((9, 0), DType.FP64, 64, "dense"),
+    ],
+)
+def test_a_plan_names_who_multiplies_panels_of_experts(
+    capability: tuple[int, int], dtype: DType, size: int, way: str
+) -> None:
+    rows, weight = TensorSpec((100, size), dtype), TensorSpec((4, size, 32), dtype)
+    with fake_cuda(capability) as device:
+        told = triton_rows(device.context)["grouped_matmul"].way
+        assert told is not None
+        ins, outs = [rows, weight, TensorSpec((5,), DType.INT64)], [TensorSpec((100, 32), dtype)]
+        assert told(ins, outs, {"transpose": False}) == way
+
+
+@pytest.mark.parametrize(("switch", "precision"), [("high", "tf32"), ("highest", "ieee")])
+def test_products_of_experts_follow_torchs_switch_of_tf32(switch: str, precision: str) -> None:
+    with fake_cuda() as device:
+        torch.set_float32_matmul_precision(switch)
+        try:
+            works = [dict(work.constants) for work, _ in Noted(device).products(DType.FP32)]
+        finally:
+            torch.set_float32_matmul_precision("highest")
+    assert [work["PRECISION"] for work in works] == [precision] * 3
+
+
 class Noted:
     """The tensors' dtypes of each launch that a row emits on a GPU of fake tensors."""
 
@@ -102,7 +138,17 @@ class Noted:
             *self.launches("head_cross_entropy", [hidden, head, targets, one, None], made, **smoothed),
             *self.launches("cross_entropy_grad", [logits, targets, self.tensor(40), one], [logits]),
             *self.launches("update", [*narrow, one, one, one, seed], [], rule=RULE, **rounding),
+            *self.products(DType.BF16),
+            *self.products(DType.FP32),
         ]
+
+    def products(self, dtype: DType) -> Iterator[tuple[launch.Work, list[torch.dtype]]]:
+        """Products of experts, of sizes that nothing divides."""
+        a, b = self.tensor(300, 77, dtype=dtype), self.tensor(300, 139, dtype=dtype)
+        weight, offsets = self.tensor(33, 77, 139, dtype=dtype), self.tensor(34, dtype=DType.INT64)
+        yield from self.launches("grouped_matmul", [a, weight, offsets], [b], transpose=False)
+        yield from self.launches("grouped_matmul", [b, weight, offsets], [a], transpose=True)
+        yield from self.launches("grouped_outer", [a, b, offsets], [weight])
 
     def tensor(self, *shape: int, dtype: DType = DType.FP32) -> torch.Tensor:
         return self.device.allocate(TensorSpec(shape, dtype))
@@ -117,7 +163,7 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.int16: "*i16"}
     with fake_cuda() as device:
         works = Noted(device).made()
-    assert len(works) == 9
+    assert len(works) == 15
     for work, dtypes in works:
         kernel = launch.function(work.kernel)
         kinds = {name: names[kind] for name, kind in zip(work.names, dtypes, strict=True)}
@@ -126,7 +172,8 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path, monkeypatch: pytest.Monke
         constants = {name: value for name, value in work.constants if name not in counts}
         aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(kernel.arg_names) if name in kinds}
         source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-        for capability in CAPABILITIES:
+        narrow_product = work.kernel == "grouped_product" and torch.bfloat16 in dtypes  # runs from 8.0 on
+        for capability in CAPABILITIES[narrow_product:]:
             made = triton.compile(
                 source, GPUTarget("cuda", capability, 32), {"num_warps": work.warps, "enable_fp_fusion": True}
             )

@@ -84,7 +84,7 @@ def _torch() -> Iterator[Finding]:
             yield Finding(title, "missing", why_no_gpu(name), "only device=cuda needs one")
     if torch.cuda.is_available():
         lacking = lacking_triton(torch.cuda.get_device_capability())
-        fix = "norms and elementwise chains run without it, in more launches: pip install triton"
+        fix = "norms, elementwise chains and experts run without it, in more launches: pip install triton"
         yield Finding("Triton", "missing" if lacking else "ok", lacking or "kernels of a GPU are made by it", fix)
 
 

@@ -1,7 +1,8 @@
 """Rows of mixtures of experts. On the CPU a launch reads where the panels of experts begin; a GPU's launch never does.
 
-On a GPU torch multiplies all panels of bf16 in one kernel, if its compute capability is 9.0 or more. Otherwise every
-expert multiplies all rows, of which those of others are zero: E/K times the work, which a plan names `dense`.
+On a GPU torch multiplies all panels of bf16 in one kernel, if its compute capability is 9 or 10. Otherwise Triton does
+(triton/rows.py), or without it every expert multiplies all rows, of which those of others are zero: E/K times the work.
+A plan names these ways `grouped`, `triton` and `dense`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from ttrain.device.torch.kernels.common import Call, constant_like, row
 
-_GROUPED = (9, 0)  # compute capability
+_GROUPED = (9, 10)  # major compute capabilities; on others torch reads on the host where panels begin
 
 
 @row("present")
@@ -100,6 +101,14 @@ def _row_products(call: Call) -> None:
         call.emit(torch.sum, term, 1, out=dweights[:, k])
 
 
+def grouped_by_torch(call: Call) -> bool:
+    """True where torch has one kernel for all panels of a product."""
+    a, b, _ = call.ins
+    whole = not any(size % 8 for size in (a.shape[1], *b.shape[1:]))  # of 16 bytes
+    on_gpu = call.context.kind == "cuda" and call.context.capability[0] in _GROUPED
+    return on_gpu and whole and a.dtype is torch.bfloat16
+
+
 def _grouped(outer: bool, call: Call) -> None:
     """Multiply the panel of rows of each expert by its matrix, or with `outer` by the same rows of b."""
     (a, b, offsets), y = call.ins, call.outs[0]
@@ -116,8 +125,7 @@ def _grouped(outer: bool, call: Call) -> None:
 
         call.emit(launch)
         return
-    served = a.dtype is torch.bfloat16 and not any(size % 8 for size in (a.shape[1], *b.shape[1:]))  # whole 16 bytes
-    call.way = "grouped" if served and call.context.kind == "cuda" and call.context.capability >= _GROUPED else "dense"
+    call.way = "grouped" if grouped_by_torch(call) else "dense"
     if call.way == "grouped":
         left, ends = a.t() if outer else a, call.scratch((len(offsets) - 1,), torch.int32)
         call.emit(ends.copy_, offsets[1:])

@@ -1,1 +1,1 @@
-"""Kernels of a GPU in Triton: norms, rotary positions, cross-entropy, and elementwise programs, in few launches."""
+"""Kernels of a GPU in Triton, in few launches: norms, rotations, losses, products of experts, elementwise programs."""

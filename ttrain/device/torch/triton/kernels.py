@@ -148,6 +148,47 @@ def cross_entropy(
 
 
 @triton.jit
+def grouped_product(
+    a, b, offsets, y,
+    OUTER: tl.constexpr, TRANSPOSED: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The panel of rows of each expert, times its matrix: a [M, LENGTH], b [EXPERTS, LENGTH, WIDTH] -> y [M, WIDTH].
+
+    With OUTER the transposed panel of a, times that of b: a [M, LENGTH], b [M, WIDTH] -> y [EXPERTS, LENGTH, WIDTH].
+    Each sum goes in the order of its terms, whatever other rows there are.
+    """
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    tile, column = tl.program_id(0) // across, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    if OUTER:
+        down: tl.constexpr = (LENGTH + ROWS - 1) // ROWS
+        expert, row = tile // down, tile % down * ROWS + tl.arange(0, ROWS)
+        known, begin, end = row < LENGTH, tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        y += expert.to(tl.int64) * (LENGTH * WIDTH)
+    else:
+        # Tiles of expert e are numbered from offsets[e] // ROWS + e on; there is room for all up to the next expert's.
+        each = tl.arange(0, SLOTS)
+        least = tl.load(offsets + each, each < EXPERTS, 2**40) // ROWS + each
+        expert = tl.sum((least <= tile).to(tl.int32), 0) - 1
+        first, last = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        first += (tile - first // ROWS - expert) * ROWS
+        if first >= last:
+            return
+        row = first + tl.arange(0, ROWS)
+        known, begin, end = row < last, 0, LENGTH
+        b += expert.to(tl.int64) * (LENGTH * WIDTH)
+    there, total = (column < WIDTH)[None, :], tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(begin, end, DEPTH):
+        inner = start + tl.arange(0, DEPTH)
+        near = inner < end
+        left = inner[None, :] * LENGTH + row[:, None] if OUTER else row[:, None] * LENGTH + inner[None, :]
+        right = column[None, :] * LENGTH + inner[:, None] if TRANSPOSED else inner[:, None] * WIDTH + column[None, :]
+        factor = tl.load(a + left, known[:, None] & near[None, :], 0.0)
+        total = tl.dot(factor, tl.load(b + right, near[:, None] & there, 0.0), total, input_precision=PRECISION)
+    tl.store(y + row[:, None] * WIDTH + column[None, :], total.to(y.dtype.element_ty), known[:, None] & there)
+
+
+@triton.jit
 def v_sigmoid(x):
     """1 / (1 + e^-x)."""
     return 1.0 / (1.0 + tl.exp(-x))

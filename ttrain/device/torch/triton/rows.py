@@ -10,6 +10,7 @@ import torch
 
 from ttrain.device.base import Kernel
 from ttrain.device.torch.kernels.common import NARROW, ROWS, Bind, Call, Context, Tensor, kernel, spec_of
+from ttrain.device.torch.kernels.experts import grouped_by_torch
 from ttrain.device.torch.kernels.loss import HeadProducts
 from ttrain.device.torch.loops import program_of
 from ttrain.device.torch.triton.elementwise import BLOCK, EXPRESSIONS, TritonNest
@@ -22,6 +23,7 @@ _WIDEST = 2**13  # elements of a row that the registers of a block of threads ho
 # what that one has stored, where an output has the buffer of an input.
 _TILE = 2**11
 PARTS = 512  # sums of the gradients of a norm's parameters, at most: a few for each processor of a GPU
+_TENSOR_CORES = (8, 0)  # compute capability from which Triton multiplies bf16 and fp16 on them
 _SINGLE = ("dropout", "dropout_mask", "clip_factor", "squared_error_grad")  # which aten makes in several launches
 Rule = Callable[[Call], bool]  # emits a node's launches; False, with nothing taken, where its kernel does not take it
 
@@ -131,6 +133,23 @@ def _loss(call: Call, rule: Bind) -> bool:
     return taken
 
 
+def _grouped(call: Call, outer: bool) -> bool:
+    """Multiply the panels of rows of all experts, unless torch has one kernel for them."""
+    (a, b, offsets), y = call.ins, call.outs[0]
+    narrow, cores = a.dtype in NARROW, call.context.capability >= _TENSOR_CORES
+    if grouped_by_torch(call) or not _takes(a, b) or (narrow and not cores):
+        return False
+    call.way, experts, width = "triton", len(offsets) - 1, y.shape[-1]
+    tile = {"ROWS": 64, "COLUMNS": 128 if narrow else 64, "DEPTH": 32}
+    down = experts * _parts(a.shape[1], tile["ROWS"]) if outer else len(a) // tile["ROWS"] + experts
+    sizes = {"OUTER": outer, "TRANSPOSED": call.attributes.get("transpose", False), "EXPERTS": experts}
+    sizes |= {"SLOTS": _power(experts), "LENGTH": a.shape[1], "WIDTH": width, **tile}
+    precision = "tf32" if torch.get_float32_matmul_precision() == "high" else "ieee"
+    grid = [down * _parts(width, tile["COLUMNS"])]
+    emit(call, "grouped_product", {"a": a, "b": b, "offsets": offsets}, {"y": y}, grid, PRECISION=precision, **sizes)
+    return True
+
+
 def _program(call: Call, op: str) -> bool:
     """Op fused, or one other op as a program of one step."""
     ins, specs = call.ins, [None if x is None else spec_of(x) for x in call.ins]
@@ -162,6 +181,8 @@ RULES: dict[str, Rule] = {
     "cross_entropy": partial(_loss, rule=_cross_entropy),
     "cross_entropy_grad": partial(_loss, rule=_cross_entropy_grad),
     "head_cross_entropy": partial(_loss, rule=_head_cross_entropy),
+    "grouped_matmul": partial(_grouped, outer=False),
+    "grouped_outer": partial(_grouped, outer=True),
     **{op: partial(_program, op=op) for op in ("fused", *_SINGLE)},
 }
 
