@@ -59,6 +59,7 @@ RUNS = {
     "llama, fp16": f"model=llama {SMALL} precision=fp16 lora.rank=4 optimizer=muon",
     "llama": "model=llama precision=bf16",
     "llama, bf16": f"model=llama {SMALL} precision=bf16 optimizer=adafactor",
+    "llama, experts": f"model=llama {SMALL} model.experts=4 model.experts_per_token=2 model.expert_width=20",
     "llama, adapters": f"model=llama {SMALL} precision=bf16 lora.rank=4",
     "llama, documents": f"model=llama {SMALL} precision=bf16 data=documents data.sources=[a] data.attention=document",
     "agillm": f"model=agillm {SMALL} precision=bf16",
