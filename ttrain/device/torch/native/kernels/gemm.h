@@ -16,6 +16,15 @@ constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
 
+// Whether bf16 is multiplied in pairs, else it is widened as it is packed. AMD multiplies pairs at twice the rate of fp32,
+// Intel without matrix units at half of it. An older gcc takes AMD's later kinds for Zen 3 with more instructions.
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__) || defined(__znver6__)
+#define FAST_PAIRS
+#endif
+#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || (defined(__AVX512BF16__) && defined(FAST_PAIRS))
+#define PAIRS
+#endif
+
 // One step of the inner axis: an element, or a pair of neighbours.
 template <class E>
 struct Inner;
@@ -50,7 +59,7 @@ struct Inner<bf16> {
 #endif
     }
     static INLINE void add_product(vf& sum, vu left, vu right) {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(PAIRS)
         asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
 #else
         sum += bits_as<vf>(left << 16) * bits_as<vf>(right << 16);
@@ -60,11 +69,8 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
-// The type in which elements are multiplied: bf16 in pairs if the hardware gains by it, else widened as they are packed.
-// Where Intel has no matrix units, it multiplies pairs at half the rate of fp32: one register of them takes four times as
-// long as one of fp32.
-#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || (defined(__AVX512BF16__) && !defined(__cooperlake__))
-#define PAIRS
+// The type in which elements are multiplied.
+#if defined(PAIRS)
 template <class E>
 using Operand = E;
 #else
