@@ -5,14 +5,13 @@ Elementwise programs (ttrain/ops/program.py) are chains of aten calls on blocks 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from ttrain.device.torch.kernels.common import Call, Tensor, accumulation, constant_like, row, scalar_like
+from ttrain.device.torch.kernels.common import Call, Tensor, constant_like, row, scalar_like
 
 aten = torch.ops.aten
 Function = Callable[..., Any]
@@ -34,71 +33,15 @@ for _name, _function in FUNCTIONS.items():
 row("silu")(partial(_called, aten.silu.out))
 
 
-# The tanh form of GELU is x sigmoid(z), z = x (_GELU_LINEAR + _GELU_CUBIC x^2): 0.5 (1 + tanh u) = sigmoid(2 u). On the
-# CPU aten's tanh costs four times its sigmoid, so a few passes over cached blocks beat aten's own kernel.
-_GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
-_GELU_CUBIC = 0.044715 * _GELU_LINEAR
-
-
-def _cut(call: Call, temporaries: int) -> list[list[Tensor]]:
-    """Blocks of all operands, each with temporaries, and in bf16 with room for a wide copy.
-
-    None where aten's own kernel is taken.
-    """
-    operands, size = [*call.ins, call.outs[0]], min(call.outs[0].numel(), call.context.block)
-    if not call.context.on_cpu or call.attributes["approximate"] != "tanh" or not size:
-        return []
-    dtype = accumulation(operands[0].dtype)
-    count = temporaries + (dtype is not operands[0].dtype)
-    scratch = [call.scratch((size,), dtype) for _ in range(count)]
-    parts = zip(*(tensor.view(-1).split(size) for tensor in operands), strict=True)
-    return [[*part, *(each[: len(part[0])] for each in scratch)] for part in parts]
-
-
 @row("gelu")
 def _gelu(call: Call) -> None:
-    if not (cut := _cut(call, 1)):
-        call.emit(torch._C._nn.gelu, call.ins[0], approximate=call.attributes["approximate"], out=call.outs[0])
-    for x, y, s, *wide in cut:
-        x = _widened(call, x, wide)
-        _gelu_sigmoid(call, x, s)
-        # In bf16 the product is formed in fp32 and rounded once.
-        _product(call, x, s, y, s, wide)
+    call.emit(torch._C._nn.gelu, call.ins[0], approximate=call.attributes["approximate"], out=call.outs[0])
 
 
 @row("gelu_grad")
 def _gelu_grad(call: Call) -> None:
-    if not (cut := _cut(call, 2)):
-        form = call.attributes["approximate"]
-        call.emit(aten.gelu_backward.grad_input, *call.ins, approximate=form, grad_input=call.outs[0])
-    for dy, x, dx, s, slope, *wide in cut:
-        x = _widened(call, x, wide)
-        _gelu_sigmoid(call, x, s)
-        call.emit(torch.addcmul, constant_like(_GELU_LINEAR, x), x, x, value=3 * _GELU_CUBIC, out=slope)
-        call.emit(torch.mul, slope, x, out=slope)  # x dz/dx
-        call.emit(aten.sigmoid_backward.grad_input, slope, s, grad_input=slope)
-        call.emit(torch.add, slope, s, out=slope)
-        _product(call, slope, _widened(call, dy, wide), dx, s, wide)
-
-
-def _gelu_sigmoid(call: Call, x: Tensor, s: Tensor) -> None:
-    """s <- sigmoid(z) for the z of the tanh form."""
-    call.emit(torch.addcmul, constant_like(_GELU_LINEAR, x), x, x, value=_GELU_CUBIC, out=s)
-    call.emit(torch.mul, s, x, out=s)
-    call.emit(torch.sigmoid, s, out=s)
-
-
-def _widened(call: Call, x: Tensor, wide: Sequence[Tensor]) -> Tensor:
-    """x in the dtype of the scratch, where there is one."""
-    call.copy(x, target := wide[0] if wide else x)
-    return target
-
-
-def _product(call: Call, a: Tensor, b: Tensor, out: Tensor, scratch: Tensor, wide: Sequence[Tensor]) -> None:
-    """out <- a b, through the scratch where the product is wider."""
-    made = scratch if wide else out
-    call.emit(torch.mul, a, b, out=made)
-    call.copy(made, out)
+    form = call.attributes["approximate"]
+    call.emit(aten.gelu_backward.grad_input, *call.ins, approximate=form, grad_input=call.outs[0])
 
 
 @row("scale")

@@ -66,21 +66,6 @@ class _TargetRows:
         self.emit(aten._log_softmax.out, logits, -1, False, out=wide_logits)
         self.emit(torch.gather, wide_logits, 1, self.targets[rows], out=self.logs[rows])
 
-    def probabilities(self, logits: Tensor, rows: slice) -> None:
-        """logits, fp32 at least, <- their softmax; logs <- log-probabilities of the targets.
-
-        A log-probability is logit - max logit + log max probability: the largest probability never underflows. Two
-        maxima cost less than a log-softmax and its exponential.
-        """
-        logs, maxima = self.logs[rows], self.shifted[rows]
-        self.emit(torch.gather, logits, 1, self.targets[rows], out=logs)
-        self.emit(torch.amax, logits, 1, True, out=maxima)
-        self.emit(torch.sub, logs, maxima, out=logs)
-        self.emit(aten._softmax.out, logits, -1, False, out=logits)
-        self.emit(torch.amax, logits, 1, True, out=maxima)
-        self.emit(torch.log, maxima, out=maxima)
-        self.emit(torch.add, logs, maxima, out=logs)
-
     def subtract_targets(self, probabilities: Tensor, rows: slice) -> None:
         """probabilities <- probabilities - (1 - smoothing) onehot(target) - smoothing / ids."""
         if self.smoothing:
@@ -148,12 +133,11 @@ def _head_cross_entropy(call: Call) -> None:
             target = wide[: len(source)] if narrow else source
             call.copy(source, target)
             rows.measure(target, at)
-            if not head.made:
-                rows.log_probabilities(target, target, at)
-                continue
-            rows.probabilities(target, at)
-            rows.subtract_targets(target, at)
-            call.copy(target, source)
+            rows.log_probabilities(target, target, at)
+            if head.made:
+                call.emit(torch.exp, target, out=target)
+                rows.subtract_targets(target, at)
+                call.copy(target, source)
     rows.sum(call.outs[0], call.outs[1 if rows.smoothing else 0])
 
 
