@@ -188,8 +188,6 @@ class RegressionConfig(DataConfig):
     """Synthetic regression: a fixed random two-layer teacher plus Gaussian noise."""
 
     name: str = option("regression", "registered name of the data")
-    inputs: int | None = option(None, "features per example; null takes the model's", minimum=1)
-    outputs: int | None = option(None, "targets per example; null takes the model's", minimum=1)
     examples: int = option(8192, "number of examples, including held-out ones", minimum=2)
     noise: float = option(0.1, "standard deviation of the noise on targets, whose variance is about 1", minimum=0)
     seed: int = option(0, "seed of the teacher and of the examples", minimum=0)

@@ -44,14 +44,8 @@ class MLPConfig:
 
     @rule
     def _data_fits(self, others: Any) -> Iterator[str]:
-        data = others.data
-        if not isinstance(data, RegressionConfig):
-            yield f"data={data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
-            return
-        for key in ("inputs", "outputs"):
-            wanted, given = getattr(self, key) or self.width, getattr(data, key)
-            if given is not None and given != wanted:
-                yield f"data.{key}={given}: the model has {wanted} {key}. Give data.{key}=null to take the model's."
+        if not isinstance(others.data, RegressionConfig):
+            yield f"data={others.data.name}: model=mlp trains on numbers, not on tokens. Give data=regression."
 
 
 @dataclass
