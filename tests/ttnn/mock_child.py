@@ -30,6 +30,7 @@ SIZES = {
     "nano-gpt": {"layers": 2, "heads": 2, "width": 64, "context": 64, "vocabulary": 96},
     "many ids": {"layers": 1, "heads": 2, "width": 64, "context": 64, "vocabulary": 2081},
     "llama": {"layers": 1, "heads": 2, "kv_heads": 1, "width": 64, "hidden": 96, "context": 64, "qk_norm": True},
+    "experts": {"layers": 1, "context": 64, "experts": 8, "experts_per_token": 2, "expert_width": 32},
     "odd": {"layers": 1, "heads": 2, "width": 96, "context": 33, "vocabulary": 97},
 }
 READS = {CAUSAL: (1, 1), PAIRS: (4, 2)}
@@ -44,8 +45,8 @@ def model_of(case: dict[str, Any]) -> Any:
     if case["model"] == "centred":
         return Centred(compute)
     model: Any
-    if case["model"] == "llama":
-        model = llama(compute, **SIZES["llama"])
+    if case["model"] in ("llama", "experts"):
+        model = llama(compute, **SIZES[case["model"]])
     elif case["model"] == "agillm":
         model = agillm(compute, **case["config"])
     else:

@@ -7,7 +7,7 @@ from math import prod
 import pytest
 
 from tests.models.session import plan_of
-from tests.ttnn.runs import adamw, gpt
+from tests.ttnn.runs import adamw, gpt, llama
 from ttrain.core.errors import GraphError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.device.base import Layout
@@ -70,3 +70,16 @@ def test_values_that_take_turns_have_one_layout_and_equally_many_elements(contex
     names = [node.op.name for node in plan.graph.nodes]
     assert ("copy_reshape" in names) is (context % 32 != 0)
     assert all(shares_memory(n.values[0].spec, n.outputs[0].spec) for n in plan.graph.nodes if n.op.name == "reshape")
+
+
+def test_numbers_from_the_card_take_no_turns_and_products_of_experts_are_named_dense() -> None:
+    device = planned(TenstorrentConfig())
+    graph = StepGraph(llama(experts=4, experts_per_token=2, expert_width=24), adamw(), rows=2)
+    plan = plan_of(device, graph.trace_train)
+    offsets = [block.offset for block in plan.blocks]
+    made = [block for owner, block in plan.owned.items() if owner.producer and not owner.spec.dtype.is_floating]
+    assert len(made) == 2 * 4  # of a layer: ids, order, places, offsets
+    assert all(offsets.count(block.offset) == 1 for block in made)
+    products = [node for node in plan.graph.nodes if node.op.name.startswith("grouped")]
+    ways = [way(*n.specs, n.attributes) for n in products if (way := device.kernels[n.op.name].way)]
+    assert ways == ["dense"] * (2 * 3 * 3)  # of a layer: three matrices, each forward and with both gradients

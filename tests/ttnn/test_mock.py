@@ -24,10 +24,12 @@ STEPS: dict[str, Order] = {
     "odd": ODD,
     "many ids": {"model": "many ids", **BF16},
     "llama": {"model": "llama", **BF16},
+    "experts": {"model": "experts", **BF16},
     "centred": {"model": "centred"},
     # Last: captured steps keep the device from fused updates.
     "mlp traced": {**MLP, **TRACED},
     "centred traced": {"model": "centred", **TRACED},
+    "experts traced": {"model": "experts", **TRACED},
 }
 
 

@@ -24,18 +24,7 @@ EXCHANGES = {
     "collectives_done",
     "all_gather_state",
 }
-REFUSED = {  # with the option that a model asks for them by: lora.base, model.experts
-    "int8_matmul",
-    "nf4_matmul",
-    "present",
-    "largest",
-    "sort_by_expert",
-    "dispatch",
-    "combine",
-    "row_products",
-    "grouped_matmul",
-    "grouped_outer",
-}
+REFUSED = {"int8_matmul", "nf4_matmul"}  # with the option that a model asks for them by: lora.base
 # By a step of a mesh: of ranks, of ids that lie there, and what boards refuse.
 NOT_RECORDED = {*EXCHANGES, *REFUSED, "block_norms", "token_windows"}
 FACTOR = 8.0  # of what is allowed elsewhere: products and sums of a card go other ways

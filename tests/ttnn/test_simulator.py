@@ -27,6 +27,7 @@ pytestmark = [
 Arrays = dict[str, np.ndarray]
 MLP: dict[str, Any] = {"model": "mlp", "fp32": True, "rows": 32}
 DROPOUT: dict[str, Any] = {"model": "gpt", "sizes": {"dropout": 0.1}}
+EXPERTS = {"layers": 1, "experts": 4, "experts_per_token": 2, "expert_width": 32}
 HOSTED: dict[str, Any] = {"model": "gpt", "host_resident": ["embedding"]}
 
 
@@ -79,9 +80,10 @@ def test_mlp_trains_five_steps(tmp_path: Path, optimizer: str) -> None:
         {"model": "gpt"},
         {"model": "gpt", "sizes": {"width": 48, "vocabulary": 97}},
         {"model": "llama"},
+        {"model": "llama", "sizes": EXPERTS, "steps": 2},
         {**HOSTED, "fast": True},
     ],
-    ids=["nano-gpt, heads of 16", "nano-gpt, heads of 24", "llama, grouped heads of 16", "embedding in host memory"],
+    ids=["nano-gpt, heads of 16", "nano-gpt, heads of 24", "llama, grouped heads of 16", "mixture", "hosted embedding"],
 )
 def test_gradients_of_a_decoder(tmp_path: Path, order: dict[str, Any]) -> None:
     (sides,) = simulated(tmp_path, **{"fast": False, "steps": 1, **order})

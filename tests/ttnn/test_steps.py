@@ -61,6 +61,7 @@ SWITCHES = {
 }  # fmt: skip
 ODD = {"tied": False, "vocabulary": 97, "width": 40, "heads": 4, "context": 20, "dropout": 0.1, "recompute": "block"}
 ONE_CHUNK = {"context": 96, "vocabulary": 90_000, "width": 16, "heads": 1, "rank": 16, "layers": 1, "dropout": 0.0}
+EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_width": 24}
 # Odd sizes: no dimension of these is a multiple of a tile but by chance.
 CASES = {
     "mlp": Case(mlp),
@@ -74,6 +75,9 @@ CASES = {
     "every switch": Case(of(gpt, **SWITCHES)),
     "packed documents": Case(lambda dtype: gpt(dtype).packing_documents()),
     "llama": Case(of(llama, vocabulary=50, context=20, head_width=12, hidden=70, rotary_share=0.5, window=7)),
+    "mixture of experts": Case(of(llama, **EXPERTS)),
+    "mixture, odd": Case(of(llama, **EXPERTS, vocabulary=50, width=40, context=21, recompute="block")),
+    "mixture, biased router": Case(of(llama, **EXPERTS, router="biased", shared_experts=1), sgd),
     "recomputed blocks": Case(of(gpt, recompute="block", dropout=0.1)),
     "adapters": Case(adapted),
     "agillm, folded": Case(agillm, sgd),

@@ -20,6 +20,7 @@ MODELS = {
     "gpt with rounded moments": lambda: (gpt(layers=1), adamw(state_dtype="bf16")),
     "llama bf16": lambda: (llama(DType.BF16, rotary_share=0.5, layers=1), adamw()),
     "llama fp32": lambda: (llama(layers=1), adamw()),
+    "mixture of experts": lambda: (llama(layers=1, experts=4, experts_per_token=2, expert_width=32), adamw()),
     "mlp with momentum": lambda: (mlp(), sgd(momentum=0.9)),
 }
 

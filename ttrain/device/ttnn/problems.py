@@ -67,8 +67,9 @@ def _divided(device: TenstorrentConfig) -> Iterator[str]:
 def parameter_problems(device: TenstorrentConfig, paths: Sequence[str], tied: bool) -> list[str]:
     """Parts that the device can't compute, or names of host_resident that lead to no parameter."""
     names, known = device.host_resident, {path.partition(".")[0] for path in paths}
-    if any(path.endswith(".router.weight") for path in paths):
-        return [f"model.experts: device={device.name} has no products of experts. Give device=cpu or cuda."]
+    if device.subdevices > 1 and any(path.endswith(".router.weight") for path in paths):
+        told = f"model.experts: device.subdevices={device.subdevices}: ttnn sorts on the whole chip only"
+        return [f"{told}. Give device.subdevices=1."]
     unknown = [name for name in names if not any(belongs(path, name) for path in paths)]
     if tied and len(unknown) < len(names):  # the head is the embedding, which is among the others
         unknown = [name for name in unknown if name != "head"]

@@ -140,6 +140,14 @@ class ShapeRuntime:
         batch, heads, time, width = x.shape
         return self._ran(Scatter, [x], replace(x, shape=(batch, time, heads * width)))
 
+    def sort(self, x: TileLayout, dim: int) -> list[Any]:
+        numbers = replace(x, dtype=self.uint32)
+        self._ran(Scatter, [x], x, numbers)
+        return [x, numbers]
+
+    def gather(self, x: TileLayout, dim: int, numbers: TileLayout) -> Any:
+        return self._ran(Scatter, [x, numbers], replace(x, shape=numbers.shape))
+
     # Kernels that read rows of tiles several times.
 
     def _by_rows(self, x: TileLayout, *_: Any, **options: Any) -> Any:

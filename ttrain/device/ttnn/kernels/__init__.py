@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ttrain.device.base import Kernel
-from ttrain.device.ttnn.kernels import attention, elementwise, layout, loss, norm, products, reduce, update
+from ttrain.device.ttnn.kernels import attention, elementwise, experts, layout, loss, norm, products, reduce, update
 from ttrain.device.ttnn.kernels.common import ROWS, Context
 
 

@@ -79,24 +79,32 @@ def one_hot(c: Context, ids: IntegerInput, count: int, dtype: DType, start: int 
     return c.tt.eq(part, c.numbers(count).t, dtype=getattr(c.tt, dtype_name(dtype)))
 
 
+def look_up(c: Context, table: Any, numbers: Any) -> Any:
+    """Return the rows of a table that uint32 numbers in row-major order name.
+
+    ttnn looks up in bf16 only; an fp32 table goes in three bf16 parts, which together hold its 24 bits.
+    """
+    tt = c.tt
+
+    def rows(part: Any) -> Any:
+        if numbers.shape[-1] % TILE == 0:
+            return tt.embedding(numbers, part, layout=tt.TILE_LAYOUT)
+        part = tt.to_layout(part, tt.ROW_MAJOR_LAYOUT)
+        return tt.to_layout(tt.embedding(numbers, part, layout=tt.ROW_MAJOR_LAYOUT), tt.TILE_LAYOUT)
+
+    return in_parts(tt, table, rows)
+
+
 @row("embedding", Delivery.RETURNS)
 def _embedding(c: Context, ids: IntegerInput, weight: Tensor, y: Tensor) -> list[Any]:
-    """ttnn looks up in bf16 only; an fp32 weight goes in three bf16 parts, which together hold its 24 bits.
-
-    On a part of the chip, a product with one-hot rows picks them.
-    """
-    tt, shape = c.tt, device_shape(ids.spec.shape)
-
-    def look_up(table: Any) -> Any:
-        if c.core_subset:
-            return tt.pick(one_hot(c, ids, weight.spec.shape[0], DType.BF16), table)
-        rows = ids.in_layout(TileLayout(shape, "uint32", ROWS))
-        if shape[-1] % TILE == 0:
-            return tt.embedding(rows, table, layout=tt.TILE_LAYOUT)
-        table = tt.to_layout(table, tt.ROW_MAJOR_LAYOUT)
-        return tt.to_layout(tt.embedding(rows, table, layout=tt.ROW_MAJOR_LAYOUT), tt.TILE_LAYOUT)
-
-    return [tt.reshape(in_parts(tt, weight.t, look_up), device_shape(y.spec.shape))]
+    """On a part of the chip, a product with one-hot rows picks them."""
+    tt = c.tt
+    if c.core_subset:
+        hot = one_hot(c, ids, weight.spec.shape[0], DType.BF16)
+        found = in_parts(tt, weight.t, lambda part: tt.pick(hot, part))
+    else:
+        found = look_up(c, weight.t, ids.in_layout(TileLayout(device_shape(ids.spec.shape), "uint32", ROWS)))
+    return [tt.reshape(found, device_shape(y.spec.shape))]
 
 
 @row("embedding_grad", Delivery.RETURNS)

@@ -52,15 +52,17 @@ def _global_norm(c: Context, *tensors: Tensor) -> Launch:
     return run
 
 
+def joined(tt: Any, parts: Sequence[Any], dim: int) -> Any:
+    """Tensors one after the other, in as few launches as ttnn's limit allows."""
+    while len(parts) > 1:
+        runs = [list(parts[start : start + CONCAT_LIMIT]) for start in range(0, len(parts), CONCAT_LIMIT)]
+        parts = [tt.concat(run, dim=dim) if run[1:] else run[0] for run in runs]
+    return parts[0]
+
+
 def _total(c: Context, sums: Sequence[Any]) -> Any:
     """[1, 1] out of several."""
-    while len(sums) > 1:
-        parts = [list(sums[start : start + CONCAT_LIMIT]) for start in range(0, len(sums), CONCAT_LIMIT)]
-        sums = [
-            c.tt.sum(c.tt.concat(part, dim=1), dim=1, keepdim=True, **c.exact) if part[1:] else part[0]
-            for part in parts
-        ]
-    return sums[0]
+    return c.tt.sum(joined(c.tt, sums, 1), dim=1, keepdim=True, **c.exact) if sums[1:] else sums[0]
 
 
 @row("all_reduce", Delivery.RETURNS)

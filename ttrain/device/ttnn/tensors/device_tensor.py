@@ -16,7 +16,7 @@ import numpy as np
 
 from ttrain.core.errors import GraphError, ShapeError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.device.ttnn.tensors.store import TILE, Store, TileLayout, default_layout, device_shape
+from ttrain.device.ttnn.tensors.store import TILE, TILES, Store, TileLayout, default_layout, device_shape
 
 
 class DeviceTensor:
@@ -81,6 +81,10 @@ class DeviceTensor:
         """True if the buffer may take another tensor than the one it has."""
         return self.stack is None
 
+    def adopt(self, tensor: Any) -> None:
+        """Take the tensor that a kernel has returned."""
+        self.tensor = tensor
+
     def view(self, spec: TensorSpec) -> DeviceTensor:
         """Return the tensor under another shape."""
         view = View(self, spec)
@@ -98,7 +102,7 @@ def deliver(results: Sequence[Any], outputs: Tensors) -> None:
             continue
         tt = output.store.tt
         if output.adopts and result.dtype == getattr(tt, output.layout.dtype):
-            output.tensor = result
+            output.adopt(result)
         else:
             tt.copy(result, output.t)
 
@@ -136,7 +140,7 @@ class View(DeviceTensor):
 
 
 class IntegerInput(DeviceTensor):
-    """Token ids, targets, positions or a seed: the host lays them out for every reader."""
+    """Token ids, targets, positions or a seed: the host lays them out for every reader. Or numbers from a kernel."""
 
     def __init__(self, store: Store, spec: TensorSpec, source: IntegerInput | None = None) -> None:
         super().__init__(store, spec)
@@ -152,17 +156,31 @@ class IntegerInput(DeviceTensor):
 
     def in_layout(self, layout: TileLayout) -> Any:
         """Return the tensor in a layout; in a floating-point one it is 1 where the number is 0 or more, else 0."""
+        if self.source.tensor is not None:
+            return self._cast(layout)
         if layout.dtype == "float32":
             return self.derived(layout, layout, lambda numbers: (numbers >= 0).astype(np.float32))
         return self.derived(layout, layout, lambda numbers: numbers)
+
+    def _cast(self, layout: TileLayout) -> Any:
+        """Lay out, on the card, what a kernel has made."""
+        tt = self.store.tt
+        numbers = tt.reshape(self.source.tensor, layout.shape)
+        if layout.dtype == "float32":
+            return tt.ge(tt.typecast(numbers, tt.float32), 0.0)
+        numbers = numbers if layout.dtype == "int32" else tt.typecast(numbers, getattr(tt, layout.dtype))
+        return numbers if layout.order == TILES else tt.to_layout(numbers, getattr(tt, layout.order))
+
+    def adopt(self, tensor: Any) -> None:
+        self.source.tensor = tensor
 
     def upload(self, array: np.ndarray) -> None:
         self.value = array.copy()
         self.store.stale.update(self.watchers)
 
     def download(self) -> np.ndarray:
-        assert self.source.value is not None
-        return self.source.value.reshape(self.spec.shape)
+        made = self.source.tensor
+        return (self.source.value if made is None else self.store.read(made)).reshape(self.spec.shape)
 
     def view(self, spec: TensorSpec) -> IntegerInput:
         return IntegerInput(self.store, spec, self.source)
