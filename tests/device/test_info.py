@@ -62,7 +62,10 @@ def test_a_family_answers_by_the_config_that_it_is_given() -> None:
         "device.subdevices=2",
     ]  # fmt: skip
     assert (info.mode(card), info.replicas(card), info.row_multiple) == ("silicon", 2, 32)
+    refused = info.parameter_problems(card, ["blocks.0.feed_forward.router.weight"], False)
+    assert [text.partition(": ttnn")[0] for text in refused] == ["model.experts: device.subdevices=2"]
     replica = info.replica(card)
+    assert not info.parameter_problems(replica, ["blocks.0.feed_forward.router.weight"], False)
     assert info.replicas(replica) == 1 and not list(info.problems(TenstorrentConfig(name="n300", mesh=[1, 2]), 4))
     mocked = replace(card, mode="mock")
     assert info.mode(mocked) == "mock" and not info.present(mocked)

@@ -155,7 +155,6 @@ def test_several_runs_share_the_requests_to_stop() -> None:
         ([*TWO, "supervise=true"], "Give supervise.enabled=false"),
         ([*TWO, "recover.oom=shrink"], "Give recover.oom=stop"),
         ([*TWO, "task=verify"], "Give device.subdevices=1"),
-        ([*TWO, "model=llama", "model.preset=moe-tiny"], "sorts on the whole chip only. Give device.subdevices=1"),
         ([*TWO, "replicas.seed=[1]"], "one value for each of the 2 replicas"),
         ([*TWO, "replicas.lr=[1e-3,-1]"], "must be 0 or more"),
         ([*TWO, "replicas.lr=[a,b]"], "must be a list of numbers"),

@@ -54,7 +54,8 @@ def _largest(c: Context, scores: Tensor, y: Tensor, count: int) -> list[Any]:
     Differences of infinite scores are NaN, so all are made finite.
     """
     tt, (rows, size) = c.tt, scores.spec.shape
-    earlier = c.constant("earlier", TileLayout((1, size, size)), lambda: np.triu(np.ones((1, size, size)), 1))
+    pairs = TileLayout((1, size, size))
+    earlier = c.constant("earlier", pairs, lambda: np.triu(np.ones(pairs.shape, np.float32), 1))
     x = wide(c, scores)
     x = tt.clamp(tt.where(tt.isnan(x), _HUGE, x), -_HUGE, _HUGE)
     rival, own = tt.reshape(x, (rows, size, 1)), tt.reshape(x, (rows, 1, size))
