@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -136,9 +136,8 @@ class Composer:
 
         Raises ConfigError for several options of another group.
         """
-        loader = GlobalHydra.instance().config_loader()
         for group in {*registry.groups()} - {*root.hydra.runtime.choices}:  # a list is not among the choices
-            listed = loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults
+            listed = _defaults_list(self.files.name, lines).defaults
             options = [path.rpartition("/") for each in listed if (path := str(each.config_path))]
             names = list(dict.fromkeys(self.files.component(*each[::2]) for each in options if each[0] == group))
             if len(names) > 1 and group != "logger":
@@ -211,6 +210,12 @@ class Composer:
         search = ", ".join(as_text(f"file://{folder}") for folder in self.files.folders[1:])
         return [f"hydra.searchpath=[{search}]", *map(self._for_hydra, filter(self._is_hydras, overrides))]
 
+    @cached_property
+    def _named(self) -> Container[str]:
+        """Groups that the defaults list of the main config names, directly or not."""
+        named: Container[str] = _defaults_list(self.files.name, self._lines(())).overrides.known_choices_per_group
+        return named
+
     def _for_hydra(self, override: Override) -> str:
         """The override as Hydra's grammar has it: `+` for a group that no defaults list names, `null` as a name."""
         if override.is_hydra_override() or override.is_delete() or override.package is not None:
@@ -219,7 +224,7 @@ class Composer:
         if option is None and NULL_OPTION in self.files.options(group):
             option = NULL_OPTION
         value = as_text(str(option)) if isinstance(option, str | QuotedString) else override.get_value_element_as_str()
-        return f"{'' if group in self.files.defaults() else '+'}{group}={value}"
+        return f"{'' if group in self._named else '+'}{group}={value}"
 
     def _problems_of_files(self, composed: Composed) -> list[str]:
         """List what files give that only the command line may give, or that would do nothing."""
@@ -261,8 +266,7 @@ class Composer:
 
     def _set_by_files(self, composed: Composed) -> Iterator[tuple[str, str]]:
         """Yield the keys that files set, and Hydra's own groups of which they choose an option, each with its file."""
-        loader, lines = GlobalHydra.instance().config_loader(), self._lines(composed.overrides)
-        for default in loader.compute_defaults_list(self.files.name, lines, RunMode.MULTIRUN).defaults:
+        for default in _defaults_list(self.files.name, self._lines(composed.overrides)).defaults:
             for key in self.files.keys(default.config_path, default.package):
                 yield key, f"{default.config_path}{YAML}"
 
@@ -293,6 +297,11 @@ def load(overrides: Sequence[str] = (), config_name: str | None = None, config_d
     """Compose and check in one call: `load(["model=gpt2", "train.steps=10"])`."""
     with Composer(config_name, config_dir) as composer:
         return composer.typed(overrides)
+
+
+def _defaults_list(name: str, lines: list[str]) -> Any:
+    """Return what a main config chooses with these arguments, as Hydra resolves it."""
+    return GlobalHydra.instance().config_loader().compute_defaults_list(name, lines, RunMode.MULTIRUN)
 
 
 def _has_values(override: Override) -> bool:

@@ -59,17 +59,6 @@ class ConfigFiles:
         """Return the name that an option gives its component; a plugin's option is the name."""
         return str(self._read(f"{group}/{option}")[0].get("name", option))
 
-    def defaults(self) -> set[str]:
-        """Groups in the defaults list of the main config, and of those that it includes."""
-        return set(self._listed(self.name, frozenset()))
-
-    def _listed(self, path: str, seen: frozenset[str]) -> Iterator[str]:
-        for group, option, _ in self._defaults(path) if path not in seen else ():
-            if group:
-                yield group
-            else:
-                yield from self._listed(str(option).lstrip("/"), seen | {path})
-
     def sets(self, group: str, option: str) -> Iterator[str]:
         """Dotted keys that an option sets, and groups of which it chooses another option."""
         path = f"{group}/{option}"
