@@ -21,7 +21,6 @@ from ttrain.models.base import LOSS_WEIGHT, Batch, Model, preparation, prepare_p
 
 INDICES = "indices"  # step input int64 [rows]: where the samples of a batch are in the split
 LIMIT = 256 * 2**20  # bytes that lie on a device without being asked for
-PARTS = 3  # bf16 numbers whose sum is an fp32 one
 TOKENS_AT_ONCE = 2**22  # tokens that are brought there at a time: a file of them may be larger than the host's memory
 
 
@@ -50,44 +49,28 @@ class IndexBatches:
 class Resident:
     """Arrays that lie on the device, by name: the fields of one batch for all steps, or those that indices go into.
 
-    Those are the arrays of a training split, as data.batches.Indexed has them. With `in_parts` an fp32 one lies there
-    as three in bf16, whose sum it is to the bit, for a device that looks up rows in bf16 only.
+    Those are the arrays of a training split, as data.batches.Indexed has them.
     """
 
     arrays: Mapping[str, TensorSpec]
     indexed: bool = True  # whether a step is handed the indices of its samples
-    in_parts: bool = False
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         """Return the specs of the persistent tensors, by name."""
-        return {name: spec for parts in self._parts().values() for name, spec in parts.items()}
-
-    def _parts(self) -> dict[str, dict[str, TensorSpec]]:
-        found = {}
-        for name, spec in self.arrays.items():
-            if self.indexed and self.in_parts and spec.dtype is DType.FP32:
-                narrow = spec.with_dtype(DType.BF16)
-                found[name] = {f"data/{name}/{part}": narrow for part in range(PARTS)}
-            else:
-                found[name] = {f"data/{name}": spec}
-        return found
+        return {f"data/{name}": spec for name, spec in self.arrays.items()}
 
     def values(self, graph: Graph, fields: Mapping[str, TensorSpec]) -> dict[str, Value]:
         """Return the values that stand in a step for these fields of its batch."""
-        found = {
-            name: [graph.state_value(part, spec, Kind.CACHE) for part, spec in parts.items()]
-            for name, parts in self._parts().items()
-        }
+        found = {name: graph.state_value(f"data/{name}", spec, Kind.CACHE) for name, spec in self.arrays.items()}
         if not self.indexed:
-            return {name: value for name, (value,) in found.items()}
+            return found
         rows, *length = fields["targets"].shape
         indices = graph.input(INDICES, TensorSpec((rows,), DType.INT64))
         if STREAM in found:
-            tokens, targets = ops.token_windows(indices, found[STREAM][0], length[0])
+            tokens, targets = ops.token_windows(indices, found[STREAM], length[0])
             return {"tokens": tokens, "targets": targets}
-        looked_up = {name: [ops.embedding(indices, part) for part in parts] for name, parts in found.items()}
-        return {name: parts[0] if len(parts) == 1 else _sum(parts) for name, parts in looked_up.items()}
+        return {name: ops.embedding(indices, array) for name, array in found.items()}
 
     def write(self, state: State, part: Callable[[int, int], Batch]) -> None:
         """All rows of the arrays, of which `part` returns those from one number up to another."""
@@ -95,24 +78,12 @@ class Resident:
         at_once = TOKENS_AT_ONCE if STREAM in self.arrays else count
         for start in range(0, count, at_once):
             rows = part(start, min(start + at_once, count))
-            for name, parts in self._parts().items():
-                rest = np.ascontiguousarray(rows[name])
-                *narrow, last = parts
-                for piece in narrow:  # the upper half of an fp32 number's bits is a bf16 one
-                    value = (rest.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-                    state.write_rows(piece, start, value)
-                    rest = rest - value
-                state.write_rows(last, start, rest)
+            for name in self.arrays:
+                state.write_rows(f"data/{name}", start, np.ascontiguousarray(rows[name]))
 
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare, of a model whose loss is the mean over the targets."""
         return {INDICES: batch[INDICES]} if self.indexed else {}, {LOSS_WEIGHT: valid_targets(batch)}
-
-
-def _sum(parts: list[Value]) -> Value:
-    """A field in fp32 from the parts that were looked up of it."""
-    first, *rest = (ops.cast(part, DType.FP32) for part in parts)
-    return sum(rest, first)
 
 
 def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, dataset: Any) -> Resident | None:
@@ -128,7 +99,7 @@ def choose_resident(data: DataConfig, rows: int, model: Model, device: Device, d
         return None
     fields = model.batch_specs(rows)
     known = hasattr(dataset, "arrays") and fields.keys() <= dataset.fields.keys()
-    found = Resident(dataset.arrays(fields) if known else {}, in_parts=device.narrow_lookups)
+    found = Resident(dataset.arrays(fields) if known else {})
     why = _why_on_host(data, model, device, found.arrays)
     if asked and why:
         raise UserError(f"data.resident=device: {why}. Give auto or host.")
@@ -154,6 +125,6 @@ def _why_on_host(data: DataConfig, model: Model, device: Device, arrays: Mapping
         return "the chips of a mesh share every batch, which the host hands over"
     if not arrays:
         return f"data={data.name} has no arrays that indices could go into"
-    if device.narrow_lookups and not all(spec.dtype.is_floating for spec in arrays.values()):
-        return f"device={device.name} looks up numbers in bf16 only, which does not hold the ids of tokens"
+    if device.narrow_lookups:
+        return f"device={device.name} looks up numbers in bf16 only, which holds neither ids of tokens nor fp32"
     return None
