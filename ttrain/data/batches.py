@@ -218,9 +218,7 @@ class TokenDataset(TokenSequences):
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
         """See Indexed."""
-        numbers, length = sample_numbers(first, rows), len(self._splits["train"])
-        if self._limit is not None:
-            numbers = numbers % np.uint64(self._limit)
+        numbers, length = sample_numbers(first, rows, self._limit), len(self._splits["train"])
         if self._order == "random":
             return drawn(seed, numbers, length - self.context)
         places = self._places(numbers, *((self._first, self._offset) if self._limit is None else (0, 0)))
@@ -252,9 +250,18 @@ class TokenDataset(TokenSequences):
         return np.where(done < left, np.uint64(offset) + done * length, starts)
 
 
-def sample_numbers(first: int, rows: int) -> Words:
-    """Return the numbers of the samples in a batch, uint64 [rows]."""
-    return np.arange(first, first + rows, dtype=np.uint64)
+def sample_numbers(first: int, rows: int, limit: int | None = None) -> Words:
+    """Return the numbers of the samples in a batch, uint64 [rows]; with a limit these begin again and again."""
+    numbers = np.arange(first, first + rows, dtype=np.uint64)
+    return numbers if limit is None else numbers % np.uint64(limit)
+
+
+def places_of(config: DataConfig, split: Split, seed: int, first: int, rows: int, count: int) -> Words:
+    """Return places in [0, count) of the samples of a batch: an epoch takes each once, shuffled unless in order."""
+    if split == "val":
+        return held_out(sample_numbers(first, rows), count)
+    numbers = sample_numbers(first, rows, config.limit)
+    return numbers % np.uint64(count) if config.order == "sequential" else shuffled_epochs(seed, numbers, count)[1]
 
 
 def drawn(seed: int, numbers: Words, count: int) -> Words:

@@ -19,7 +19,7 @@ from ttrain.core.errors import DataError
 from ttrain.core.spec import DType, TensorSpec
 from ttrain.core.units import counted
 from ttrain.core.waiting import waited_for
-from ttrain.data.batches import Baseline, Batch, Split, held_out, sample_numbers, shuffled_epochs
+from ttrain.data.batches import Baseline, Batch, Split, places_of
 from ttrain.data.chat.conversation import Chat, json_kind
 from ttrain.data.chat.jinja import TokenizerTemplate
 from ttrain.data.document_files import held_out_documents, tokenizer_of
@@ -128,13 +128,7 @@ class ExampleDataset:
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Return the objective's fields, and `row` int64 [rows]; see data.batches.Dataset."""
-        numbers, count, limit = sample_numbers(first, rows), len(self.rows[split]), self.encoder.config.limit
-        if split == "val":
-            places = held_out(numbers, count)
-        else:
-            numbers = numbers if limit is None else numbers % np.uint64(limit)
-            ordered = self.encoder.config.order == "sequential"
-            places = numbers % np.uint64(count) if ordered else shuffled_epochs(seed, numbers, count)[1]
+        places = places_of(self.encoder.config, split, seed, first, rows, len(self.rows[split]))
         return self.read(split, places.astype(np.int64))
 
     def read(self, split: Split, places: NDArray[np.int64]) -> Batch:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ttrain.core.errors import DataError, raised_as
 from ttrain.core.files import sha256_file
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import Baseline, Batch, Split, TokenDataset, held_out, sample_numbers, shuffled_epochs
+from ttrain.data.batches import Baseline, Batch, Split, TokenDataset, places_of
 from ttrain.data.settings import TokensConfig
 
 ENTRY = "teacher"
@@ -86,13 +86,8 @@ class TaughtTokens:
 
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """See data.batches.Dataset."""
-        array, numbers, config = self._arrays[split], sample_numbers(first, rows), self._config
-        if split == "val":
-            places = held_out(numbers, len(array))
-        else:
-            numbers = numbers if config.limit is None else numbers % np.uint64(config.limit)
-            ordered = config.order == "sequential"
-            places = numbers % np.uint64(len(array)) if ordered else shuffled_epochs(seed, numbers, len(array))[1]
+        array = self._arrays[split]
+        places = places_of(self._config, split, seed, first, rows, len(array))
         found = array[places]
         batch = self._tokens.read(split, places * np.uint64(self.context))
         return {**batch, IDS: found[IDS].astype(np.int64), **{key: found[key] for key in (LOG_PROBS, OF_TARGETS)}}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ttrain.core.errors import DataError
 from ttrain.core.spec import DType, TensorSpec
-from ttrain.data.batches import Baseline, Batch, Sizes, Split, drawn, held_out, sample_numbers, shuffled_epochs
+from ttrain.data.batches import Baseline, Batch, Sizes, Split, drawn, places_of, sample_numbers
 from ttrain.data.counter import Words, derive_key, random_normals
 from ttrain.data.settings import RegressionConfig
 from ttrain.data.tokenizer import Tokenizer
@@ -52,8 +52,8 @@ class RegressionDataset:
     def batch(self, split: Split, seed: int, first: int, rows: int) -> Batch:
         """Return `inputs` fp32 [rows, inputs] and `targets` fp32 [rows, outputs]; see batches.Dataset."""
         if split == "val":
-            numbers = held_out(sample_numbers(first, rows), self._counts["val"])
-            return self.examples(numbers + np.uint64(self._counts["train"]))
+            places = places_of(self._config, split, seed, first, rows, self._counts["val"])
+            return self.examples(places + np.uint64(self._counts["train"]))
         return self.examples(self.indices(seed, first, rows))
 
     def arrays(self, fields: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -66,14 +66,10 @@ class RegressionDataset:
 
     def indices(self, seed: int, first: int, rows: int) -> Words:
         """See batches.Indexed; indices are numbers of examples."""
-        numbers, count = sample_numbers(first, rows), self._counts["train"]
-        if self._config.limit is not None:
-            numbers = numbers % np.uint64(self._config.limit)
+        count = self._counts["train"]
         if self._config.order == "random":
-            return drawn(seed, numbers, count)
-        if self._config.order == "sequential":
-            return numbers % np.uint64(count)
-        return shuffled_epochs(seed, numbers, count)[1]
+            return drawn(seed, sample_numbers(first, rows, self._config.limit), count)
+        return places_of(self._config, "train", seed, first, rows, count)
 
     @property
     def val_samples(self) -> int:
