@@ -19,7 +19,6 @@ from ttrain.models.settings import LlamaConfig
 from ttrain.nn.module import use
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.sampling.decode import scores_of
 
 COUNTS = {  # ids, and parameters
     "SmolLM2-135M": (49_152, 134_515_008),
@@ -129,7 +128,7 @@ def test_texts_grow_as_transformers_generates_them(variant: str) -> None:
     made = plain.generate(torch.tensor([prompt]), output_logits=True, return_dict_in_generate=True, **given)
     text = list(prompt)
     for expected in made.logits:
-        scores = scores_of(reading.reader.read(text, 1))[0]
+        scores = reading.reader.read(text, 1)["logits"][0]
         assert np.abs(scores - expected[0].numpy()).max() < 1e-4
         text.append(int(scores.argmax()))
     assert text == made.sequences[0].tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from operator import eq
 from typing import Any, ClassVar
 
 import numpy as np
@@ -97,7 +98,7 @@ class Pairs(Preference):
         """Return `tokens` and `targets` int64 [2, context] of a row. Raises ValueError for a bad one."""
         prompt, *both = row.get("prompt"), *(required(row, side) for side in SIDES)
         if prompt is None and all(isinstance(each, str | list) for each in both):
-            start = len([*takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))])
+            start = len([*takewhile(bool, map(eq, *both))])
             start -= isinstance(both[0], str) and both[0][:start].endswith(" ")
             prompt, *both = both[0][:start], *(text[start:] for text in both)
         found = _stacked([encoder.fit(*encoder.continued(prompt, completion)) for completion in both])

@@ -26,7 +26,6 @@ from ttrain.optim.groups import flat_parameters, learning_rates, width_factor
 from ttrain.optim.settings import AdafactorConfig, AdamWConfig, LionConfig, MuonConfig, NorMuonConfig, SGDConfig
 from ttrain.optim.sgd import SGD
 from ttrain.testing import check_model
-from ttrain.train.sampling.decode import scores_of
 
 VOCABULARY, CONTEXT, ROWS = 23, 12, 3
 SIZES: dict[str, Any] = {"layers": 2, "heads": 4, "width": 16, "context": CONTEXT, "vocabulary": VOCABULARY}
@@ -95,7 +94,7 @@ def test_loss_gradients_and_growing_texts_are_those_of_plain_torch(family: str, 
     with torch.no_grad():
         logits = plain.logits(torch.tensor([text]))[0].numpy()
     for length in (5, 6, CONTEXT):
-        assert relative_error(scores_of(reading.reader.read(text[:length], 1))[0], logits[length - 1]) < 1e-5
+        assert relative_error(reading.reader.read(text[:length], 1)["logits"][0], logits[length - 1]) < 1e-5
 
 
 @pytest.mark.parametrize("engine", ["dynamic", "static"])

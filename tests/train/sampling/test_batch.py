@@ -25,7 +25,7 @@ from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.tasks.evaluating.in_run import BuiltSteps
 from ttrain.train.sampling.batch import BatchSource, TextsReader
-from ttrain.train.sampling.decode import cache_tensors, scores_of
+from ttrain.train.sampling.decode import cache_tensors
 from ttrain.train.sampling.draw import whole_text_scores
 from ttrain.train.sampling.source import StepsByLength, TokenSource
 from ttrain.train.steps.session import Session
@@ -95,7 +95,7 @@ def test_scores_are_those_of_the_whole_text(name: str) -> None:
         for owners, outputs in reader.read(texts):
             for row, number in enumerate(owners):
                 expected, seen = whole(texts[number])[0][0], seen + 1
-                error = np.abs(scores_of(outputs)[row] - expected).max()
+                error = np.abs(outputs["logits"][row] - expected).max()
                 assert error < 1e-5 * max(1, np.abs(expected).max())
                 total = torch.tensor(expected, dtype=torch.float64).logsumexp(0).item()
                 assert outputs["log_sum_exp"][row] == pytest.approx(total, rel=1e-5)

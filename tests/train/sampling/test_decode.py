@@ -31,7 +31,7 @@ from ttrain.models.mlp import MLP
 from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
-from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
+from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.sampling.draw import (
     ContextWindow,
     Continuation,
@@ -72,7 +72,7 @@ class Reading:
 
     def error(self, text: list[int], wanted: int = 1) -> float:
         """Return the error of the scores after the last `wanted` tokens, relative to the largest of them."""
-        found = scores_of(self.reader.read(text, wanted))[:wanted]
+        found = self.reader.read(text, wanted)["logits"][:wanted]
         expected = np.concatenate([self.whole(text[: len(text) - wanted + 1 + row])[0] for row in range(wanted)])
         return float(np.abs(found - expected).max() / np.abs(expected).max())
 
@@ -203,9 +203,9 @@ class Opened:
         outputs = readers[PAIRS].read(text, 2)
         pairs, gate = pair_scores(self.content, text)
         compared = [
-            (scores_of(readers[CAUSAL].read(text, 1))[0], next_scores(self.content, text)),
-            (scores_of(outputs)[:, :31], pairs),
-            (scores_of(outputs, "gate")[0], gate),
+            (readers[CAUSAL].read(text, 1)["logits"][0], next_scores(self.content, text)),
+            (outputs["logits"][:, :31], pairs),
+            (outputs["gate"][0], gate),
         ]
         return max(
             float(np.abs(mine[..., :31] - theirs.numpy()).max() / theirs.abs().max()) for mine, theirs in compared
@@ -242,8 +242,8 @@ def test_the_standard_position_bias_counts_from_the_tokens_place(mask: str) -> N
     for length in range(2, 71, 4):
         padded = np.zeros((1, 70), np.int64)
         padded[0, :length] = text[:length]
-        expected = scores_of(dict(step({"tokens": padded, "rows": np.array([length - 2, length - 1])})))
-        found = scores_of(opened.source._readers[mask].read(text[:length], 2))[:2]
+        expected = dict(step({"tokens": padded, "rows": np.array([length - 2, length - 1])}))["logits"]
+        found = opened.source._readers[mask].read(text[:length], 2)["logits"][:2]
         assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 

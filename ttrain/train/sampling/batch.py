@@ -19,7 +19,7 @@ from ttrain.graph import Graph
 from ttrain.models.base import CachedModel
 from ttrain.models.cache import PLACES, POSITIONS, TOKENS, VISIBLE
 from ttrain.train.protocols import Array
-from ttrain.train.sampling.decode import CHUNK, ROWS, cache_tensors, extend_trace, scores_of
+from ttrain.train.sampling.decode import CHUNK, ROWS, cache_tensors, extend_trace
 from ttrain.train.sampling.draw import ContextWindow, Sampler, checked
 from ttrain.train.task_settings import SampleConfig
 
@@ -164,8 +164,7 @@ class BatchSource:
     def _draw(self, texts: list[_Text], outputs: dict[str, Any], pool: ThreadPoolExecutor) -> None:
         """Append a token to each of the texts. The first rows of the outputs are theirs."""
         sampler = Sampler(self.config)
-        logits = checked(scores_of(outputs)[: len(texts)], self.vocabulary)
-        sums = np.asarray(outputs[LOG_SUM_EXP], np.float32).ravel()
+        logits = checked(outputs["logits"][: len(texts)], self.vocabulary)
 
         def token(row: int) -> int:
             text = texts[row]
@@ -173,7 +172,7 @@ class BatchSource:
 
         for row, (text, drawn) in enumerate(zip(texts, pool.map(token, range(len(texts))), strict=True)):
             text.tokens.append(drawn)
-            text.likelihoods.append(np.float32(self.scale) * logits[row, drawn] - sums[row])
+            text.likelihoods.append(np.float32(self.scale) * logits[row, drawn] - outputs[LOG_SUM_EXP][row])
 
 
 def _history(text: _Text) -> list[int]:

@@ -7,6 +7,8 @@ that was changed, or lost its first tokens, is read again from the first token t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
+from operator import eq
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +21,6 @@ from ttrain.engine.state import StateTensor
 from ttrain.graph import Graph, Kind
 from ttrain.models.base import CachedModel
 from ttrain.models.cache import POSITIONS, TOKENS, VISIBLE, cache_places
-from ttrain.train.protocols import Array
 
 CHUNK = 64  # tokens that are read at once
 ROWS, KEEP = "rows", "keep"  # step inputs: which of the step's rows are scored, and the factor 0 or 1 of each
@@ -105,12 +106,7 @@ class Reader:
 
     def _kept(self, text: list[int]) -> int:
         """Number of the text's first tokens that have their final rows in the caches."""
-        common = 0
-        for old, new in zip(self._read[: self._floor(len(self._read))], text, strict=False):
-            if old != new:
-                break
-            common += 1
-        return self._floor(common)
+        return self._floor(len([*takewhile(bool, map(eq, self._read[: self._floor(len(self._read))], text))]))
 
     def _feed(self, step: Step, text: list[int], start: int, wanted: int) -> dict[str, Any]:
         count, rows = _size(step), step.inputs[ROWS].shape[0]
@@ -133,9 +129,3 @@ class Reader:
 
 def _size(step: Step) -> int:
     return step.inputs[TOKENS].shape[1]
-
-
-def scores_of(outputs: dict[str, Any], name: str = "logits") -> Array:
-    """An output as fp32 [rows, columns]."""
-    array = np.asarray(outputs[name], np.float32)
-    return array.reshape(-1, array.shape[-1])

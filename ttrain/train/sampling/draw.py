@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +25,8 @@ Verify = Callable[[list[int], list[int]], Array]  # text, drafted tokens -> logi
 _PART = 256  # probabilities that are added up at once: numpy's running sum takes longer than all else of a draw
 
 
-class Draw(IntEnum):
-    """Purpose of a random number. Numbers for different purposes are independent, also at the same token."""
-
-    TOKEN = 0
-    DRAFT = 1
-    ACCEPT = 2
-    GATE = 3
+# Purposes of a random number. Numbers for different purposes are independent, also at the same token.
+TOKEN, DRAFT, ACCEPT, GATE = range(4)
 
 
 class Sampler:
@@ -60,7 +53,7 @@ class Sampler:
             return certain
         return token_probabilities(logits, config.temperature, config.top_k, config.top_p, config.min_p)
 
-    def draw(self, probabilities: Probabilities, stream: int, position: int, purpose: Draw = Draw.TOKEN) -> int:
+    def draw(self, probabilities: Probabilities, stream: int, position: int, purpose: int = TOKEN) -> int:
         """An id from a distribution, which need not be normalised."""
         parts = np.add.reduceat(probabilities, np.arange(0, len(probabilities), _PART))
         ends = np.cumsum(parts)
@@ -76,12 +69,12 @@ class Sampler:
         """A class from the scores of a gate: drawn at temperature 1, or the likeliest where the temperature is 0."""
         if self._config.temperature == 0:
             return int(np.argmax(scores))
-        return self.draw(token_probabilities(scores, 1.0), stream, position, Draw.GATE)
+        return self.draw(token_probabilities(scores, 1.0), stream, position, GATE)
 
-    def uniform(self, stream: int, position: int, purpose: Draw) -> float:
+    def uniform(self, stream: int, position: int, purpose: int) -> float:
         """A random number in [0, 1)."""
         # Philox counts blocks of four words per key, so no two (purpose, stream, position) share random numbers.
-        counter = [0, int(purpose), stream, position]
+        counter = [0, purpose, stream, position]
         return float(np.random.Generator(np.random.Philox(key=self._config.seed, counter=counter)).random())
 
 
@@ -213,12 +206,12 @@ class Continuation:
             proposals: list[Probabilities] = []
             for row in draft(text)[0][:most] if most else ():
                 proposals.append(sampler.probabilities(row, history + drafted))
-                drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), Draw.DRAFT))
+                drafted.append(sampler.draw(proposals[-1], stream, number + len(drafted), DRAFT))
             counts["drafted"] += len(drafted)
             rows = verify(text, drafted)
             for place, token in enumerate(drafted):
                 target, proposal, at = sampler.probabilities(rows[place], history), proposals[place], number + place
-                accepted = sampler.uniform(stream, at, Draw.ACCEPT) * proposal[token] < target[token]
+                accepted = sampler.uniform(stream, at, ACCEPT) * proposal[token] < target[token]
                 if not accepted:
                     rest: Probabilities = np.maximum(target - proposal, 0)
                     token = sampler.draw(rest if rest.any() else target, stream, at)
@@ -249,13 +242,12 @@ def whole_text_scores(step: Step, vocabulary: int) -> Draft:
     return scores
 
 
-def checked(logits: Any, vocabulary: int) -> Array:
+def checked(logits: Array, vocabulary: int) -> Array:
     """Logits [rows, V] cut to the tokenizer's ids: those from `vocabulary` on pad the model's output.
 
     Raises NonFiniteError.
     """
-    array = np.asarray(logits)
-    array = array.reshape(-1, array.shape[-1])[:, :vocabulary]
+    array: Array = logits[:, :vocabulary]
     if not np.isfinite(array).all():
         told = "The model's logits hold NaN or Inf, so there is nothing to draw from"
         raise NonFiniteError(f"{told}. Use another checkpoint.")

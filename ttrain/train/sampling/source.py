@@ -20,7 +20,7 @@ from ttrain.models.cache import TOKENS
 from ttrain.train.protocols import Array
 from ttrain.train.sampling import draw
 from ttrain.train.sampling.batch import BatchSource, Ends
-from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces, scores_of
+from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
 from ttrain.train.sampling.stream import Stop, TextStream, print_text
 from ttrain.train.steps.session import Session
 from ttrain.train.steps.step_graph import StepGraph
@@ -183,7 +183,7 @@ class TokenSource:
 
     def _draft(self, text: list[int]) -> tuple[Array, Array | None]:
         outputs = self._readers[PAIRS].read(text, 2)
-        gate = scores_of(outputs, "gate")[0] if self.config.mode == "sat_variable" else None
+        gate = outputs["gate"][0] if self.config.mode == "sat_variable" else None
         return draw.checked(outputs["logits"], self.vocabulary), gate
 
 
