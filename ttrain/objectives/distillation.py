@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrain import ops
 from ttrain.core.spec import DType, TensorSpec
@@ -72,11 +72,8 @@ def _kl(p: Value, q: Value) -> Value:
     return ops.reduce_sum(ops.exp(p) * (p - q), [1])
 
 
-class Teacher(NamedTuple):
-    """A teacher of N rows of tokens."""
-
-    log_probs: Callable[[Value], Value]  # targets [N] -> log-probabilities [N]
-    compared: Callable[[Value, range], Value]  # the student's logits [n, V] of some rows -> divergence [n]
+# Log-probabilities [N] of the targets, and a function: the student's logits [n, V] of some rows -> divergence [n].
+Teacher = tuple[Value, Callable[[Value, range], Value]]
 
 
 class Distillation(Objective):
@@ -95,37 +92,34 @@ class Distillation(Objective):
         positions = _positions(model, graph, rows)
         hidden = model.hidden(graph, rows, training, positions)  # [N, width]
         targets = ops.reshape(graph.input("targets", self.fields(model, rows)["targets"]), hidden.shape[:1])
-        teacher = self._stored(model, graph, rows) if self.config.top_k else self._computed(model, graph, rows)
+        told = self._stored(model, graph, rows) if self.config.top_k else self._computed(model, graph, rows, targets)
+        its, compared = told
         found, parts = list[Value](), _parts(targets.shape[0], model.vocabulary)
         with graph.scope("loss"):
             weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
-            own, its = model.log_probs(hidden, targets)[0], teacher.log_probs(targets)  # [N]
+            own = model.log_probs(hidden, targets)[0]  # [N]
             counts = counted(own, its)  # fp32, as not every device can select rows of integers
             for chosen in parts:
                 with graph.segment(training and len(parts) > 1):
-                    each = teacher.compared(model.scores(_some(hidden, chosen)), chosen)
+                    each = compared(model.scores(_some(hidden, chosen)), chosen)
                     found.append(ops.reduce_sum(_some(counts, chosen) * each, [0]))
             loss = reduce(ops.add, found) * weight
             ce, its_ce = (-(ops.reduce_sum(each, [0]) * weight) for each in (own, its))
         return (1 - share) * loss + share * ce if share else loss, {"student/ce": ce, "teacher/ce": its_ce}
 
-    def _computed(self, model: Any, graph: Graph, rows: int) -> Teacher:
+    def _computed(self, model: Any, graph: Graph, rows: int, targets: Value) -> Teacher:
         teacher = self.frozen.at_length(model.length)
         with graph.scope("teacher"):
             taught = teacher.hidden(graph, rows, False, _positions(model, graph, rows))
-        return Teacher(
-            lambda targets: teacher.log_probs(taught, targets)[0],
-            lambda scores, chosen: self._divergence(scores, teacher.scores(_some(taught, chosen))),
-        )
+            its = teacher.log_probs(taught, targets)[0]
+        return its, lambda scores, chosen: self._divergence(scores, teacher.scores(_some(taught, chosen)))
 
     def _stored(self, model: Any, graph: Graph, rows: int) -> Teacher:
         specs = taught_fields(rows, model.length, self.config.top_k)
         flat = {name: (rows * model.length, *spec.shape[2:]) for name, spec in specs.items()}
         own = {name: ops.reshape(graph.input(name, spec), flat[name]) for name, spec in specs.items()}
-        return Teacher(
-            lambda targets: own[OF_TARGETS],
-            lambda scores, chosen: self._of_top(scores, _some(own[IDS], chosen), _some(own[LOG_PROBS], chosen)),
-        )
+        ids, kept = own[IDS], own[LOG_PROBS]
+        return own[OF_TARGETS], lambda scores, chosen: self._of_top(scores, _some(ids, chosen), _some(kept, chosen))
 
     def _divergence(self, *scores: Value) -> Value:
         """Divergence of student and teacher by their logits [n, V]: [n]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -77,27 +78,21 @@ class Session:
         self.engine.close()
 
 
-class LedSteps(Mapping[str, Any]):
+class LedSteps(UserDict[str, Any]):
     """Steps that the leading rank runs alone, within `World.once`, while others follow: all have parts of the weights.
 
     What the others compute is of no use; they have the same weights to gather.
     """
 
-    def __init__(self, steps: Mapping[str, Step], world: World) -> None:
-        self._steps, self._world = steps, world
+    def __init__(self, steps: dict[str, Any], world: World) -> None:
+        self.data, self._world = steps, world
         world.follow = self._follow
 
     def __getitem__(self, name: str) -> LedStep:
-        return LedStep(name, self._steps[name], self._world)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._steps)
-
-    def __len__(self) -> int:
-        return len(self._steps)
+        return LedStep(name, self.data[name], self._world)
 
     def _follow(self, name: str) -> None:
-        step = self._steps[name]
+        step = self.data[name]
         step({key: filled(spec, 0) for key, spec in step.inputs.items()})
 
 
