@@ -9,7 +9,6 @@ from typing import Any
 
 from ttrain.core.options import option, rule
 from ttrain.device.info import MOCK, info_of
-from ttrain.models.settings import AGILLMConfig, TransformerConfig
 
 BASELINE = "baseline"  # the config that variants are compared with
 
@@ -74,20 +73,6 @@ class SampleConfig(CheckpointConfig):
     def _stops_at_text(self, others: Any) -> Iterator[str]:
         if "" in self.stop:
             yield "sample.stop: an empty text would end every sample at once. Give text, or a special token's name."
-
-    @rule
-    def _model_has_the_mode(self, others: Any) -> Iterator[str]:
-        if others.task.name in ("sample", "chat") or others.source.awaits_model(others.resume):
-            return  # the model is that of a run, and is checked there
-        model = others.model
-        context = getattr(model, "context", None)
-        if self.slide is not None and context is not None and self.slide >= max(2, context):
-            yield f"sample.slide={self.slide}: must be less than model.context={context}."
-        if self.mode == "ar" or not isinstance(model, TransformerConfig):
-            return
-        if not isinstance(model, AGILLMConfig) or model.objective == "ar_only":
-            why = f"model.name={model.name}" if not isinstance(model, AGILLMConfig) else "model.objective=ar_only"
-            yield f"sample.mode={self.mode}: needs a SAT head, and {why} has none. Give sample.mode=ar."
 
 
 @dataclass

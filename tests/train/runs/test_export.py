@@ -114,7 +114,7 @@ def test_a_run_becomes_a_run_without_optimizer_state(capsys: pytest.CaptureFixtu
         (["export.source=other.pt", "export.dir=x", "model=agillm"], "holds no weights of AGILLM-3: got weight"),
         (["run.dir=run", "export.file=text.txt/x.pt"], "can't be written"),
         (["run.dir=agillm", "export.dir=x", "export.form=huggingface"], "has no model.name=agillm"),
-        (["task=train", *AGILLM, *DATA, "model.objective=ar_only", "sample.mode=sat"], "needs a SAT head"),
+        (["task=train", *AGILLM, *DATA, "model.objective=ar_only", "sample.mode=sat"], "has no SAT head"),
         (["task=train", *AGILLM, *DATA, "sample.slide=12"], "must be less than model.context=12"),
         (["task=sample", "run.dir=agillm", "sample.slide=12"], "must be less than model.context=12"),
         (["run.dir=agillm", "export.source=whole.pt", "export.dir=x", "model=agillm"], "Give one"),

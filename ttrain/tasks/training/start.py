@@ -31,6 +31,7 @@ from ttrain.train.runs.record import package_versions
 from ttrain.train.runs.resume import ResumePoint
 from ttrain.train.runs.run_directory import RunDirectory, chosen_model, newest_attempt, read_config
 from ttrain.train.runs.warm_start import Origin
+from ttrain.train.sampling.source import check_sampling
 from ttrain.train.steps.phases import PhaseSchedule
 from ttrain.train.supervise.child import Heartbeat
 
@@ -131,6 +132,8 @@ def check_all(
         stored["objective"]["frozen_hash"] = objective.frozen.check(known, dataset.tokenizer, cast("Any", model).length)
     phases = PhaseSchedule.of(train, getattr(dataset, "context", None), getattr(dataset, "weights", ()))
     prompt, empty = sample_prompt(config, dataset), check_targets(dataset, config, phases)
+    if prompt is not None:
+        check_sampling(model, config.sample)
     evals = RunEvals.read(config, model, dataset.tokenizer) if world.leads or world.ranks.dividing else RunEvals([])
     if point is None:
         origin.warm = build.build_warm_start(config, model, dataset.tokenizer)
