@@ -289,7 +289,7 @@ class Run:
         after = f" after {of}{how}:\n\n{prompt}" if prompt else f"{how}:"
         print_text(f"\nA sample of what the model writes{after}\n\n")
         stop = Stop.of(tokenizer, sample.stop, named_end(self.config.data, tokenizer.config))
-        window = ContextWindow.of(logits.inputs["tokens"].shape[1], sample.slide)
+        window = ContextWindow(logits.inputs["tokens"].shape[1], sample.slide)
         text = Continuation(self.prompt, window, Sampler(sample), sample.tokens)
         drawn = text.drawn(whole_text_scores(logits, tokenizer.vocabulary))
         TextStream(tokenizer, self.prompt, print_text, stop, echo=False).follow(drawn)

@@ -143,7 +143,7 @@ class BatchSource:
         """
         rows, length = self.sizes(prompts)
         steps = self.steps.get(f"batch of {rows}", length, lambda graph: self.traces(graph.model, rows, length))
-        reader, window = TextsReader(steps, rows, length), ContextWindow.of(length, self.config.slide)
+        reader, window = TextsReader(steps, rows, length), ContextWindow(length, self.config.slide)
         queue = map(_Text, range(len(prompts)), numbers, map(list, prompts))
         texts: dict[int, _Text] = {}
         finished: dict[int, _Text] = {}

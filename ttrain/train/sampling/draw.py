@@ -152,18 +152,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | None, end_token: str | Non
 
 @dataclass(frozen=True)
 class ContextWindow:
-    """The part of a text that a model sees: at most the last `context` tokens. A longer text loses `slide` at once."""
+    """The part of a text that a model sees: at most the last `context` tokens.
+
+    A longer text loses `slide` at once, None is an eighth of the context; all is never lost.
+    """
 
     context: int
-    slide: int = 1
-
-    @staticmethod
-    def of(context: int, slide: int | None) -> ContextWindow:
-        """Make a window with `slide` as sample.slide gives it: None is an eighth of the context; all is never lost."""
-        return ContextWindow(context, max(1, min(context // 8 if slide is None else slide, context - 1)))
+    slide: int | None = None
 
     def __call__(self, text: list[int]) -> list[int]:
-        lost = -(-max(0, len(text) - self.context) // self.slide) * self.slide
+        slide = max(1, min(self.context // 8 if self.slide is None else self.slide, self.context - 1))
+        lost = -(-max(0, len(text) - self.context) // slide) * slide
         return text[lost:]
 
 

@@ -145,7 +145,7 @@ class TokenSource:
         """Yield the ids of one sample, which continue the prompt; `number` tells samples apart."""
         config = self.config
         self.make_room(len(prompt) + config.tokens)
-        window = draw.ContextWindow.of(self._length, config.slide)
+        window = draw.ContextWindow(self._length, config.slide)
         text = draw.Continuation(prompt, window, draw.Sampler(config), config.tokens, number)
         if config.mode == "speculative":
             return text.speculative(self._draft, self._verify, self.counts)

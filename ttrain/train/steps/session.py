@@ -52,10 +52,9 @@ class Session:
     def prepare(self, batch: Batch) -> tuple[dict[str, Any], dict[str, int]]:
         """See models.base.Prepare: for training steps as they are recorded now."""
         graph = self.graph
-        own = (
-            graph.objective.prepare(graph.shorter or graph.model) if graph.resident is None else graph.resident.prepare
-        )
-        return own(batch)
+        if graph.resident is not None:
+            return graph.resident.prepare(batch)
+        return graph.objective.prepare(graph.shorter or graph.model)(batch)
 
     def train_step(
         self, steps: Mapping[str, Step], seed: int, world: World | None = None, ahead: Ahead = lambda step: None,
