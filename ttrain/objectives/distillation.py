@@ -33,22 +33,6 @@ def _(node: Node, dy: Value) -> Sequence[Value]:
     return [dy - ops.exp(node.outputs[0]) * total]
 
 
-@composite("own [N], its [N]", outputs=("counts",), constants=("own", "its"))
-def counted(own: Value, its: Value) -> Value:
-    """1 for a row with a target, else 0. Without a target the log-probabilities of both models are 0.
-
-    A target to which both give the probability 1 is taken for none; its divergence is 0.
-    """
-    return ops.greater(-(own + its), own * 0.0)
-
-
-@counted.gradient
-def _(node: Node, dcounts: Value) -> Sequence[Value | None]:
-    return [None, None]
-
-
-counted.differentiable = False
-cases(counted, Case(((5,), (5,))))
 cases(log_softmax, Case(((4, 8),)), Case(((33, 65),)))
 
 
@@ -98,7 +82,7 @@ class Distillation(Objective):
         with graph.scope("loss"):
             weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
             own = model.log_probs(hidden, targets)[0]  # [N]
-            counts = counted(own, its)  # fp32, as not every device can select rows of integers
+            counts = ops.present(targets)  # fp32, as not every device can select rows of integers
             for chosen in parts:
                 with graph.segment(training and len(parts) > 1):
                     each = compared(model.scores(_some(hidden, chosen)), chosen)
