@@ -254,26 +254,22 @@ class LlamaConfig(DecoderConfig):
     experts: int | None = option(
         None, "experts of a feed-forward branch; null takes the preset's, else none, as 0", minimum=0, changes="shape"
     )
-    experts_per_token: int | None = option(None, "experts that each token passes; null is the preset's", minimum=1)
-    expert_width: int | None = option(
-        None, "features inside an expert; null takes the preset's", minimum=1, changes="shape"
-    )
-    expert_step: int = option(1, "of so many layers the last has experts", minimum=1, changes="shape")
-    shared_experts: int = option(0, "experts that every token passes besides, unweighted", minimum=0, changes="shape")
+    experts_per_token: int | None = option(None, "experts that each token is sent to; null is the preset's", minimum=1)
+    expert_width: int | None = option(None, "features of an expert; null is the preset's", minimum=1, changes="shape")
+    expert_step: int = option(1, "the last of every so many layers has experts", minimum=1, changes="shape")
+    shared_experts: int = option(0, "experts for every token besides, unweighted", minimum=0, changes="shape")
     router: str = option(
         "softmax",
         "scores of experts; biased is sigmoid with a trained bias for the choice alone (Wang et al., 2024)",
         choices=("softmax", "sigmoid", "biased"),
     )
     router_normalised: bool | None = option(
-        None, "divide the weights of a token's experts by their sum; null takes the preset's, else true"
+        None, "divide a token's weights by their sum; null is the preset's, else true"
     )
     balance_weight: float = option(
-        0.01, "weight of the loss that balances the loads of experts (Fedus et al., 2022)", minimum=0, changes="loss"
+        0.01, "weight of the load balance loss (Fedus et al., 2022)", minimum=0, changes="loss"
     )
-    router_z_weight: float = option(
-        0.0, "weight of the loss that keeps router logits small (Zoph et al., 2022)", minimum=0, changes="loss"
-    )
+    router_z_weight: float = option(0.0, "weight of the router z loss (Zoph et al., 2022)", minimum=0, changes="loss")
 
     @property
     def balances(self) -> bool:
@@ -295,9 +291,8 @@ class LlamaConfig(DecoderConfig):
         """Problems of a mixture of experts by itself."""
         needed = "experts_per_token", "expert_width"
         if not self.experts:
-            if spare := [
-                f"model.{key}={given}" for key in (*needed, "shared_experts") if (given := getattr(self, key))
-            ]:
+            spare = [f"model.{key}={getattr(self, key)}" for key in (*needed, "shared_experts") if getattr(self, key)]
+            if spare:
                 yield f"{', '.join(spare)}: the model has no experts. Give model.experts, or leave it out."
             return
         missing = [f"model.{key}" for key in needed if getattr(self, key) is None]
