@@ -28,10 +28,10 @@ class LlamaWeights(NamedWeights):
 
     def to_original(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters by path -> weights under the original's names, of each expert apart."""
-        named, stacked = super().to_original(values), self._stacked()
-        parts = {each: (name, e) for name, count in stacked.items() for e, each in enumerate(_of_experts(name, count))}
-        whole = {name: weight for name, weight in named.items() if name not in stacked}
-        return {**whole, **{each: named[name][e] for each, (name, e) in parts.items()}}
+        named = super().to_original(values)
+        for name, count in self._stacked().items():
+            named |= zip(_of_experts(name, count), named.pop(name), strict=True)
+        return named
 
     to_transformers = to_original  # whose form that is
 
@@ -40,7 +40,7 @@ class LlamaWeights(NamedWeights):
         given = self.naming.given(content)
         for name, count in self._stacked().items():
             parts = _of_experts(name, count)
-            if not [part for part in parts if part not in given]:
+            if all(part in given for part in parts):
                 given[name] = np.stack([as_fp32(given.pop(part)) for part in parts])
         return self.naming.taken(given, self.specs(), strict)
 
@@ -95,7 +95,7 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ConfigError where some layers by their numbers have no experts."""
+    """Read the keys of a mixture of experts. Raises ConfigError for a list of the layers that have none."""
     if config.get("mlp_only_layers"):
         raise ConfigError(f"mlp_only_layers={config['mlp_only_layers']}: model=llama takes decoder_sparse_step alone.")
     known = {"num_experts": config.get("num_local_experts", 128), **config}  # the words of version 5, then of 4
