@@ -19,11 +19,11 @@ FRESH = {
     "add_layer_norm",
     "layer_norm_grad",
     "log_sum_exp",
-    "largest",
+    "top_k",
     "sort_by_expert",
 }  # aten returns new tensors
 PRODUCTS = {"matmul", "linear", "head_cross_entropy", "head_log_probs"}
-WIDENED = {"softmax_grad", "pick", "put"}  # where the scale is no power of two; of scores, which are fp32 in models
+WIDENED = {"softmax_grad", "gather", "scatter"}  # of a scale that is no power of two; of scores, fp32 in models
 EXPECTED = {DType.FP32: FRESH, DType.BF16: FRESH | WIDENED}
 ONEDNN = {
     *PRODUCTS,

@@ -247,7 +247,7 @@ class Decoder(TokenModel):
         if not routed:
             return [], {}
         weights = targets.graph.input(LOSS_WEIGHT, SCALAR), self.config.balance_weight, self.config.router_z_weight
-        return routing_loss(routed, ops.present(targets), *weights, tells_loads=not training)
+        return routing_loss(routed, ops.valid(targets), *weights, tells_loads=not training)
 
     def expert_loads(self, graph: Graph, rows: int) -> Value:
         """Count the pairs of each expert in each row that a step then trains on, fp32 [rows, E]."""
@@ -255,7 +255,7 @@ class Decoder(TokenModel):
         inputs = BlockInputs(positions=graph.input(POSITIONS, specs[POSITIONS]) if self.packed else None, routed=[])
         self.states(graph, rows, False, inputs)
         assert inputs.routed
-        return loads(inputs.routed, ops.present(graph.input("targets", specs["targets"])))
+        return loads(inputs.routed, ops.valid(graph.input("targets", specs["targets"])))
 
     def _cross_entropy(self, hidden: Value, targets: Value) -> Value:
         targets, weight = ops.reshape(targets, hidden.shape[:1]), hidden.graph.input(LOSS_WEIGHT, SCALAR)

@@ -145,13 +145,13 @@ class Experts(FeedForward):
         logits = self.router(x)
         scores = ops.softmax(logits) if config.router == "softmax" else ops.sigmoid(logits)
         bias = None if self.router.bias is None else use(y.graph, self.router.bias, DType.FP32)
-        ids = ops.largest(scores if bias is None else scores + bias, self._count)  # [N, K]
-        weights = ops.pick(scores, ids)
+        ids = ops.top_k(scores if bias is None else scores + bias, self._count)  # [N, K]
+        weights = ops.gather(scores, ids)
         if config.router_normalised:
             weights = weights / _row_sums(weights)
         if inputs.routed is not None:
-            shares = scores if config.router == "softmax" else scores / _row_sums(scores)
-            inputs.routed.append(Routed(logits, shares, ids, bias))
+            probabilities = scores if config.router == "softmax" else scores / _row_sums(scores)
+            inputs.routed.append(Routed(logits, probabilities, ids, bias))
         order, places, offsets = ops.sort_by_expert(ids, logits.shape[1])
         rows = self._passed(ops.dispatch(x, order, places), offsets)  # [N * K, C]
         branch = ops.reshape(ops.combine(rows, order, places, weights), y.shape)

@@ -129,7 +129,7 @@ class Distillation(Objective):
         live = range(ids)
         for number, chosen in enumerate(_parts(hidden.shape[0], teacher.vocabulary)):
             scores = _some(teacher.scores(_some(hidden, chosen)), live, 1)
-            best = ops.largest(scores, self.config.top_k)
+            best = ops.top_k(scores, self.config.top_k)
             found, rest = top(scores, self.config.temperature, best)
             for name, value in ((IDS, best), (LOG_PROBS, found), (REST, rest)):
                 graph.output(f"{name}.{number}", value)
@@ -142,8 +142,8 @@ def top(scores: Value, temperature: float, ids: Value) -> tuple[Value, Value]:
     """
     logs = log_softmax(scores * (1 / temperature))
     ones = ops.full(scores.graph, logs.spec.with_shape(*ids.shape), 1.0)
-    others = ops.reduce_sum(ops.exp(logs) * (1.0 - ops.put(ones, ids, logs.shape[1])), [1])
-    return ops.pick(logs, ids), ops.reshape(ops.log(ops.at_least(others, 1e-30)), (ids.shape[0], 1))
+    others = ops.reduce_sum(ops.exp(logs) * (1.0 - ops.scatter(ones, ids, logs.shape[1])), [1])
+    return ops.gather(logs, ids), ops.reshape(ops.log(ops.at_least(others, 1e-30)), (ids.shape[0], 1))
 
 
 def _positions(model: Any, graph: Graph, rows: int) -> Value | None:

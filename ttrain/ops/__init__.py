@@ -31,7 +31,7 @@ from ttrain.ops.elementwise import (
     tanh,
 )
 from ttrain.ops.embedding import embedding, one_hot, token_windows
-from ttrain.ops.experts import combine, dispatch, grouped_matmul, largest, pick, present, put, sort_by_expert
+from ttrain.ops.experts import combine, dispatch, gather, grouped_matmul, scatter, sort_by_expert, top_k, valid
 from ttrain.ops.layout import expand, index_put, index_select, merge_heads, reshape, split_heads, transpose
 from ttrain.ops.loss import cross_entropy, head_cross_entropy, head_log_probs, log_probs, squared_error
 from ttrain.ops.matmul import head_matmul, linear, matmul, quantized_linear

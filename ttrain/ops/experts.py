@@ -19,28 +19,28 @@ from ttrain.ops.reduce import reduce_sum
 
 
 @primitive("ids int64 [...]", flops=free, reference=lambda ids: (ids >= 0).double())
-def present(ids: Value) -> TensorSpec:
+def valid(ids: Value) -> TensorSpec:
     """Return 1 where ids >= 0, else 0: ids int64 [...] -> fp32 [...]."""
     return TensorSpec(ids.shape, DType.FP32)
 
 
-def _largest_in_torch(scores: Any, count: int) -> Any:
+def _top_k_in_torch(scores: Any, count: int) -> Any:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-@primitive("scores [N, E]", flops=lambda node: node.input("scores").spec.size, reference=_largest_in_torch)
-def largest(scores: Value, count: int) -> TensorSpec:
-    """The places of the K = `count` largest scores of each row, in falling order: scores [N, E] -> int64 [N, K].
+@primitive("scores [N, E]", flops=lambda node: node.input("scores").spec.size, reference=_top_k_in_torch)
+def top_k(scores: Value, count: int) -> TensorSpec:
+    """Return the ids of the K = `count` largest scores of each row, in falling order: [N, E] -> int64 [N, K].
 
     Of equal scores the first comes first. NaN is larger than any number.
     """
     fits = 0 < count <= scores.shape[1]
-    require(fits, "largest", f"count={count} of {scores.spec}", f"1 to {scores.shape[1]}")
+    require(fits, "top_k", f"count={count} of {scores.spec}", f"1 to {scores.shape[1]}")
     return TensorSpec((scores.shape[0], count), DType.INT64)
 
 
 @composite("dy [N, K], ids int64 [N, K]", outputs=("dx",), flops=free, differentiable=False)
-def put(dy: Value, ids: Value, count: int) -> Value:
+def scatter(dy: Value, ids: Value, count: int) -> Value:
     """dx[n, ids[n, k]] = dy[n, k], and 0 elsewhere: dy [N, K] -> dx [N, E], E = `count`; no id is twice in a row."""
     return reduce_sum(one_hot(ids, count, dy.spec.dtype) * reshape(dy, (*dy.shape, 1)), (1,))
 
@@ -48,9 +48,9 @@ def put(dy: Value, ids: Value, count: int) -> Value:
 @composite(
     "x [N, E], ids int64 [N, K]",
     flops=free,
-    vjp=lambda node, dy: [put(dy, node.input("ids"), node.input("x").shape[1]), None],
+    vjp=lambda node, dy: [scatter(dy, node.input("ids"), node.input("x").shape[1]), None],
 )
-def pick(x: Value, ids: Value) -> Value:
+def gather(x: Value, ids: Value) -> Value:
     """y[n, k] = x[n, ids[n, k]]: x [N, E], ids int64 [N, K] -> y [N, K]."""
     rows, count = x.shape
     return reduce_sum(one_hot(ids, count, x.spec.dtype) * reshape(x, (rows, 1, count)), (2,))
@@ -132,9 +132,7 @@ def _grouped_in_torch(rows: Any, weight: Any, offsets: Any, transpose: bool) -> 
 
 
 def _grouped_flops(node: Node) -> int:
-    """Return the operations of all rows, each with one matrix."""
-    _, outer, inner = node.input("weight").shape
-    return 2 * node.input("rows").shape[0] * outer * inner
+    return 2 * node.values[0].spec.size * node.outputs[0].shape[-1]
 
 
 @primitive("rows [M, I], weight [E, P, Q], offsets int64 [L]", flops=_grouped_flops, reference=_grouped_in_torch)
@@ -168,22 +166,19 @@ def _outer_in_torch(a: Any, b: Any, offsets: Any) -> Any:
 
 
 @primitive(
-    "a [M, P], b [M, Q], offsets int64 [L]",
-    flops=lambda node: 2 * node.input("a").spec.size * node.input("b").shape[1],
-    reference=_outer_in_torch,
-    differentiable=False,
+    "a [M, P], b [M, Q], offsets int64 [L]", flops=_grouped_flops, reference=_outer_in_torch, differentiable=False
 )
 def grouped_outer(a: Value, b: Value, offsets: Value) -> TensorSpec:
     """y[e] = A_e^T B_e over the rows of each expert; 0 where it has none: a [M, P], b [M, Q] -> [E, P, Q]."""
     return a.spec.with_shape(offsets.shape[0] - 1, a.shape[1], b.shape[1])
 
 
-cases(present, *(Case(((size,),), integers={"ids": 5}, holes=("ids",)) for size in (7, 33)))
+cases(valid, *(Case(((size,),), integers={"ids": 5}, holes=("ids",)) for size in (7, 33)))
 for _n, _e, _k in ((5, 4, 1), (6, 4, 2), (33, 9, 8), (7, 3, 3)):
-    cases(largest, Case(((_n, _e),), {"count": _k}))
+    cases(top_k, Case(((_n, _e),), {"count": _k}))
     cases(sort_by_expert, Case(((_n, _k),), {"count": _e}, {"ids": _e}))
 for _n, _e, _ids in ((3, 4, [[0, 3], [2, 1], [1, 0]]), (2, 33, [[32], [7]])):
-    cases(pick, Case(((_n, _e), (_n, len(_ids[0]))), values={"ids": _ids}))
+    cases(gather, Case(((_n, _e), (_n, len(_ids[0]))), values={"ids": _ids}))
 # Pairs of 3 tokens with 2 of 4 experts, of which one has none; and of 5 with the same one of 2.
 for _order, _places, _offsets, _width in (
     ([0, 5, 2, 4, 1, 3], [[0, 4], [2, 5], [3, 1]], [0, 2, 2, 4, 6], 8),

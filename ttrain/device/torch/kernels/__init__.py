@@ -5,7 +5,7 @@ what is launched. A launch allocates nothing, except where aten has no kernel th
 
 - layer_norm, add_layer_norm, layer_norm_grad: `native_layer_norm` and its backward return new tensors, copied out;
 - log_sum_exp, which no planned step launches: `logsumexp` keeps parts of its own;
-- largest and sort_by_expert: `sort` copies what it sorts; pick and put in bf16, which no model has;
+- top_k and sort_by_expert: `sort` copies what it sorts; gather and scatter in bf16, which no model has;
 - attention and its gradient where a kernel of aten is chosen (blockwise.py): the same;
 - embedding_grad on CUDA: `embedding_dense_backward` sums without atomics, into a new tensor;
 - bf16 matrix products on a CPU for which oneDNN has them, as it has with AVX-512: scratch memory;

@@ -17,28 +17,28 @@ from ttrain.device.torch.kernels.common import Call, constant_like, row
 _GROUPED = (9, 10)  # major compute capabilities; on others torch reads on the host where panels begin
 
 
-@row("present")
-def _present(call: Call) -> None:
+@row("valid")
+def _valid(call: Call) -> None:
     found = call.scratch(call.ins[0].shape, torch.bool)
     call.emit(torch.ge, call.ins[0], constant_like(0, call.ins[0]), out=found)
     call.emit(call.outs[0].copy_, found)
 
 
-@row("largest")
-def _largest(call: Call) -> None:
+@row("top_k")
+def _top_k(call: Call) -> None:
     scores = call.ins[0]
     values, ids = call.scratch(scores.shape, scores.dtype), call.scratch(scores.shape, torch.int64)
     call.emit(torch.sort, scores, stable=True, dim=1, descending=True, out=(values, ids))
     call.emit(call.outs[0].copy_, ids[:, : call.attributes["count"]])
 
 
-@row("pick")
-def _pick(call: Call) -> None:
+@row("gather")
+def _gather(call: Call) -> None:
     call.emit(torch.gather, call.ins[0], 1, call.ins[1], out=call.outs[0])
 
 
-@row("put")
-def _put(call: Call) -> None:
+@row("scatter")
+def _scatter(call: Call) -> None:
     (dy, ids), dx = call.ins, call.outs[0]
     call.emit(dx.zero_)
     call.emit(dx.scatter_, 1, ids, dy)

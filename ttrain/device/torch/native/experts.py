@@ -11,11 +11,11 @@ _LONGEST = 2**12  # of an inner axis: longer ones need no more scratch
 
 
 def _choice(request: Request, sizing: Sizing) -> Native:
-    """Treat each row of scores by itself; the last input or output has the ids."""
-    scores = request.outputs[0] if request.op == "put" else request.input(0)
-    (rows, experts), count = scores.shape, (request.outputs[0] if request.op != "put" else request.input(0)).shape[1]
-    threads = sizing.threads_for(scores.size)
-    return one_call(request, request.op, (c_type(scores), rows, experts, count, threads))
+    """Treat each row of scores [N, E] by itself; the other operand is [N, K]."""
+    given, made = request.input(0), request.outputs[0]
+    scores, chosen = (made, given) if request.op == "scatter" else (given, made)
+    sizes = *scores.shape, chosen.shape[1]
+    return one_call(request, request.op, (c_type(scores), *sizes, sizing.threads_for(scores.size)))
 
 
 def _sort_by_expert(request: Request, sizing: Sizing) -> Native:
@@ -55,7 +55,7 @@ def _grouped(request: Request, sizing: Sizing) -> Native | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("largest", "pick", "put"), _choice),
+    **dict.fromkeys(("top_k", "gather", "scatter"), _choice),
     "sort_by_expert": _sort_by_expert,
     **dict.fromkeys(("dispatch", "combine"), _moved),
     "row_products": _row_products,

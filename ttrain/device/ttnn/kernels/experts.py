@@ -6,7 +6,6 @@ times the work, which a plan names `dense`. Numbers are compared, sorted and cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -42,13 +41,13 @@ def _numbers(c: Context, ids: IntegerInput, shape: tuple[int, ...]) -> Any:
     return c.tt.typecast(ids.in_layout(TileLayout(shape, "int32")), c.tt.float32)
 
 
-@row("present")
-def _present(c: Context, ids: IntegerInput, y: Tensor) -> None:
+@row("valid")
+def _valid(c: Context, ids: IntegerInput, y: Tensor) -> None:
     c.tt.copy(ids.in_layout(TileLayout(device_shape(ids.spec.shape), "float32")), y.t)
 
 
-@row("largest", Delivery.RETURNS, layouts=_apart, supports=lambda ins, _: ins[0].shape[1] <= MOST_COMPARED)
-def _largest(c: Context, scores: Tensor, y: Tensor, count: int) -> list[Any]:
+@row("top_k", Delivery.RETURNS, layouts=_apart, supports=lambda ins, _: ins[0].shape[1] <= MOST_COMPARED)
+def _top_k(c: Context, scores: Tensor, y: Tensor, count: int) -> list[Any]:
     """The rank of a score is the number of those before it. A maximum would round fp32, a comparison does not.
 
     Differences of infinite scores are NaN, so all are made finite.
@@ -65,8 +64,8 @@ def _largest(c: Context, scores: Tensor, y: Tensor, count: int) -> list[Any]:
     return [tt.typecast(tt.reshape(ids, (rows, count)), tt.int32)]
 
 
-@row("pick", Delivery.RETURNS)
-def _pick(c: Context, x: Tensor, ids: IntegerInput, y: Tensor) -> list[Any]:
+@row("gather", Delivery.RETURNS)
+def _gather(c: Context, x: Tensor, ids: IntegerInput, y: Tensor) -> list[Any]:
     return [c.tt.gather(x.t, 1, ids.in_layout(TileLayout(ids.spec.shape, "uint32")))]
 
 
@@ -75,7 +74,7 @@ def _sort_by_expert(c: Context, ids: IntegerInput, *outs: Tensor, count: int) ->
     """Sort keys id * M + number: no two are equal, so that any sort keeps the order of pairs of one expert."""
     tt, pairs = c.tt, ids.spec.size
     if count * pairs > LARGEST_KEY:
-        told = f"{pairs} pairs of token and expert, of {count} experts, are more than fp32 keys hold"
+        told = f"{pairs} pairs of token and expert, times {count} experts, are more than {LARGEST_KEY}, as fp32 holds"
         raise GraphError(f"model.experts: {told}. Give a smaller train.batch_size.")
     experts = _numbers(c, ids, (1, pairs))
     _, order = tt.sort(tt.add(tt.multiply(experts, float(pairs)), _counting(c, (1, pairs))), dim=-1)
@@ -154,9 +153,5 @@ def _grouped(
     return [joined(tt, found, 0)]
 
 
-def _dense(ins: Sequence[Any], outs: Sequence[Any], _: Any) -> str:
-    return "dense"
-
-
 for _name in ("grouped_matmul", "grouped_outer"):
-    row(_name, Delivery.RETURNS, way=_dense)(partial(_grouped, _name == "grouped_outer"))
+    row(_name, Delivery.RETURNS, way=lambda *_: "dense")(partial(_grouped, _name == "grouped_outer"))

@@ -2,38 +2,35 @@
 #pragma once
 #include "gemv.h"
 
-// ids [N, K] <- the places of the K largest of scores [N, E]. NaN comes before numbers, and of equal ones the first.
+// ids [N, K] <- those of the K largest scores [N, E]. NaN comes before numbers, and of equal ones the first.
 template <class T, i64 N, i64 E, i64 K, int Threads>
-INLINE void largest(const T* scores, i64* ids) {
+INLINE void top_k(const T* scores, i64* ids) {
     over_rows<N, Threads>([&](i64 n) {
-        float kept[K];
-        i64* own = ids + n * K;
-        i64 count = 0;
+        float kept[K + 1];  // the last is the one that falls out
+        i64 own[K + 1], count = 0;
         for (i64 e = 0; e < E; ++e) {
             const float x = get(scores + n * E + e);
-            i64 at = count;
-            while (at > 0 && (x > kept[at - 1] || (x != x && kept[at - 1] == kept[at - 1]))) --at;
-            if (at == K) continue;
-            if (count < K) ++count;
-            for (i64 k = count - 1; k > at; --k) {
-                kept[k] = kept[k - 1];
-                own[k] = own[k - 1];
+            i64 at = count < K ? count++ : K;
+            for (; at > 0 && (x > kept[at - 1] || (x != x && kept[at - 1] == kept[at - 1])); --at) {
+                kept[at] = kept[at - 1];
+                own[at] = own[at - 1];
             }
             kept[at] = x;
             own[at] = e;
         }
+        __builtin_memcpy(ids + n * K, own, K * sizeof(i64));
     });
 }
 
 // small [N, K] <- the elements of wide [N, E] at ids; or the other way, and zero elsewhere.
 template <class T, i64 N, i64 E, i64 K, int Threads>
-INLINE void pick(const T* wide, const i64* ids, T* small) {
+INLINE void gather(const T* wide, const i64* ids, T* small) {
     over_rows<N, Threads>([&](i64 n) {
         for (i64 k = n * K; k < (n + 1) * K; ++k) small[k] = wide[n * E + ids[k]];
     });
 }
 template <class T, i64 N, i64 E, i64 K, int Threads>
-INLINE void put(const T* small, const i64* ids, T* wide) {
+INLINE void scatter(const T* small, const i64* ids, T* wide) {
     over_rows<N, Threads>([&](i64 n) {
         __builtin_memset(wide + n * E, 0, E * sizeof(T));
         for (i64 k = n * K; k < (n + 1) * K; ++k) wide[n * E + ids[k]] = small[k];
@@ -89,54 +86,50 @@ INLINE void row_products(const T* dy, const T* rows, const i64* places, float* d
     });
 }
 
-// body(e, begin, end, seat) for the panels of all experts, cut into tiles of columns or rows of the result: begin .. end are
-// those of expert e that this call gets. A tile costs the rows of its panel, and as much as BESIDE rows to be begun, so all
-// chunks take equally long, however uneven the panels are.
+// body(e, begin, end, seat) for the panels of all experts. The result of each has `size` columns or rows, cut into tiles of
+// `grain`: begin .. end are those of expert e that this call gets. A tile costs the rows of its panel, and as much as BESIDE
+// rows to be begun, so all chunks take equally long, however uneven the panels are.
 constexpr i64 BESIDE = 16;
 template <class Body>
-INLINE void over_panels(int threads, i64 experts, const i64* offsets, i64 tiles, const Body& body) {
-    const i64 all = tiles * (offsets[experts] + experts * BESIDE), chunks = chunks_of(experts * tiles, threads);
+INLINE void over_panels(int threads, i64 experts, const i64* offsets, i64 size, i64 grain, const Body& body) {
+    const i64 tiles = (size + grain - 1) / grain, all = tiles * (offsets[experts] + experts * BESIDE);
+    const i64 chunks = chunks_of(experts * tiles, threads);
     parallel(threads, chunks, [&](int chunk, int seat) {
         for (i64 e = 0; e < experts; ++e) {
             const i64 each = offsets[e + 1] - offsets[e] + BESIDE, before = tiles * (offsets[e] + e * BESIDE);
-            const auto tile = [&](i64 place) {
-                return place <= before ? 0 : place >= before + tiles * each ? tiles : (place - before + each - 1) / each;
+            const auto until = [&](i64 place) {
+                const i64 passed = place <= before ? 0 : (place - before + each - 1) / each * grain;
+                return passed < size ? passed : size;
             };
-            const i64 begin = tile(share(all, chunk, chunks)), end = tile(share(all, chunk + 1, chunks));
+            const i64 begin = until(share(all, chunk, chunks)), end = until(share(all, chunk + 1, chunks));
             if (begin < end) body(e, begin, end, seat);
         }
     });
 }
 
-// Columns j0 .. j1 of a panel by the matrix of its expert. Panels of few rows never pack it; matrix units add in another
-// order, and a row has the same bits in a panel of any height.
-template <bool TurnB, class E>
-INLINE void panel_product(Sizes s, const E* a, const E* b, E* c, i64 j0, i64 j1, float* scratch) {
-    const E* none = nullptr;
-    if (!uses_amx<Operand<E>>() && s.M < 5) {
-        s.N = j1 - j0;
-        b += j0 * (TurnB ? s.b_row : 1);
-        if (s.M == 1) few_rows<1, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
-        if (s.M == 2) few_rows<2, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
-        if (s.M == 3) few_rows<3, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
-        if (s.M == 4) few_rows<4, TurnB, false, After::nothing>(s, a, b, none, c + j0, 1);
-    } else {
-        nothing_packed(scratch);
-        product_part<false, TurnB, false, false, After::nothing>(s, a, b, none, c, 0, s.M, j0, j1, scratch);
-    }
-}
-
-// The rows of expert e, from offsets[e] up to offsets[e + 1], by its matrix B_e: [K, N], or [N, K] where TurnB.
+// The rows of expert e, from offsets[e] up to offsets[e + 1], by its matrix B_e: [K, N], or [N, K] where TurnB. Panels of few
+// rows never pack it; matrix units add in another order, and a row has the same bits in a panel of any height.
 template <bool TurnB, class E>
 __attribute__((noinline)) void grouped_matmul(
     i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
-    over_panels(threads, experts, offsets, (s.N + TILE_COLUMNS - 1) / TILE_COLUMNS, [&](i64 e, i64 begin, i64 end, int seat) {
+    const E* none = nullptr;
+    over_panels(threads, experts, offsets, s.N, TILE_COLUMNS, [&](i64 e, i64 j0, i64 j1, int seat) {
+        const E *rows = a + offsets[e] * s.K, *matrix = b + e * s.N * s.K;
+        E* to = c + offsets[e] * s.N;
         Sizes panel = s;
         panel.M = offsets[e + 1] - offsets[e];
-        const i64 j1 = end * TILE_COLUMNS < s.N ? end * TILE_COLUMNS : s.N;
-        panel_product<TurnB>(
-            panel, a + offsets[e] * s.K, b + e * s.N * s.K, c + offsets[e] * s.N, begin * TILE_COLUMNS, j1,
-            scratch + seat * own);
+        if (!uses_amx<Operand<E>>() && panel.M < 5) {
+            panel.N = j1 - j0;
+            matrix += j0 * (TurnB ? s.b_row : 1);
+            if (panel.M == 1) few_rows<1, TurnB, false, After::nothing>(panel, rows, matrix, none, to + j0, 1);
+            if (panel.M == 2) few_rows<2, TurnB, false, After::nothing>(panel, rows, matrix, none, to + j0, 1);
+            if (panel.M == 3) few_rows<3, TurnB, false, After::nothing>(panel, rows, matrix, none, to + j0, 1);
+            if (panel.M == 4) few_rows<4, TurnB, false, After::nothing>(panel, rows, matrix, none, to + j0, 1);
+        } else {
+            nothing_packed(scratch + seat * own);
+            product_part<false, TurnB, false, false, After::nothing>(
+                panel, rows, matrix, none, to, 0, panel.M, j0, j1, scratch + seat * own);
+        }
     });
 }
 
@@ -145,10 +138,9 @@ template <class E>
 __attribute__((noinline)) void grouped_outer(
     i64 experts, Sizes s, const E* a, const E* b, const i64* offsets, E* c, float* scratch, i64 own, int threads) {
     const E* none = nullptr;
-    over_panels(threads, experts, offsets, (s.M + EVEN - 1) / EVEN, [&](i64 e, i64 begin, i64 end, int seat) {
+    over_panels(threads, experts, offsets, s.M, EVEN, [&](i64 e, i64 i0, i64 i1, int seat) {
         Sizes panel = s;
         panel.K = offsets[e + 1] - offsets[e];
-        const i64 i0 = begin * EVEN, i1 = end * EVEN < s.M ? end * EVEN : s.M;
         E* to = c + e * s.M * s.N;
         nothing_packed(scratch + seat * own);
         if (panel.K == 0) __builtin_memset(to + i0 * s.N, 0, (i1 - i0) * s.N * sizeof(E));
