@@ -6,7 +6,7 @@ A process of its own, as Triton asks for its interpreter when it is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.ops.harness import (
     drawn,
     node_of,
     outcome,
+    panel_cases,
     shared_with,
 )
 from tests.ops.test_forward import MIXED
@@ -51,12 +52,6 @@ IDS = 9001  # more than a tile has columns
 STEP = "model.layers=1 model.context=8 model.width=24 train.batch_size=2 device=cpu"
 GPT = f"{STEP} model=nano-gpt model.heads=3 model.dropout=0.1"
 MIXTURE = f"{STEP} model=llama model.heads=3 model.experts=4 model.experts_per_token=2 model.expert_width=20"
-PANELS = (  # heights of the panels of experts, about those of tiles, and widths that no tile divides
-    ([0, 64, 1, 0, 63, 65, 130, 0], 70, 131),
-    ([0, 0, 200, 0], 33, 64),
-    ([(7 * expert) % 5 for expert in range(64)], 64, 20),
-    ([3], 128, 129),
-)
 cut_off, multiply = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 
 
@@ -98,16 +93,6 @@ def wide_cases() -> dict[str, Case]:
         "cross_entropy_grad": Case((*given[:2], (17,), ()), {}, *drawn),
         "head_cross_entropy": Case(head, {"smoothing": 0.1, "live": IDS, "gradients": False}, *drawn),
     }
-
-
-def panel_cases() -> Iterator[tuple[Op, Case]]:
-    """Products of the panels of experts."""
-    for heights, inner, outer in PANELS:
-        rows, experts, values = sum(heights), len(heights), {"offsets": np.cumsum([0, *heights]).tolist()}
-        for transpose in (False, True):
-            shapes = (rows, inner), (experts, *((outer, inner) if transpose else (inner, outer))), (experts + 1,)
-            yield op("grouped_matmul"), Case(shapes, {"transpose": transpose}, values=values)
-        yield op("grouped_outer"), Case(((rows, inner), (rows, outer), (experts + 1,)), values=values)
 
 
 def panels(device: TorchDevice, op_: Op, case: Case, dtype: DType) -> None:

@@ -14,6 +14,7 @@ from tests.ops.harness import (
     assert_same_over,
     every_op,
     only,
+    panel_cases,
     record,
     recorded_by_models,
 )
@@ -53,6 +54,13 @@ def test_every_op_that_computes_has_a_rule() -> None:
 def test_kernel_equals_reference(device: NativeDevice, op: Op, case: Case, dtype: DType) -> None:
     """And a second launch repeats it to the bit."""
     assert_equals_reference(device, op, case, dtype, times=2)
+
+
+def test_products_of_panels_of_any_height_equal_the_reference(device: NativeDevice) -> None:
+    given = [(*each, dtype) for each in panel_cases() for dtype in (DType.FP32, DType.BF16)]
+    device.native.prepare([record(*each)[0].nodes[0] for each in given])
+    for each in given:
+        assert_equals_reference(device, *each, times=2)
 
 
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:

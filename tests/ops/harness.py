@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,28 @@ def recorded_by_models(op: Op) -> bool:
     optimizer's rule by itself: op update runs it.
     """
     return op.family not in ("fused", "rule")
+
+
+PANELS = (  # heights of the panels of experts, about those of tiles, and widths that no tile divides
+    ([0, 64, 1, 0, 63, 65, 130, 0], 70, 131),
+    ([0, 0, 200, 0], 33, 64),
+    ([(7 * expert) % 5 for expert in range(64)], 64, 20),
+    ([3], 128, 129),
+)
+
+
+def panel_cases() -> Iterator[tuple[Op, Case]]:
+    """Products of the panels of experts. Nothing cancels in long sums, so that any order of their terms will do."""
+    for heights, inner, outer in PANELS:
+        rows, experts, values = sum(heights), len(heights), {"offsets": np.cumsum([0, *heights]).tolist()}
+        for transpose in (False, True):
+            shapes = (rows, inner), (experts, *((outer, inner) if transpose else (inner, outer))), (experts + 1,)
+            yield (
+                op("grouped_matmul"),
+                Case(shapes, {"transpose": transpose}, positive=("rows", "weight"), values=values),
+            )
+        shapes = (rows, inner), (rows, outer), (experts + 1,)
+        yield op("grouped_outer"), Case(shapes, positive=("a", "b"), values=values)
 
 
 def all_cases(*dtypes: DType, where: Callable[[Op], bool] = recorded_by_models) -> list[Any]:
