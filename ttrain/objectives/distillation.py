@@ -82,7 +82,7 @@ class Distillation(Objective):
         with graph.scope("loss"):
             weight, share = graph.input(LOSS_WEIGHT, SCALAR), self.config.cross_entropy
             own = model.log_probs(hidden, targets)[0]  # [N]
-            counts = ops.present(targets)  # fp32, as not every device can select rows of integers
+            counts = ops.valid(targets)  # fp32, as not every device can select rows of integers
             for chosen in parts:
                 with graph.segment(training and len(parts) > 1):
                     each = compared(model.scores(_some(hidden, chosen)), chosen)

@@ -180,7 +180,7 @@ class Embedding(TextObjective):
         lengths = ops.reshape(ops.sqrt(ops.reduce_sum(vectors * vectors, [1])), (2 * rows, 1))
         units = ops.reshape(vectors / lengths, (rows, 2, model.width))
         sides = {side: ops.reshape(ops.index_select(units, [at]), (rows, model.width)) for at, side in enumerate("ap")}
-        return {**sides, "valid": ops.present(self.given(model, graph, rows)["targets"])}
+        return {**sides, "valid": ops.valid(self.given(model, graph, rows)["targets"])}
 
     def loss(self, model: Any, graph: Graph, rows: int, training: bool) -> tuple[Value, dict[str, Value]]:
         """Return the loss, and the shares of rows whose positive is the nearest one, or one of the nearest five."""
