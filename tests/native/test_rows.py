@@ -33,7 +33,7 @@ WITHOUT_RULE = (
     "reshape copy_reshape index_select index_put token_windows cache_bias sin cos erf "
     "expm1 all_reduce all_reduce_state all_reduce_start reduce_scatter_start collectives_done all_gather_state "
     "block_norms one_hot reduce_max document_bias head_matmul head_product gated_activation "
-    "log_sigmoid log_softmax counted valid all_gather reduce_scatter exchange_done"
+    "log_sigmoid log_softmax valid all_gather reduce_scatter exchange_done"
 )
 
 
