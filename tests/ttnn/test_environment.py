@@ -157,3 +157,15 @@ def test_a_process_keeps_the_mode_of_its_first_import(tmp_path: Path) -> None:
     code = "import ttnn\nfrom ttrain.cli import main\nmain(['device=n150', 'device.mode=mock', 'run.dir=run'])"
     (tmp_path / "first.py").write_text(code, "ascii")
     assert "Use a fresh process" in forked.run("first", cwd=tmp_path, TTRAIN_CACHE=str(tmp_path)).stderr
+
+
+def test_what_is_left_at_the_end_is_not_printed_as_leaks(tmp_path: Path) -> None:
+    """In a process that ends by itself, which forks of tests do not."""
+    pytest.importorskip("ttnn", reason="the package ttnn is not installed")
+    code = (
+        "import gc\nfrom ttrain.device.ttnn.runtime.environment import TenstorrentConfig, import_ttnn\n"
+        "import_ttnn(TenstorrentConfig(mode='mock'))\ngc.freeze()"
+    )
+    words, variables = [sys.executable, "-c", code], {**os.environ, "TTRAIN_CACHE": str(tmp_path)}
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert "leaked" not in done.stderr

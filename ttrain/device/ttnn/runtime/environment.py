@@ -6,6 +6,8 @@ of its own, and a process whose ttnn was imported for one mode refuses another.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import importlib.util
 import os
@@ -176,6 +178,7 @@ def import_ttnn(config: TenstorrentConfig) -> Any:
         os.environ.pop(key, None)
     os.environ.update(wanted)
     os.environ[MODE_VARIABLE] = mode
+    atexit.register(gc.unfreeze)  # else nanobind prints all that the command line froze at its end as leaks
     try:
         return importlib.import_module("ttnn")
     except ImportError as error:
