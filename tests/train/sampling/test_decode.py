@@ -27,8 +27,9 @@ from ttrain.graph import Graph
 from ttrain.models.agillm import AGILLM
 from ttrain.models.decoder import BlockInputs
 from ttrain.models.gpt import GPT
+from ttrain.models.llama import Llama
 from ttrain.models.mlp import MLP
-from ttrain.models.settings import AGILLMConfig, GPTConfig, MLPConfig
+from ttrain.models.settings import AGILLMConfig, GPTConfig, LlamaConfig, MLPConfig
 from ttrain.optim.adamw import AdamW
 from ttrain.optim.settings import AdamWConfig
 from ttrain.train.sampling.decode import Reader, cache_tensors, reading_traces
@@ -614,3 +615,15 @@ def test_the_speed_is_told_beside_that_of_reading_the_weights(capsys: pytest.Cap
     looked_up, unused = "embedding.weight", "sat_head"
     assert source.weight_bytes() == sum(n for path, n in sizes.items() if path != looked_up and unused not in path)
     assert "Reading the weights allows 2.0 tokens/s; this is " in capsys.readouterr().err
+
+
+def test_a_new_token_reads_the_experts_that_it_passes() -> None:
+    experts = {"experts": 4, "experts_per_token": 1, "expert_width": 24, "tied": False}
+    model = Llama(LlamaConfig(**SIZES, hidden=24, preset=None, **experts))
+    graph = StepGraph(model, AdamW(AdamWConfig()), rows=1)
+    state = State(open_cpu(), graph.state_tensors(training=False))
+    steps = StepsByLength(Session(graph, state, ENGINES["static"](state.device, state)), lambda length: None)
+    source = TokenSource(steps, SampleConfig(), VOCABULARY)
+    source.make_room(CONTEXT)
+    specs = {path: spec for path, spec in model.specs().items() if path != "embedding.weight"}
+    assert source.weight_bytes() == sum(spec.nbytes // (4 if spec.rank == 3 else 1) for spec in specs.values())

@@ -172,8 +172,13 @@ class TokenSource:
         step = min((self._built or {}).values(), key=lambda each: each.inputs[TOKENS].shape[1], default=None)
         if step is None or step.plan is None or self.config.mode != "ar":
             return 0
-        read = {x for node in step.plan.graph.nodes if node.op.name != "embedding" for x in node.values}
-        return sum(x.spec.nbytes for x in read if x.kind in (Kind.PARAMETER, Kind.COPY))
+        read = {}
+        for node in (node for node in step.plan.graph.nodes if node.op.name != "embedding"):
+            for x in (x for x in node.values if x.kind in (Kind.PARAMETER, Kind.COPY)):
+                read[x] = x.spec.nbytes
+                if node.op.name == "grouped_matmul":  # of all experts those that its rows pass
+                    read[x] = read[x] * min(node.values[0].spec.shape[0], x.spec.shape[0]) // x.spec.shape[0]
+        return sum(read.values())
 
     def _next(self, text: list[int]) -> tuple[Array, None]:
         return self._verify(text, []), None
