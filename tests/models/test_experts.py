@@ -169,6 +169,8 @@ def test_what_transformers_has_not_is_refused_by_name(changes: dict[str, Any]) -
 def test_a_mixture_of_which_nothing_is_said_goes_to_transformers() -> None:
     """Weights of experts that are normalised because nothing is said are those of norm_topk_prob."""
     assert config_to_transformers(small(qk_norm=True).config)["norm_topk_prob"] is True
+    with pytest.raises(ConfigError, match=r"model\.qk_norm=False: .*; qwen3_moe has model\.qk_norm=True\. "):
+        config_to_transformers(small().config)
 
 
 def small(**changes: Any) -> Llama:

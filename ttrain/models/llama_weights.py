@@ -173,8 +173,11 @@ def config_to_transformers(config: LlamaConfig, form: str | None = None) -> dict
     if kind in ("qwen2", *_NORMED):
         made |= {"use_sliding_window": config.window is not None, "max_window_layers": 0}
     said = config_from_transformers(made) | {"context": config.context, "max_context": config.max_context}
-    lost = [f"model.{key}={getattr(config, key)}" for key, value in said.items() if getattr(config, key) != value]
-    lost += config.switched_on()
-    if lost:
-        raise ConfigError(f"{', '.join(lost)}: no model of Transformers' that is read here ({kind}) has it.")
+    others = {key: value for key, value in said.items() if getattr(config, key) != value}
+    if lost := [f"model.{key}={getattr(config, key)}" for key in others] + config.switched_on():
+        theirs = ", ".join(f"model.{key}={value}" for key, value in others.items()) or "no such switch"
+        raise ConfigError(
+            f"{', '.join(lost)}: no model of Transformers' that is read here has it; {kind} has {theirs}. "
+            "Train a model with that, or write this one with export.form=ttrain."
+        )
     return made
