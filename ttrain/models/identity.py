@@ -17,6 +17,7 @@ from typing import Any
 from ttrain.core.options import default_of
 
 FUNCTION = ("function",)
+WEIGHTS = (*FUNCTION, "shape")  # what has to stay while weights are read
 ALL = ("function", "shape", "loss")  # what has to stay while one model is trained
 # What no config can change here: a source that says otherwise holds another function.
 _FIXED = {"norm_eps": 1e-5, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}

@@ -23,7 +23,7 @@ from ttrain.data.gguf_file import gguf_tokenizer, is_gguf
 from ttrain.data.library_tokenizer import parse_tokenizer
 from ttrain.data.settings import TextConfig
 from ttrain.models.agillm_weights import sizes_of
-from ttrain.models.identity import FUNCTION, differing
+from ttrain.models.identity import WEIGHTS, differing
 from ttrain.models.settings import AGILLMConfig
 from ttrain.models.weight_checks import TOKENS
 from ttrain.nn.settings import LoraConfig
@@ -66,7 +66,7 @@ class OpenedModel:
         """Build the model when it is first asked for. Raises CheckpointError where it would compute something else."""
         model = build.build_model(self.config, getattr(self.tokenizer, "vocabulary", None))
         if self.checkpoint is not None:
-            check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, FUNCTION)
+            check_architecture(self.checkpoint.config, model.config, self.checkpoint.path, WEIGHTS)
             if missing := [name for name in model.persistent() if name not in self.values]:
                 raise CheckpointError(f"{self.checkpoint.path} lacks {listed(missing)}. Use another checkpoint.")
         return model

@@ -115,6 +115,7 @@ def test_another_device_or_engine_continues_the_same_run(train: Any) -> None:
         (["run.dir=new", "sample.prompt=''"], "sample.prompt is empty"),
         (["task=sample", "run.dir=run", "sample.prompt=☃"], "never saw"),
         (["task=sample", "run.dir=run", "device=null"], "computes no values. Give device=cpu"),
+        (["task=sample", "run.dir=run", "model.layers=3"], "model.layers: 2 where the weights come from, 3 given"),
         (["task=sample", "run.dir=run", "sample.mode=sat"], "has no SAT head"),
         (["task=sample", "run.dir=run", "sample.mode=pairs"], "sample.mode=pairs"),
         (["task=sample", "run.dir=run", "sample.repetition=0"], "sample.repetition=0"),
