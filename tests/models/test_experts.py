@@ -31,6 +31,7 @@ from ttrain.models.llama import Llama
 from ttrain.models.llama_weights import config_from_transformers, config_to_transformers
 from ttrain.models.settings import LlamaConfig
 from ttrain.models.weight_checks import as_fp32
+from ttrain.nn.experts import MOST_TOLD
 from ttrain.nn.initialize import Normal
 from ttrain.nn.module import Parameter, use
 from ttrain.objectives.base import Objective
@@ -245,6 +246,15 @@ def _hidden(model: Llama, rows: int, graph: Any) -> None:
     graph.output("hidden", model.hidden(graph, rows, False))
 
 
+@pytest.mark.parametrize(("experts", "told"), [(MOST_TOLD, MOST_TOLD), (MOST_TOLD + 1, 0)])
+def test_loads_of_very_many_experts_are_not_told(experts: int, told: int) -> None:
+    """Each would be an output of its own: with 100,000 of them steps were planned for many minutes."""
+    model = small(experts=experts, layers=1, expert_width=1)
+    found = Session(model, AdamW(AdamWConfig()), ROWS).evaluate(token_batch(VOCABULARY, ROWS, CONTEXT, 0))
+    loads = [value for name, value in found.items() if name.startswith("load/")]
+    assert len(loads) == told and "router/balance" in found and (not told or np.isclose(sum(loads), 1))
+
+
 def test_a_bias_learns_the_excess_load_of_its_expert() -> None:
     model = small(router="biased", balance_weight=0.0)
     values, batch = initial_values(model, seed=5), token_batch(VOCABULARY, ROWS, CONTEXT, 0, masked=5)
@@ -305,6 +315,7 @@ def test_muon_makes_each_expert_of_a_stack_orthogonal() -> None:
         ({"experts": 0}, "model.experts_per_token=2, model.expert_width=12: the model has no experts"),
         ({"expert_width": None}, "model.expert_width: no value for model.experts=4"),
         ({"experts_per_token": 5}, "model.experts_per_token=5: must be at most model.experts=4"),
+        ({"expert_step": 3}, "model.expert_step=3: none of model.layers=2 has experts. Give less."),
         ({"feed_forward_bias": True}, "experts have no biases"),
         ({"parametrization": "mup", "base_width": 8}, "not known for model.experts=4"),
     ],

@@ -34,6 +34,9 @@ MODELS: dict[str, Callable[..., Any]] = {
     "window": lambda *given, **sizes: llama(
         *given, width=40, hidden=64, window=9, qk_norm=True, logit_cap=5.0, **sizes
     ),
+    "experts": lambda *given, **sizes: llama(
+        *given, width=48, experts=7, experts_per_token=3, expert_width=34, shared_experts=1, **sizes
+    ),
     "gpt": lambda *given, **sizes: gpt(*given, width=36, heads=3, recompute="block", **MUP, **sizes),
     "agillm": lambda *given, rank=20, **sizes: agillm(
         *given, layers=2, width=36, heads=3, rank=rank, objective="ar", dropout=0.0, **sizes
@@ -142,6 +145,8 @@ def assert_same(found: Outputs, expected: Outputs) -> None:
         ("llama", DType.FP32, 2, "native", True),
         ("window", DType.BF16, 1, "native", True),
         ("gpt", DType.BF16, 2, "native", True),
+        ("experts", DType.BF16, 2, "native", True),
+        ("experts", DType.FP32, 1, "x86-64-v3", False),
         ("agillm", DType.FP32, 1, "native", False),
         ("window", DType.FP32, 2, "x86-64-v3", False),
     ],

@@ -198,6 +198,14 @@ def test_large_shapes_agree_with_the_reference_on_lesser_vectors(
     assert_near_reference(runs, run_all(open_device(SMALL, folder), runs))
 
 
+def test_more_experts_are_sorted_than_a_stack_has_room_for(device: NativeDevice) -> None:
+    count = 3 * 2**20
+    ids = torch.tensor([[count - 1, 0], [5, count - 1], [0, 7]])
+    ((order, places, offsets),) = run_all(device, [("sort_by_expert", [ids], {"count": count})])
+    assert order.tolist() == [1, 4, 2, 5, 0, 3] and places.tolist() == [[4, 0], [2, 5], [1, 3]]
+    assert torch.equal(offsets, torch.searchsorted(ids.flatten().sort().values, torch.arange(count + 1)))
+
+
 def test_hidden_keys_stay_hidden_whatever_the_scale(device: NativeDevice) -> None:
     qkv = torch.randn(1, 9, 3 * 8, generator=torch.Generator().manual_seed(1))
     inputs, mask = [qkv, *[None] * 5], AttentionMask(window=3)

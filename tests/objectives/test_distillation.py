@@ -143,6 +143,9 @@ def test_a_run_with_a_teacher_goes_on_and_notices_another(capsys: pytest.Capture
     shutil.rmtree("big")
     assert main(["resume=auto", "run.dir=parts", "train.steps=6"]) == 2
     assert "objective.teacher=big: is no folder with a config.json" in capsys.readouterr().err
+    Path("big").mkdir()
+    assert main(["resume=auto", "run.dir=parts", "train.steps=6"]) == 2
+    assert "objective.teacher=big: big is neither a run nor a checkpoint of ttrain" in capsys.readouterr().err
 
 
 def test_a_teacher_that_does_not_fit_is_refused(

@@ -17,6 +17,7 @@ from ttrain.models.weight_checks import NamedWeights, Naming, as_fp32
 ARCHITECTURES: dict[str, str] = PUBLISHED["architectures"]
 _KEYS = PUBLISHED["keys"]
 _NORMED = "qwen3", "qwen3_moe"  # whose queries and keys have norms
+_SWITCHES = "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob"
 NAMING = Naming(**PUBLISHED["names"]["llama"])
 
 
@@ -74,6 +75,8 @@ def config_from_transformers(config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [theirs for theirs, *usual in _KEYS["llama"].values() if not usual and theirs not in config]
     if missing:
         raise ConfigError(f"a config of {kind} without {', '.join(missing)}: give a whole config.json.")
+    if wrong := [f"{key}={config[key]!r}" for key in _SWITCHES if config.get(key) not in (True, False, None)]:
+        raise ConfigError(f"{', '.join(wrong)}: expected true or false each.")
     said: dict[str, Any] = {ours: config.get(theirs, *usual) for ours, (theirs, *usual) in _KEYS["llama"].items()}
     said["kv_heads"] = said["kv_heads"] or said["heads"]
     said["head_width"] = said["head_width"] or (128 if kind == "qwen3" else said["width"] // said["heads"])

@@ -301,6 +301,8 @@ class LlamaConfig(DecoderConfig):
         elif (self.experts_per_token or 0) > self.experts:
             told = f"must be at most model.experts={self.experts}"
             yield f"model.experts_per_token={self.experts_per_token}: {told}. Give fewer."
+        if self.layers and self.expert_step > self.layers:
+            yield f"model.expert_step={self.expert_step}: none of model.layers={self.layers} has experts. Give less."
         if self.feed_forward_bias:
             yield "model.feed_forward_bias=true: experts have no biases. Leave it out."
         if self.parametrization == "mup":

@@ -14,6 +14,7 @@ from ttrain.nn.layers import Linear
 from ttrain.nn.module import Parameter, use
 
 SHARES = "expert_shares"  # step input fp32 [E]: share of each expert in the pairs of a slice
+MOST_TOLD = 1024  # experts whose loads are told: each is an output of the step
 
 
 class ExpertLinear(Linear):
@@ -64,7 +65,7 @@ def routing_loss(
     - `router/z` is the mean square of the log-sum-exp of logits (Zoph et al., 2022).
     - `router/entropy` is that of the probabilities, in nats.
     - `router/dropped` is the share of pairs without a row, which is 0.
-    - `load/<expert>`, with `tells_loads`, is the share of each expert in all pairs.
+    - `load/<expert>`, with `tells_loads`, is the share of each of at most `MOST_TOLD` experts in all pairs.
 
     A bias gets the excess load of its expert as gradient; Wang et al. (2024) take its sign.
     """
@@ -93,7 +94,7 @@ def routing_loss(
             chosen = ops.reduce_sum(loads([layer], valid), [0])
             excess = chosen - ops.reduce_sum(chosen, [0]) * (1 / experts)
             terms.append(ops.reduce_sum(layer.bias * excess, [0]) * weight)
-    if tells_loads:
+    if tells_loads and experts <= MOST_TOLD:
         columns = ops.reshape(own * (each * (1 / count)), (1, experts, 1))
         found |= {f"load/{e}": ops.reshape(ops.index_select(columns, [e]), ()) for e in range(experts)}
     return terms, found

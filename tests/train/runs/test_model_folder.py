@@ -518,6 +518,11 @@ SIZES = {
         ({"num_attention_heads": 0}, "its config is damaged: "),
         ({"hidden_size": "wide"}, "its config is damaged: "),
         ({"hidden_size": None}, "its config is damaged: "),
+        ({"tie_word_embeddings": "no", "attention_bias": None}, ": tie_word_embeddings='no': expected true or false"),
+        (
+            {"model_type": "qwen3_moe", "norm_topk_prob": "no", "attention_bias": []},
+            "attention_bias=[], norm_topk_prob",
+        ),
         ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "names code of its own (auto_map)"),
         ({"model_type": "gpt2", "activation_function": "quick_gelu"}, "activation_function=quick_gelu"),

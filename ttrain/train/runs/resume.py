@@ -94,7 +94,7 @@ def find_resume_point(resume: str, run_dir: str | None) -> ResumePoint | None:
     if (path / "checkpoints").is_dir():
         return _newest_of(path, must_exist=True)
     lacks = f"it has neither checkpoints/ nor {MANIFEST}"
-    raise CheckpointError(f"resume={resume} is neither a run nor a checkpoint: {lacks}.")
+    raise CheckpointError(f"{resume} is neither a run nor a checkpoint of ttrain: {lacks}.")
 
 
 def _require_meant(run: Path) -> None:

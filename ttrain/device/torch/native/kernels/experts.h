@@ -39,14 +39,15 @@ INLINE void scatter(const T* small, const i64* ids, T* wide) {
 
 template <i64 M, i64 E>
 INLINE void sort_by_expert(const i64* ids, i64* order, i64* places, i64* offsets) {
-    i64 next[E + 1] = {};
-    for (i64 m = 0; m < M; ++m) ++next[ids[m] + 1];
-    for (i64 e = 0; e < E; ++e) next[e + 1] += next[e];
-    __builtin_memcpy(offsets, next, sizeof next);
+    __builtin_memset(offsets, 0, (E + 1) * sizeof(i64));
+    for (i64 m = 0; m < M; ++m) ++offsets[ids[m] + 1];
+    for (i64 e = 0; e < E; ++e) offsets[e + 1] += offsets[e];
     for (i64 m = 0; m < M; ++m) {
-        places[m] = next[ids[m]]++;
+        places[m] = offsets[ids[m]]++;
         order[places[m]] = m;
     }
+    __builtin_memmove(offsets + 1, offsets, E * sizeof(i64));  // each had gone on to the end of its rows
+    offsets[0] = 0;
 }
 
 // y [M, C] <- the token's row of x for each pair, times its weight.
