@@ -105,21 +105,20 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
     assert tried > 100
 
 
-@pytest.mark.parametrize("products", ["own", "aten", "onednn", "bf16"])
+@pytest.mark.parametrize("products", ["auto", "own", "aten", "onednn"])
 def test_products_can_be_left_to_libraries(device: NativeDevice, products: str) -> None:
     base = super(NativeDevice, device).kernels
-    if products == "bf16":  # as with matrix units
-        native = NativeKernels(base, Sizing(threads=1, products=(DType.FP32,)))
-    else:
-        native = NativeKernels(base, 1, context=replace(device.context, matmul=products))
-    for name in ("matmul", "linear", "head_cross_entropy"):
+    native = NativeKernels(base, 1, context=replace(device.context, matmul=products))
+    for name in ("matmul", "linear", "head_cross_entropy", "grouped_matmul", "grouped_outer"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]
             request, dtype = Request.of_node(node), parameter.values[2]
             found = native.native(request)
-            if products in ("aten", "onednn") or (products == "bf16" and dtype is DType.BF16):
+            if products in ("aten", "onednn"):
                 assert found is None
-            if name != "head_cross_entropy" and dtype in (DType.FP32, DType.BF16):
+            elif dtype is DType.FP32 or name == "grouped_outer":  # bf16 where rows are whole pairs
+                assert found is not None
+            if name in ("matmul", "linear"):
                 given = (request.inputs, request.outputs, node.attributes)
                 own, library = native.kernels[name].way, base[name].way
                 assert own is not None and library is not None

@@ -44,7 +44,7 @@ def _grouped(request: Request, sizing: Sizing) -> Native | None:
     experts, turned = request.input(2).shape[0] - 1, request.settings.get("transpose", False)
     rows, inner = a.shape
     n = request.input(1).shape[1] if outer else request.outputs[0].shape[1]
-    if a.dtype not in sizing.products or (a.dtype is DType.BF16 and inner % 2 and not outer):
+    if not sizing.products or (a.dtype is DType.BF16 and inner % 2 and not outer):
         return None
     m, k, longest = (inner, 0, rows) if outer else (0, inner, inner)
     threads, own = threads_of(m or rows, n, longest, a.dtype, sizing), max(map(scratch_size, (longest, _LONGEST)))

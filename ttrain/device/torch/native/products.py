@@ -34,7 +34,7 @@ def _product(request: Request, sizing: Sizing) -> Native | None:
     k = a.shape[-2 if turn_a else -1]
     # A row along an odd inner axis does not end with a whole pair of bf16.
     pairs = k % 2 == 0 or (turn_a and not turn_b) or a.dtype is DType.FP32
-    if a.dtype not in sizing.products or not pairs:
+    if not sizing.products or not pairs:
         return None
     few = m <= FEW_ROWS and not turn_a
     threads = sizing.threads_for(n * k) if few else threads_of(m, n, k, a.dtype, sizing)
@@ -58,7 +58,7 @@ def _quantized(request: Request, sizing: Sizing) -> Native | None:
     x, codes, y = request.input(0), request.input(1), request.outputs[0]
     by_rows, kind, (m, k), n = request.settings["transpose_b"], c_type(x), rows_and_width(x.shape), y.shape[-1]
     inputs, pairs = (k if by_rows else n), x.dtype is DType.FP32 or k % 2 == 0
-    if x.dtype not in sizing.products or inputs % 32 or not pairs:
+    if not sizing.products or inputs % 32 or not pairs:
         return None
     threads, place = threads_of(m, n, k, x.dtype, sizing), len(request.inputs)
     parts, tables, bits = [str(inputs), *addresses(request.inputs, place)[1:]], "", 8
@@ -82,7 +82,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
     gradients, live, smoothing = settings["gradients"], settings["live"], settings["smoothing"]
     whole = gradients and not settings.get("frozen")
     narrow, each, bias = dtype is DType.BF16, bool(request.input(3).shape), request.has(4)
-    if dtype not in sizing.products or (narrow and width % 2):
+    if not sizing.products or (narrow and width % 2):
         return None
     chunk = chunk_rows(rows, live, sizing.logits, 4 * width if whole and narrow else 0)
     stride = live + live % 2 if narrow else live
@@ -118,7 +118,7 @@ def _head_cross_entropy(request: Request, sizing: Sizing) -> Native | None:
 def _head_log_probs(request: Request, sizing: Sizing) -> Native | None:
     hidden, live = request.input(0), request.settings["live"]
     (rows, width), dtype, kind = hidden.shape, hidden.dtype, c_type(hidden)
-    if dtype not in sizing.products or (dtype is DType.BF16 and width % 2):
+    if not sizing.products or (dtype is DType.BF16 and width % 2):
         return None
     chunk, own, made = chunk_rows(rows, live, sizing.logits, 0), scratch_size(width), 4 + len(request.outputs)
     threads = threads_of(chunk, live, width, dtype, sizing)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from ttrain.core.errors import PlanError, UserError
-from ttrain.core.processor import vector_extensions
-from ttrain.core.spec import DType, TensorSpec
+from ttrain.core.spec import TensorSpec
 from ttrain.device.base import Delivery, Kernel, Launch, chain
 from ttrain.device.torch.kernels import kernel_table
 from ttrain.device.torch.kernels.common import TORCH_DTYPES, Context, spec_of
@@ -40,7 +39,6 @@ SUMS = frozenset({
     "cross_entropy", "softmax", "log_sum_exp", "layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm", "rotary",
     "grouped_matmul", "combine",
 })  # fmt: skip
-BOTH = (DType.FP32, DType.BF16)
 _TURNS, _SECONDS = 2, 0.03  # of a product: at least so many, and until that much time has gone into it
 _STEP_TURNS, _STEP_SECONDS = 5, 0.5  # of whole steps: at most so many
 
@@ -70,10 +68,8 @@ class NativeKernels:
         if context is not None and context.group is None and matmul == "auto":
             self._libraries = {name: kernel_table(replace(context, matmul=name)) for name in LIBRARIES}
         if not isinstance(sizing, Sizing):
-            # Matrix units beat vectors by far. aten is known to reach them; ours have not run on such a processor yet.
-            usual = BOTH[:1] if "amx_bf16" in vector_extensions() else BOTH
             invariant = context is not None and context.batch_invariant
-            products = {"auto": usual, "own": BOTH}.get(matmul, ())
+            products = matmul in ("auto", "own")
             sizing = Sizing(sizing, products=products, batch_invariant=invariant)
         self.sizing = sizing
         self.backends: Backends = {}  # of products that were tuned; others have that of their dtype
@@ -195,7 +191,7 @@ class NativeKernels:
     def _make(self, request: Request, backend: str | None) -> Native | None:
         rule, sizing = RULES.get(request.op), self.sizing
         if backend is not None:
-            sizing = replace(sizing, products=BOTH if backend == OWN else ())
+            sizing = replace(sizing, products=backend == OWN)
         return rule(request, sizing) if rule is not None and (request.op == "update" or readable(request)) else None
 
     def _kernel(self, request: Request, backend: str | None) -> Kernel:

@@ -201,7 +201,7 @@ def _attention(request: Request, sizing: Sizing) -> Native | None:
     places = f"in<i64>(a, {first - 1})" if documents else "(const i64*)nullptr"
     rows = (q.shape[2], q.shape[2] if packed else kv_heads * width)
     shape = (batch, heads, kv_heads, time, width, *rows, threads)
-    kept = [] if backward else ["float" if sizing.batch_invariant else f"Operand<{kind}>"]
+    kept = [] if backward else ["float" if sizing.batch_invariant else f"VectorOperand<{kind}>"]
     name = template(request.op, kind, *kept, made != NO_MASK, rules.name == PAIRS, documents, rules.window or 0, *shape)
     return Native(table + call(name, *tensors, c_float(settings["scale"]), near, places, made, work), [scratch])
 

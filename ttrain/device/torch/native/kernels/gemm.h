@@ -16,12 +16,13 @@ constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
 
-// Whether bf16 is multiplied in pairs, else it is widened as it is packed. AMD multiplies pairs at twice the rate of fp32,
-// Intel without matrix units at half of it. An older gcc takes AMD's later kinds for Zen 3 with more instructions.
-#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__) || defined(__znver6__)
+// Whether bf16 is multiplied in pairs, else it is widened as it is packed. Vectors of AMD multiply pairs at twice the rate of
+// fp32, those of Intel at half of it, but it has matrix units. An older gcc takes AMD's later kinds for Zen 3 with more
+// instructions.
+#if defined(__AVX512BF16__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__) || defined(__znver6__))
 #define FAST_PAIRS
 #endif
-#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || (defined(__AVX512BF16__) && defined(FAST_PAIRS))
+#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || defined(FAST_PAIRS)
 #define PAIRS
 #endif
 
@@ -69,13 +70,20 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
-// The type in which elements are multiplied.
+// The type in which elements are multiplied, and that for products in vectors alone, as those of attention.
 #if defined(PAIRS)
 template <class E>
 using Operand = E;
 #else
 template <class E>
 using Operand = float;
+#endif
+#if defined(FAST_PAIRS)
+template <class E>
+using VectorOperand = E;
+#else
+template <class E>
+using VectorOperand = float;
 #endif
 template <class E>
 constexpr bool WIDENS = sizeof(Operand<E>) != sizeof(E);
