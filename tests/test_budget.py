@@ -26,7 +26,7 @@ LARGER_FOLDERS = {  # how many each may have: lower a figure when its folder shr
 }
 # Lines of code: neither blank, nor comment, nor docstring. To raise one needs a reason in the commit that does.
 PYTHON_LINES = 35_117
-TEMPLATE_LINES = 2_292  # the C++ that kernels are generated from
+TEMPLATE_LINES = 2_296  # the C++ that kernels are generated from
 OPTIONS = 440  # fields that a config declares with `option`
 CORE = ("graph", "ops", "autodiff", "plan", "engine")
 CORE_LINES = 3_611

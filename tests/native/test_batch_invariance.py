@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.models.session import initial_values
+from tests.native.conftest import open_device
+from tests.native.test_numbers import run_all
 from tests.ttnn.runs import adamw, agillm, gpt, llama
 from ttrain import ops
 from ttrain.autodiff import backward
 from ttrain.core import processor
+from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import UserError
 from ttrain.core.spec import DType
 from ttrain.device.torch.device import TorchDevice
@@ -171,6 +175,19 @@ def test_bits_of_a_token_are_the_same_however_it_is_read(
     assert_same({key: x[:, :TIME] for key, x in padded.items()}, {key: x[1:2] for key, x in expected.items()})
     for count in run.steps:
         assert_same(run.one(texts[2], count), {key: x[2] for key, x in expected.items()})
+
+
+def test_scores_add_in_one_order_with_a_cache_and_without(folder: Path) -> None:
+    """Large parts of a score cancel, so what is left of it tells the order: the even element of a pair comes first."""
+    device = open_device(Sizing(1, batch_invariant=True), folder)
+    queries, keys = torch.tensor([[4096.0, 1, 4096, 1]] * 2), torch.tensor([[4096.0, 1, -4096, 1], [0, 0, 0, 0]])
+    values, last = torch.tensor([[1.0, 2, 3, 4], [-4, -3, -2, -1]]), torch.tensor([1])
+    q, k, v = (x.bfloat16()[None] for x in (queries, keys, values))
+    whole = ("attention", [q, k, v, None, None, None], {"heads": 1, "scale": 1.0, "mask": AttentionMask()})
+    cached = ("cached_attention", [q[None, :, 1:], k[None], v[None], last, last + 1], {"scale": 1.0})
+    (rows, _), (row,) = run_all(device, [whole, cached])
+    assert torch.equal(rows[0, 1], row.flatten())
+    device.close()
 
 
 def test_an_op_without_such_a_kernel_is_named(folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.native.conftest import NativeDevice, every_case, has_kernel
+from tests.native.conftest import SMALL, NativeDevice, every_case, has_kernel, open_device
 from tests.ops.harness import (
     all_cases,
     assert_equals_reference,
@@ -20,7 +22,9 @@ from tests.ops.harness import (
 )
 from ttrain.core.attention_mask import AttentionMask
 from ttrain.core.errors import PlanError
+from ttrain.core.processor import vector_extensions
 from ttrain.core.spec import DType, TensorSpec
+from ttrain.device.torch.native import toolchain
 from ttrain.device.torch.native.codegen import Request
 from ttrain.device.torch.native.native import Sizing
 from ttrain.device.torch.native.rows import RULES, NativeKernels
@@ -40,7 +44,11 @@ WITHOUT_RULE = (
 @pytest.fixture(scope="module")
 def device(device: NativeDevice) -> NativeDevice:
     """Every case of every op, compiled into one library."""
-    graphs = [record(*parameter.values)[0] for parameter in every_case()]
+    return prepared(device, [parameter.values for parameter in every_case()])
+
+
+def prepared(device: NativeDevice, cases: Iterable[tuple[Op, Case, DType]]) -> NativeDevice:
+    graphs = [record(*each)[0] for each in cases]
     device.native.prepare([node for graph in graphs for node in decompose(graph, device.kernels, device.name).nodes])
     return device
 
@@ -61,6 +69,18 @@ def test_products_of_panels_of_any_height_equal_the_reference(device: NativeDevi
     device.native.prepare([record(*each)[0].nodes[0] for each in given])
     for each in given:
         assert_equals_reference(device, *each, times=2)
+
+
+@pytest.mark.skipif("avx512f" not in vector_extensions(), reason="no AVX-512")
+def test_attention_of_pairs_of_bf16_equals_the_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD, whose vectors multiply them faster than fp32."""
+    monkeypatch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-DFAST_PAIRS"))
+    given = [parameter.values for parameter in every_case(lambda op: op.name in ("attention", "attention_grad"))]
+    given = [each for each in given if each[2] is DType.BF16][::3]
+    device = prepared(open_device(SMALL, folder), given)
+    for each in given:
+        assert_equals_reference(device, *each)
+    device.close()
 
 
 def test_nearly_all_cases_run_on_generated_code(device: NativeDevice) -> None:
@@ -108,21 +128,20 @@ def test_fp64_takes_the_way_of_the_base(device: NativeDevice) -> None:
 @pytest.mark.parametrize("products", ["auto", "own", "aten", "onednn"])
 def test_products_can_be_left_to_libraries(device: NativeDevice, products: str) -> None:
     base = super(NativeDevice, device).kernels
-    native = NativeKernels(base, 1, context=replace(device.context, matmul=products))
+    native, own = (NativeKernels(base, 1, context=replace(device.context, matmul=who)) for who in (products, "own"))
     for name in ("matmul", "linear", "head_cross_entropy", "grouped_matmul", "grouped_outer"):
         for parameter in every_case(lambda op: op.name == name):  # noqa: B023 - called at once
             node = record(*parameter.values)[0].nodes[0]
             request, dtype = Request.of_node(node), parameter.values[2]
             found = native.native(request)
-            if products in ("aten", "onednn"):
-                assert found is None
-            elif dtype is DType.FP32 or name == "grouped_outer":  # bf16 where rows are whole pairs
-                assert found is not None
+            assert found == (None if products in ("aten", "onednn") else own.native(request))
+            # Other products need whole pairs in a row of bf16.
+            assert products != "own" or found or (dtype is not DType.FP32 and name != "grouped_outer")
             if name in ("matmul", "linear"):
                 given = (request.inputs, request.outputs, node.attributes)
-                own, library = native.kernels[name].way, base[name].way
-                assert own is not None and library is not None
-                assert own(*given) == ("own" if found else library(*given))
+                ours, library = native.kernels[name].way, base[name].way
+                assert ours is not None and library is not None
+                assert ours(*given) == ("own" if found else library(*given))
 
 
 def test_rows_too_wide_for_a_stack_take_the_way_of_the_base(device: NativeDevice) -> None:

@@ -31,7 +31,7 @@ class Device(TorchDevice):
         self.folder, self.compares, self.measures = folder, compares, measures
 
     def compiler(self) -> NativeKernels:
-        context = self.context if self.compares else replace(self.context, matmul="own")  # also with matrix units
+        context = self.context if self.compares else replace(self.context, matmul="own")  # nothing is compared
         return NativeKernels(self.kernels, self.threads, Toolchain(self.folder), context, self.measures)
 
 

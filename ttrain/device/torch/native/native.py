@@ -66,7 +66,7 @@ class Sizing:
     thread_cost: int = 2**15  # additions: less than this is not worth waking another thread for
     part: int = 2**13  # elements in one range of a sum over rows
     most_parts: int = 32
-    products: bool = True  # whether matrix products run here too, or else the way of the base
+    products: bool = True  # whether matrix products run here too; else they go the way of the base
     block: int = 2**14  # elements in one block of a list of tensors: all slots fit a second-level cache
     logits: int = CHUNK_LOGITS  # of how many logits the cross-entropy of a head forms at a time
     batch_invariant: bool = False  # whether the bits of a row are the same among any number of rows

@@ -72,7 +72,7 @@ class NativeKernels:
             products = matmul in ("auto", "own")
             sizing = Sizing(sizing, products=products, batch_invariant=invariant)
         self.sizing = sizing
-        self.backends: Backends = {}  # of products that were tuned; others have that of their dtype
+        self.backends: Backends = {}  # of products that were tuned; `sizing.products` decides for others
         self._prepared: set[Request] = set()  # products
         self._base = base
         self.compilations = 0  # how often the compiler ran; libraries from the cache do not count

@@ -3,16 +3,18 @@
 #pragma once
 #include "vector.h"
 
-#if defined(VECTORS_ONLY)
-constexpr bool AMX = false;
-#elif defined(AMX_EMULATED)  // a test brings instructions of its own
-constexpr bool AMX = true;
+#if defined(AMX_EMULATED)  // a test brings instructions of its own
+#define MATRIX_UNITS
 #elif (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512F__) && defined(__linux__)  // as clang 14 has it
 #include <sys/syscall.h>
 #include <unistd.h>
+#define MATRIX_UNITS
+#endif
+#if defined(MATRIX_UNITS) && !defined(VECTORS_ONLY)
 constexpr bool AMX = true;
 #else
 constexpr bool AMX = false;
+#undef MATRIX_UNITS
 #endif
 
 // Rows of a register, and steps of the inner axis in it; C is made in squares of two by two registers.

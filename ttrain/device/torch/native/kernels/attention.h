@@ -1,6 +1,6 @@
 // Attention of one head at a time, in a core's own caches: what the mask hides is never computed, and no matrix of all
-// scores exists. Sums, scores and the softmax are fp32. Where vectors multiply pairs of bf16 faster than fp32, products of
-// bf16 tensors take probabilities and the gradients of scores rounded to bf16; elsewhere all is widened on the way in.
+// scores exists. Sums, scores and the softmax are fp32. Where vectors multiply pairs of bf16 faster than fp32, products
+// of bf16 tensors take probabilities and the gradients of scores rounded to bf16; elsewhere all is widened on the way in.
 // Queries, keys and values are [B, T, H, D], rows of T lying `Stride` apart, so they may be parts of one tensor; of keys
 // and values there may be fewer heads, K of them `Apart` apart, each for H / K heads of queries. Under `Pairs` a query sees
 // the other position of its aligned pair too; where that lies ahead, `slopes`, one a head, are taken off its score. Under

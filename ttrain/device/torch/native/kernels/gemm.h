@@ -16,13 +16,15 @@ constexpr int TILE_VECTORS = 2, TILE_COLUMNS = TILE_VECTORS * W;
 
 constexpr i64 round_up(i64 n, i64 step) { return (n + step - 1) / step * step; }
 
-// Whether bf16 is multiplied in pairs, else it is widened as it is packed. Vectors of AMD multiply pairs at twice the rate of
-// fp32, those of Intel at half of it, but it has matrix units. An older gcc takes AMD's later kinds for Zen 3 with more
-// instructions.
-#if defined(__AVX512BF16__) && (defined(__znver3__) || defined(__znver4__) || defined(__znver5__) || defined(__znver6__))
+// FAST_PAIRS: vectors multiply pairs of bf16 faster than fp32. Those of AMD do, at twice the rate; those of Intel reach half
+// of it. An older gcc takes AMD's later kinds for Zen 3 with more instructions. PAIRS: products take pairs, in such vectors
+// or in matrix units. Elsewhere bf16 is widened as it is packed.
+#if !defined(FAST_PAIRS) && defined(__AVX512BF16__)
+#if defined(__znver3__) || defined(__znver4__) || defined(__znver5__) || defined(__znver6__)
 #define FAST_PAIRS
 #endif
-#if defined(__AMX_BF16__) || defined(__AMXBF16__) || defined(AMX_EMULATED) || defined(FAST_PAIRS)
+#endif
+#if defined(FAST_PAIRS) || defined(MATRIX_UNITS)
 #define PAIRS
 #endif
 
@@ -70,7 +72,8 @@ struct Inner<bf16> {
 };
 template <class E>
 using Unit = typename Inner<E>::Unit;
-// The type in which elements are multiplied, and that for products in vectors alone, as those of attention.
+// The type in which a product multiplies elements of E. VectorOperand: the same for products that never use matrix units,
+// as those of attention.
 #if defined(PAIRS)
 template <class E>
 using Operand = E;
