@@ -178,7 +178,7 @@ def test_bits_of_a_token_are_the_same_however_it_is_read(
 
 
 def test_scores_add_in_one_order_with_a_cache_and_without(folder: Path) -> None:
-    """Large parts of a score cancel, so what is left of it tells the order: the even element of a pair comes first."""
+    """Large parts of a score cancel, so what is left of it tells the order of adding."""
     device = open_device(Sizing(1, batch_invariant=True), folder)
     queries, keys = torch.tensor([[4096.0, 1, 4096, 1]] * 2), torch.tensor([[4096.0, 1, -4096, 1], [0, 0, 0, 0]])
     values, last = torch.tensor([[1.0, 2, 3, 4], [-4, -3, -2, -1]]), torch.tensor([1])
